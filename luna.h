@@ -575,7 +575,7 @@ typedef struct luna_attention_args {
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
   const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
-  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
+  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
@@ -2178,7 +2178,7 @@ typedef struct lunai_attention {
   float *grad_q, *grad_k, *grad_v;
   const luna_attention_pattern *patterns; /* null: dense */
   int64_t pattern_count;
-  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
+  const float *grad_lse;             /* backward: [rows, heads] or null */
 } lunai_attention;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
@@ -4625,7 +4625,8 @@ LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
         const float *g = a->grad_out + r.out;
         const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
-                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
+                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
+                     (a->grad_lse ? (double)a->grad_lse[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
           const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
@@ -4950,9 +4951,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_lse);
-}
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
@@ -4963,7 +4962,7 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
+  if (lunai_is_sparse(a)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -5114,7 +5113,7 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, false)) {
+  if (lunai_is_sparse(a)) {
     lunai_run_sparse(kernels, a, parallel, scratch);
     return;
   }
@@ -5140,6 +5139,7 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
     lse[i] = a->lse[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
+    if (a->grad_lse) delta[i] -= a->grad_lse[at];
     if (!a->grad_sums || !a->dropout.threshold) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
@@ -5267,7 +5267,7 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, true)) {
+  if (lunai_is_sparse(a)) {
     lunai_run_sparse_backward(kernels, a, parallel, scratch);
     return;
   }
@@ -5453,13 +5453,13 @@ LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
 }
 LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a, false)) lunai_sparse_rows(a, false);
+  if (lunai_is_sparse(a)) lunai_sparse_rows(a, false);
   else lunai_dense_reference(a);
 }
 LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
                                                  void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a, true)) lunai_sparse_rows(a, true);
+  if (lunai_is_sparse(a)) lunai_sparse_rows(a, true);
   else lunai_dense_backward_reference(a);
 }
 
@@ -10904,8 +10904,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->lse = op->out[1]->data;
   a->sums = NULL;
-  /* sizes are asked before that gradient is there */
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_lse = op->out[1]->grad;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
@@ -13315,22 +13314,247 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   return lunai_finish_like(&s, x);
 }
 
+/* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
+LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank);
+/* which part of all ranks' an input is, into the step; *part stays null without a collective */
+LUNAI_FN bool lunai_part_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
+                              const lunai_part **part) {
+  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
+  const luna_collective *c = lunai_ranks(ctx);
+  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
+  int64_t mine[3], *all, *parts, b, r;
+  void *memory;
+  lunai_part *made;
+  if (!c) return true;
+  mine[0] = rows ? batch : n;
+  mine[1] = rows ? n : batch;
+  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
+            rows ? 0 : n;
+  for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
+    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
+  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
+  made = (lunai_part *)memory;
+  memset(made, 0, sizeof *made);
+  made->parts = parts = (int64_t *)(void *)(made + 1);
+  made->rows = rows;
+  made->other = rows ? batch : -1;
+  for (r = 0; r < c->ranks; r++) {
+    const int64_t own = parts[r] = all[3 * r + 1];
+    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
+      return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
+    if (r < c->rank) made->first += own;
+    made->whole += own;
+    if (rows || own == 0) continue;
+    if (made->other >= 0 && made->other != all[3 * r])
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+                        made->other) != NULL;
+    made->other = all[3 * r];
+    made->longest = lunai_max(made->longest, all[3 * r + 2]);
+  }
+  made->own = mine[1];
+  if (parts[c->rank] != made->own)
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
+                      (int64_t)c->rank) != NULL;
+  *part = made;
+  return true;
+}
+/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
+LUNAI_FN const int32_t *lunai_part_lengths(luna_ctx *ctx, const lunai_part *part, const int32_t *lengths,
+                                           const char *name, bool *failed) {
+  void *memory;
+  int64_t b;
+  if (!lengths || !part || !part->rows || *failed) return lengths;
+  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
+  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
+  for (b = 0; b < part->other && !*failed; b++) {
+    *failed = lengths[b] < 0 || lengths[b] > part->whole;
+    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
+                            part->whole);
+    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+  }
+  return *failed ? NULL : (const int32_t *)memory;
+}
+/* What a model's input is a part of, and the input with its lengths as those of its own rows */
+LUNAI_FN bool lunai_part_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
+                               const lunai_part **part) {
+  bool failed = false;
+  *own = *input;
+  *part = NULL;
+  if (!lunai_part_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  own->lengths = lunai_part_lengths(ctx, *part, input->lengths, name, &failed);
+  return !failed;
+}
+/* x as a part */
+LUNAI_FN luna_tensor *lunai_part_of(luna_tensor *x, const lunai_part *part) {
+  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
+  if (x && part) x->part = part;
+  return x;
+}
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
+  const lunai_part *part = NULL;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  if (!lunai_has_rank("luna_rank_part", x, 2) ||
+      !lunai_part_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
+  return lunai_part_of(x, part);
+}
+
+typedef struct lunai_rank_op {
+  luna_ctx *ctx;
+  const char *name;
+  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
+  float *result, *kept;              /* [luna_count(out)]; what else backward needs */
+  const lunai_part *part;
+  const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
+  int64_t heads;
+} lunai_rank_op;
+LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
+  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  op->received = true;
+  lunai_copy(op->result, out->data, bytes);
+}
+LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  int64_t i;
+  (void)count;
+  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+}
+typedef void (*lunai_rank_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+typedef void (*lunai_rank_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+/* One of these ops, on the CPU; `kept` floats for backward, `room` floats while it runs. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, lunai_rank_forward forward,
+                                       lunai_rank_backward backward, int rank, const int64_t *shape, int64_t kept,
+                                       int64_t room) {
+  luna_ctx *ctx = in[0]->ctx;
+  const int64_t floats = lunai_shape_count(rank, shape);
+  const size_t bytes = (size_t)(floats + kept) * sizeof(float);
+  luna_custom custom;
+  luna_tensor *y;
+  void *memory;
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
+  memset(&custom, 0, sizeof custom);
+  op->ctx = ctx;
+  op->result = (float *)memory;
+  op->kept = op->result ? op->result + floats : NULL;
+  custom.forward = forward;
+  custom.backward = backward;
+  custom.state = op;
+  custom.state_size = sizeof *op;
+  custom.workspace_size = (size_t)room * sizeof(float);
+  y = luna_custom_op(in, count, rank, shape, &custom);
+  if (!y || ctx->status != LUNA_OK) return NULL;
+  y->part = NULL;
+  return y;
+}
+LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
+  lunai_rank_op op;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  memset(&op, 0, sizeof op);
+  op.name = name;
+  op.alone = alone;
+  return lunai_rank_op_of(&op, &x, 1, lunai_rank_sum_forward, lunai_rank_sum_backward, x->rank, x->shape, 0, 0);
+}
+
+/* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
+   w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
+LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int ranks = op->ctx->collective.ranks;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
+  const int64_t slots = out->shape[1];
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
+  int64_t i, e;
+  int r;
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
+  if (op->received) return;
+  op->received = true;
+  lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
+  for (i = 0; i < lines; i++)
+    lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
+  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float))) return;
+  for (i = 0; i < lines; i++) {
+    float max = -INFINITY;
+    double sum = 0, weight;
+    for (r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
+    for (e = 0; e < n; e++) op->result[i * n + e] = 0;
+    for (r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
+    op->kept[i] = 0;
+    for (r = 0; r < ranks; r++) {
+      if (all[r * size + wide + i] == -INFINITY) continue;
+      weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
+      if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
+      for (e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
+    }
+  }
+  lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
+}
+/* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
+LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
+  int64_t i, e;
+  (void)count;
+  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return;
+  for (i = 0; i < lines; i++) {
+    const float *g = out->grad + i * n;
+    double dot = 0;
+    if (op->kept[i] == 0) continue;
+    for (e = i * n; e < i * n + n; e++) dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
+    for (e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
+    if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
+  }
+}
+LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_part *part, const int32_t *lengths,
+                                       int64_t heads) {
+  luna_tensor *in[2];
+  lunai_rank_op op;
+  if (!y || !lse) return NULL;
+  memset(&op, 0, sizeof op);
+  op.name = "attention over rows that are cut";
+  op.part = part;
+  op.lengths = lengths;
+  op.heads = heads;
+  in[0] = y;
+  in[1] = lse;
+  return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
+                          luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
+}
+LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
+  return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
+}
+
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
+/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
+LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) { return lunai_rank_sum(loss, "the loss", true); }
+
 /* --- reductions --- */
 LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
-  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, size;
   int a, to = 0;
+  const bool cut = axis == 1 && lunai_rows_cut(x);
+  luna_tensor *y;
   lunai_build s;
   if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
+  if (cut && kind != LUNA_OP_REDUCE) return lunai_cannot_cut(x, name, "what goes over all rows but a sum");
+  size = cut ? x->part->whole : x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
     if (a != axis) *(a < axis ? &s.op.arg.reduce.outer : &s.op.arg.reduce.inner) *= x->shape[a];
   }
   s.op.arg.reduce.axis = x->shape[axis];
-  s.op.arg.reduce.factor = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
   if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
-  return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  y = x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  return cut ? lunai_rank_sum(y, name, false) : y;
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
@@ -13489,146 +13713,6 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
   return lunai_finish_rows(&s, w2->shape[0]);
 }
 
-/* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
-/* which part of all ranks' an input is, into the step; *part stays null without a collective */
-LUNAI_FN bool lunai_part_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
-                              const lunai_part **part) {
-  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
-  const luna_collective *c = lunai_ranks(ctx);
-  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r;
-  void *memory;
-  lunai_part *made;
-  if (!c) return true;
-  mine[0] = rows ? batch : n;
-  mine[1] = rows ? n : batch;
-  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
-            rows ? 0 : n;
-  for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
-  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
-    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
-  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
-  made = (lunai_part *)memory;
-  memset(made, 0, sizeof *made);
-  made->parts = parts = (int64_t *)(void *)(made + 1);
-  made->rows = rows;
-  made->other = rows ? batch : -1;
-  for (r = 0; r < c->ranks; r++) {
-    const int64_t own = parts[r] = all[3 * r + 1];
-    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
-      return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
-    if (r < c->rank) made->first += own;
-    made->whole += own;
-    if (rows || own == 0) continue;
-    if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
-                        made->other) != NULL;
-    made->other = all[3 * r];
-    made->longest = lunai_max(made->longest, all[3 * r + 2]);
-  }
-  made->own = mine[1];
-  if (parts[c->rank] != made->own)
-    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
-                      (int64_t)c->rank) != NULL;
-  *part = made;
-  return true;
-}
-/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
-LUNAI_FN const int32_t *lunai_part_lengths(luna_ctx *ctx, const lunai_part *part, const int32_t *lengths,
-                                           const char *name, bool *failed) {
-  void *memory;
-  int64_t b;
-  if (!lengths || !part || !part->rows || *failed) return lengths;
-  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
-  for (b = 0; b < part->other && !*failed; b++) {
-    *failed = lengths[b] < 0 || lengths[b] > part->whole;
-    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
-                            part->whole);
-    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
-  }
-  return *failed ? NULL : (const int32_t *)memory;
-}
-/* What a model's input is a part of, and the input with its lengths as those of its own rows */
-LUNAI_FN bool lunai_part_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
-                               const lunai_part **part) {
-  bool failed = false;
-  *own = *input;
-  *part = NULL;
-  if (!lunai_part_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
-  own->lengths = lunai_part_lengths(ctx, *part, input->lengths, name, &failed);
-  return !failed;
-}
-/* x as a part */
-LUNAI_FN luna_tensor *lunai_part_of(luna_tensor *x, const lunai_part *part) {
-  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
-  if (x && part) x->part = part;
-  return x;
-}
-LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
-  const lunai_part *part = NULL;
-  if (!x || !lunai_ranks(x->ctx)) return x;
-  if (!lunai_has_rank("luna_rank_part", x, 2) ||
-      !lunai_part_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
-  return lunai_part_of(x, part);
-}
-
-typedef struct lunai_rank_op {
-  luna_ctx *ctx;
-  const char *name;
-  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
-  float *result;                     /* [luna_count(out)] */
-} lunai_rank_op;
-LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
-  lunai_rank_op *op = (lunai_rank_op *)state;
-  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
-  (void)count;
-  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
-  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  op->received = true;
-  lunai_copy(op->result, out->data, bytes);
-}
-LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
-  const lunai_rank_op *op = (const lunai_rank_op *)state;
-  int64_t i;
-  (void)count;
-  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
-}
-/* One of these ops, on the CPU. Its result is whole. */
-LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, luna_custom *custom,
-                                       int rank, const int64_t *shape, size_t room) {
-  luna_ctx *ctx = in[0]->ctx;
-  const size_t bytes = (size_t)lunai_shape_count(rank, shape) * sizeof(float) + room;
-  luna_tensor *y;
-  void *memory;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "that computes between ranks");
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
-  op->ctx = ctx;
-  op->result = (float *)memory;
-  y = luna_custom_op(in, count, rank, shape, custom);
-  if (!y || ctx->status != LUNA_OK) return NULL;
-  y->part = NULL;
-  return y;
-}
-LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
-  luna_custom custom;
-  lunai_rank_op op;
-  if (!x || !lunai_ranks(x->ctx)) return x;
-  memset(&op, 0, sizeof op);
-  memset(&custom, 0, sizeof custom);
-  op.name = name;
-  op.alone = alone;
-  custom.forward = lunai_rank_sum_forward;
-  custom.backward = lunai_rank_sum_backward;
-  custom.state = &op;
-  custom.state_size = sizeof op;
-  return lunai_rank_op_of(&op, &x, 1, &custom, x->rank, x->shape, 0);
-}
-LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
-/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
-LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) { return lunai_rank_sum(loss, "the loss", true); }
-
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
@@ -13764,7 +13848,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   int32_t *kept;
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (!labels) return lunai_fail_null(ctx, s->name, "labels") != NULL;
+  if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
   if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
@@ -13987,8 +14071,8 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
   return to;
 }
 
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                             const luna_attention_config *config) {
+LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                              const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
@@ -14035,6 +14119,31 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
+/* The same of whole queries over the keys of this rank, of each the log-sum-exp, and its own lengths */
+LUNAI_FN luna_tensor *lunai_attention_part(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                           const luna_attention_config *config, luna_tensor **lse,
+                                           const int32_t **lengths) {
+  luna_attention_config own = *config;
+  bool failed = false;
+  own.lengths = *lengths = lunai_part_lengths(k->ctx, k->part, own.lengths, "luna_softmax_attention", &failed);
+  own.log_sum_exp = lse;
+  if (failed) return NULL;
+  if (lunai_rows_cut(q) || own.causal || own.patterns || own.sums || own.sequences)
+    return lunai_cannot_cut(k, "luna_softmax_attention", "each row's softmax over all rows");
+  return lunai_softmax_attention(q, k, v, &own);
+}
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config) {
+  luna_attention_config c;
+  const int32_t *lengths;
+  luna_tensor *lse = NULL, *y;
+  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, config);
+  memset(&c, 0, sizeof c);
+  if (config) c = *config;
+  y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
+  return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
+}
+
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
   lunai_build s;
   bool good;
@@ -14076,7 +14185,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
       weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
     return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
-  if (!lunai_has_op(weights, LUNA_OP_PACK)) {
+  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
     c.lengths = lengths;
@@ -14556,6 +14665,24 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
+   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
+                                            luna_tensor *context, const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
+  luna_attention_config c;
+  luna_tensor *lse = NULL, *z;
+  const int32_t *own;
+  if (!g) return NULL;
+  memset(&c, 0, sizeof c);
+  c.lengths = lengths;
+  c.scale = 1;
+  z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
+  z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
+  z = lunai_merge_heads(luna_add(z, lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
+  lse = lunai_permute(lunai_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
+  return lunai_rank_merge(z, lse, context->part, own, h);
+}
 /* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
    bpv_h */
 LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
@@ -14566,6 +14693,7 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
   if (!pq) return NULL;
   g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                   lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
   z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
   bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
@@ -14603,8 +14731,9 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
+  const bool drops = lunai_rows_cut(context) && c->dropout > 0 && p->ctx->training;
   luna_attention_config a;
-  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key))
+  if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
@@ -14637,7 +14766,7 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   if (!y_p) return NULL;
   lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
   if (failed) return NULL;
-  if (lunai_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
+  if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
@@ -14752,7 +14881,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
       p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
   luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
-  if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
+  if (!lunai_fold(x->ctx, lunai_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
     return lunai_merge_heads(luna_matmul(k, pq, false, true));
@@ -14890,6 +15019,7 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, lun
     return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
   }
   y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
+  if (lunai_rows_cut(k)) y = luna_rank_sum(y);
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
 }
 
@@ -14982,6 +15112,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (!context) context = x;
   if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
       !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
+  if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
+    return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
   scope = luna_scope_begin(x->ctx);
   q = luna_linear_layer_forward(&layer->q, x);
   k = luna_linear_layer_forward(&layer->k, context);
@@ -15152,6 +15284,7 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   call.causal = causal;
   *p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
   y = c->hook->forward(hook_state, &call);
   *p = call.next_p;
   for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
@@ -15700,7 +15833,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *x;
   if (!ctx) return NULL;
-  if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
   x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -16029,9 +16162,22 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!y) return NULL;
   if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
     return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
-  for (b = 0; b < shape[0]; b++) ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], x->shape[1]));
+  for (b = 0; b < shape[0]; b++)
+    ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
   factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
+}
+/* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
+LUNAI_FN luna_tensor *lunai_first_row(luna_tensor *x) {
+  const int64_t batch = x->shape[0];
+  void *memory;
+  int64_t b;
+  if (lunai_whole_rows(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
+  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, batch, x->shape[2], 1, 1);
+  if (!lunai_step(x->ctx, (size_t)batch * sizeof(int32_t), false, &memory))
+    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)batch * sizeof(int32_t));
+  for (b = 0; b < batch; b++) ((int32_t *)memory)[b] = 1;
+  return luna_sum(luna_mask(x, (const int32_t *)memory), 1);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -16042,9 +16188,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (!lunai_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], model->config.encoder.dim))
     return NULL;
   switch (model->config.pooling) {
-    case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
-                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1,
-                                                               1);
+    case LUNA_POOLING_CLS: return lunai_first_row(x);
     case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return lunai_mean_rows(x, lengths);
@@ -16133,7 +16277,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   void *memory;
   if (!x) return NULL;
   all = input->batch * input->n;
-  if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
+  if (!labels && all > 0) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < all; i++) {
     count += labels[i] >= 0;
     if (labels[i] >= vocab)
@@ -16142,7 +16286,7 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   counted = count;
   if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
   if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
-  if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
+  if (!lunai_step(ctx, (size_t)lunai_max(1, 2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
   places = (int32_t *)memory;
   chosen = places + count;
