@@ -164,8 +164,8 @@
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
    CONTENTS (search for the tag)
-     1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
-                          >>models >>trainer >>stream >>backend
+     1. Public API        >>status >>errors >>functions >>context >>parallel >>tensors >>ops >>params >>checkpoints
+                          >>layers >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
                           >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers
                           >>models >>trainer >>checkpoints >>stream */
@@ -1831,6 +1831,7 @@ typedef struct luna_op {
   const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2105,11 +2106,11 @@ typedef struct lunai_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  int64_t first, run, skip;          /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0:
-                                        e + first */
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
+  int64_t run;                       /* e + first */
 } lunai_dropout;
-LUNAI_INLINE int64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
-  return element + d->first + (d->run ? element / d->run * d->skip : 0);
+LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
+  return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
 }
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
@@ -2197,6 +2198,17 @@ typedef struct lunai_unpack {
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
 
+/* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
+   sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
+typedef struct lunai_outside {
+  void (*scan)(void *op, double *state, int64_t count, bool after);
+  void *op;
+  int64_t position, later;           /* rows of the ranks before, and after */
+  int64_t count;                     /* doubles of all states */
+  bool received;                     /* `before` is there */
+  double *before, *after;            /* the mean over the rows before; room for the sum over those after */
+} lunai_outside;
+
 /* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
    [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
 typedef struct lunai_causal {
@@ -2206,6 +2218,7 @@ typedef struct lunai_causal {
   int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
   const float *grad_out;
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  lunai_outside *outside;            /* null: the rows are all there are */
 } lunai_causal;
 
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
@@ -2224,6 +2237,7 @@ typedef struct lunai_causal_luna {
   double *mean_ka, *mean_av;
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
+  lunai_outside *outside;            /* null: the rows are all there are, or streaming */
 } lunai_causal_luna;
 
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
@@ -3863,14 +3877,15 @@ LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n,
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
   uint32_t counter[4], word[4];
+  uint64_t place;
   if (d->threshold == 0) return 1.0f;
-  element = lunai_dropout_place(d, element);
-  counter[0] = (uint32_t)(element / 8);
-  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
+  place = lunai_dropout_place(d, element);
+  counter[0] = (uint32_t)(place / 8);
+  counter[1] = (uint32_t)(place / 8 >> 32);
   counter[2] = d->op;
   counter[3] = d->step;
   lunai_philox(counter, d->seed, word);
-  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+  return (word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
 }
 LUNAI_FN void lunai_dropout_reference(const lunai_dropout *d, int64_t first, int64_t n, const float *x, float *y,
                                       bool accumulate) {
@@ -4390,10 +4405,11 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
 LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
   while (n > 0) {
-    const int64_t at = lunai_dropout_place(d, first), skip = at % 8;
+    const uint64_t at = lunai_dropout_place(d, first);
+    const int64_t skip = (int64_t)(at % 8);
     const int64_t count = lunai_min(d->run ? lunai_min(n, d->run - first % d->run) : n, 64 - skip);
     const bool whole = count == 64;
-    LUNAI_K(dropout_block)(d, (uint64_t)at / 8, whole ? mask : block);
+    LUNAI_K(dropout_block)(d, at / 8, whole ? mask : block);
     if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
     first += count;
     mask += count;
@@ -6524,6 +6540,8 @@ typedef struct lunai_sweep {
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
+  lunai_outside *outside;            /* or null */
+  bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
@@ -6577,6 +6595,14 @@ LUNAI_INLINE double *lunai_sweep_carried(const lunai_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
+/* whether there are rows before the first chunk */
+LUNAI_INLINE bool lunai_sweep_continues(const lunai_sweep *s) {
+  if (!s->outside) return s->position > 0;
+  return !s->summing && (s->reverse ? s->outside->later : s->outside->position) > 0;
+}
+LUNAI_INLINE double *lunai_sweep_outside(const lunai_sweep *s, int64_t item) {
+  return (s->reverse ? s->outside->after : s->outside->before) + item * s->unit * s->slots;
+}
 /* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
 LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item, int64_t k, int64_t place,
                                               int64_t thread) {
@@ -6589,8 +6615,8 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
   c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
   c.before = (double)(s->position + c.first);
-  c.begins = k == 0 && s->position == 0;
-  c.last = k == s->chunks - 1 && !s->exchange;
+  c.begins = k == 0 && !lunai_sweep_continues(s);
+  c.last = k == s->chunks - 1 && !s->exchange && !s->summing;
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
   c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
@@ -6609,8 +6635,15 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
 }
 
 LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
-  if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
-  else memset(carried, 0, (size_t)lunai_sweep_state(s, item) * sizeof(double));
+  const size_t bytes = (size_t)lunai_sweep_state(s, item) * sizeof(double);
+  if (s->outside && lunai_sweep_continues(s)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
+  else if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
+  else memset(carried, 0, bytes);
+}
+LUNAI_FN void lunai_sweep_end(const lunai_sweep *s, int64_t item, double *carried) {
+  if (s->exchange) s->exchange(s->args, item, carried, true);
+  if (s->summing)
+    memcpy(lunai_sweep_outside(s, item), carried, (size_t)lunai_sweep_state(s, item) * sizeof(double));
 }
 
 /* each thread sweeps whole items */
@@ -6625,9 +6658,9 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, thread, thread);
       s->sum(s->args, &c);
       lunai_sweep_scan(s, &c, carried, 0, lunai_sweep_state(s, item));
-      s->output(s->args, &c);
+      if (!s->summing) s->output(s->args, &c);
     }
-    if (s->exchange) s->exchange(s->args, item, carried, true);
+    lunai_sweep_end(s, item, carried);
   }
 }
 
@@ -6661,9 +6694,29 @@ LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   }
 }
 
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch);
+/* What the other ranks' rows add: this rank's sums go out, those of the ranks before, or after, come back. */
+LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
+  lunai_outside *o = s->outside;
+  double *state = lunai_sweep_outside(s, 0);
+  int64_t i;
+  s->position = s->reverse ? o->position : 0;
+  if (s->reverse || !o->received) {
+    s->summing = true;
+    memset(state, 0, (size_t)o->count * sizeof(double));
+    lunai_sweep_run(s, parallel, scratch);
+    s->summing = false;
+    for (i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
+    o->scan(o->op, state, o->count, s->reverse);
+    for (i = 0; !s->reverse && o->position > 0 && i < o->count; i++) state[i] /= (double)o->position;
+    o->received = true;
+  }
+  s->position = o->position;
+}
 LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
+  if (s->outside && !s->summing) lunai_sweep_exchange(s, parallel, scratch);
   parallel = lunai_worth(parallel, work);
   (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
   if (lunai_threads(parallel) == 1 || s->window == 1) {
@@ -6674,9 +6727,9 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
   for (s->start = 0; s->start < s->chunks; s->start += s->window) {
     lunai_run(parallel, lunai_sweep_sums, s);
     lunai_run(parallel, lunai_sweep_scans, s);
-    lunai_run(parallel, lunai_sweep_outputs, s);
+    if (!s->summing) lunai_run(parallel, lunai_sweep_outputs, s);
   }
-  for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, lunai_sweep_carried(s, item), true);
+  for (item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
 }
 
 /* ---- parts of a chunk ---- */
@@ -6853,6 +6906,7 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
   s->unit = a->dim * a->value_dim;
   s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
   s->reverse = reverse;
+  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
@@ -6880,7 +6934,7 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
     s.output = lunai_causal_out_x;
     lunai_sweep_run(&s, parallel, scratch);
   }
-  if (a->grad_y || a->grad_z) {
+  if (a->grad_y || a->grad_z || a->outside) {
     lunai_causal_sweep(&s, kernels, a, true);
     s.sum = lunai_causal_sum_xg;
     s.output = lunai_causal_out_yz;
@@ -7063,6 +7117,7 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->unit = 2 * a->head_dim;
   s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
   s->reverse = reverse;
+  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
@@ -7105,7 +7160,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   s.sum = lunai_luna_sum_up;
   s.output = lunai_luna_out_up;
   lunai_sweep_run(&s, parallel, rest);
-  if (!a->grad_k && !a->grad_v && !a->grad_s) return;
+  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.args = &grads;
   s.sum = lunai_luna_sum_down;
@@ -9902,10 +9957,10 @@ LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, ui
   lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
 #ifndef LUNA_ONLY_STREAM
   const lunai_part *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
-  if (part && part->own > 0) d.first = part->rows ? part->first * width : part->first * (count / part->own);
+  if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
   if (part && part->rows) {
     d.run = part->own * width;
-    d.skip = (part->whole - part->own) * width;
+    d.skip = (uint64_t)(part->whole - part->own) * (uint64_t)width;
   }
 #else
   (void)count, (void)width;
@@ -10848,6 +10903,34 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
 
+/* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
+LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
+  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+}
+LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
+  return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
+}
+LUNAI_FN luna_status lunai_outside_status(const luna_op *op) { return op->outside ? op->ctx->status : LUNA_OK; }
+LUNAI_FN void lunai_outside_scan(void *user, double *state, int64_t count, bool after) {
+  const luna_op *op = (const luna_op *)user;
+  const luna_collective *c = lunai_ranks(op->ctx);
+  const double *all = (const double *)op->workspace;
+  int64_t i;
+  int r;
+  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)count * sizeof(double));
+  memset(state, 0, (size_t)count * sizeof(double));
+  for (r = after ? c->rank + 1 : 0; r < (after ? c->ranks : c->rank); r++)
+    for (i = 0; i < count; i++) state[i] += all[r * count + i];
+}
+/* what a causal op's kernel gets: op->outside, as it is for this call */
+LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
+  lunai_outside *o = op->outside;
+  if (!o || !op->workspace) return o;
+  o->op = (void *)(uintptr_t)op;
+  o->after = (double *)op->workspace + lunai_ranks(op->ctx)->ranks * o->count;
+  return o;
+}
+
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
 #define LUNAI_KERNEL_OP(name, kept_floats) \
@@ -10855,20 +10938,22 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
     lunai_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     lunai_##name##_args(op, &a); \
-    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
-    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
+    op->workspace_size = lunai_outside_room(op) + \
+                         lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = lunai_outside_room(op) + \
+                                  lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
   } \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name(&a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
+    lunai_k(op)->name(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    return lunai_outside_status(op); \
   } \
   LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
+    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    return lunai_outside_status(op); \
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -10944,6 +11029,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->z_batch = c->rows * c->z_row;
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
+  c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
 
@@ -10965,6 +11051,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+  c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 
@@ -11731,7 +11818,7 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 }
 
 /* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
-LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
+LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
 /* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
@@ -13526,6 +13613,78 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
                           luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
 }
+/* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
+   width - 1 rows before its first, zeros where there are none. kept: nothing. */
+typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
+LUNAI_FN lunai_border lunai_border_of(const lunai_part *part, int rank) {
+  lunai_border b;
+  int r;
+  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
+  b.first = b.end - part->parts[rank];
+  return b;
+}
+LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int rank = op->ctx->collective.rank;
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
+  int64_t b, j, at;
+  int r;
+  (void)count;
+  if (!op->received) {
+    memset(mine, 0, (size_t)(batch * size) * sizeof(float));
+    memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
+    for (b = 0; b < batch; b++)
+      lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
+    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
+    for (r = 0; r < rank; r++) {
+      const lunai_border from = lunai_border_of(op->part, r);
+      for (j = 0; j < rows; j++) {
+        at = op->part->first - rows + j;
+        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+                 (size_t)d * sizeof(float));
+      }
+    }
+    op->received = true;
+  }
+  lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
+}
+LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int64_t first = op->part->first, end = first + op->part->own;
+  float *all = (float *)luna_custom_run(out).scratch;
+  int64_t b, j, at, i;
+  int r;
+  (void)count;
+  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+    for (j = 0; j < rows; j++) {
+      at = lunai_border_of(op->part, r).first - rows + j;
+      for (b = 0; b < batch && at >= first && at < end; b++)
+        for (i = 0; i < d; i++)
+          in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
+    }
+}
+/* x with the `rows` rows before its first one, which is whole */
+LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
+  const int64_t own = lunai_min(rows, x->shape[1]);
+  luna_tensor *with[2];
+  lunai_rank_op op;
+  int64_t shape[3];
+  memset(&op, 0, sizeof op);
+  op.name = "luna_short_convolution";
+  op.part = x->part;
+  shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  with[1] = luna_slice(x, 1, x->shape[1] - own, own);
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
+                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[1] = x;
+  x = luna_concat(with, 2, 1);
+  if (x) x->part = NULL;
+  return x;
+}
 LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
   return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
 }
@@ -14144,6 +14303,27 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
 }
 
+/* For a causal op of rows that are cut: states of `size` doubles a sequence; false: it fails */
+LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
+  luna_ctx *ctx = x->ctx;
+  const lunai_part *part = x->part;
+  lunai_outside *o;
+  size_t bytes;
+  void *memory;
+  if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
+  o = (lunai_outside *)memory;
+  memset(o, 0, sizeof *o);
+  o->scan = lunai_outside_scan;
+  o->position = part->first;
+  o->later = part->whole - part->first - part->own;
+  o->count = x->shape[0] * size;
+  o->before = (double *)(void *)((char *)memory + lunai_round(sizeof *o));
+  s->op.outside = o;
+  return true;
+}
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
   lunai_build s;
   bool good;
@@ -14156,6 +14336,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
   good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
   if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
   s.op.arg.causal.heads = heads;
+  if (lunai_rows_cut(x) && !lunai_outside_make(&s, x, x->shape[2] * z->shape[2] / heads)) return NULL;
   return lunai_finish_like(&s, z);
 }
 
@@ -14167,6 +14348,10 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
       (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
     return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
   if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
+  if (lunai_rows_cut(x) && weight->shape[1] > 1) {
+    luna_tensor *y = lunai_short_convolution(lunai_rank_border(x, weight->shape[1] - 1), weight, bias, NULL);
+    return lunai_part_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->part);
+  }
   lunai_input(&s, bias);
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
@@ -14303,6 +14488,7 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     build.op.mean_av = past->mean_av;
     build.op.position = past->position;
   }
+  if (!failed && lunai_rows_cut(q)) failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,

@@ -323,6 +323,28 @@ static void sequence_parallel(void) {
   r.encoder.layer.attention = LUNA_ATTENTION_LINEAR;
   r.with_lengths = true;
   check(&r, LUNA_PARALLEL_SEQUENCE);
+
+  r = run_of("rows, lm", LM);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, lm, convolution";
+  r.lm.layer.convolution = 6;
+  r.lm.positions = LUNA_POSITIONS_LEARNED;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, lm, convolution, dropout, recomputed layers";
+  set_dropout(&r.lm.layer);
+  r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, lm of features, recomputed layers", LM);
+  r.features = r.with_lengths = true;
+  r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, lm, linear attention", LM);
+  r.lm.layer.attention = LUNA_ATTENTION_LINEAR;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, seq2seq, lengths, dropout", SEQ2SEQ);
+  r.with_lengths = true;
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
 }
 
 int main(void) {
