@@ -9562,8 +9562,10 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
                                       "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
+  const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
   int64_t mine[LUNAI_LENGTH(what)], *all, r;
   bool good;
+  ctx->status = LUNA_OK;
   mine[0] = ctx->collective.rank;
   mine[1] = LUNA_VERSION_NUMBER;
   mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
@@ -9581,7 +9583,11 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
     if (all[r * LUNAI_LENGTH(what)] != r)
       good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
   lunai_step_rewind(ctx, mark);
-  return good;
+  if (status == LUNA_OK) return good;
+  ctx->status = status;
+  ctx->error_id = ctx->failure.id;
+  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
+  return false;
 }
 #endif
 

@@ -31,8 +31,7 @@ struct hub {
   const void *posted[HUB_RANKS];
   size_t size[HUB_RANKS];            /* of what each has posted: they must agree */
   bool mismatch;                     /* they did not */
-  int64_t fail_at;                   /* the call of rank 0 that fails; -1: none */
-  bool garbage;                      /* all_gather gives noise */
+  int64_t fail_at, garbage_at;       /* the call of rank 0 that fails; from which on all get noise; -1: none */
   hub_rank rank[HUB_RANKS];
 };
 
@@ -40,13 +39,13 @@ struct hub {
 static bool hub_meet(hub *h) {
   pthread_mutex_lock(&h->mutex);
   const unsigned round = h->round;
-  if (++h->waiting == h->ranks) {
+  if (!h->failed && ++h->waiting == h->ranks) {
     h->waiting = 0;
     h->round++;
     pthread_cond_broadcast(&h->all);
   }
   while (!h->failed && h->round == round) pthread_cond_wait(&h->all, &h->mutex);
-  const bool good = !h->failed;
+  const bool good = h->round != round;
   pthread_mutex_unlock(&h->mutex);
   return good;
 }
@@ -71,12 +70,16 @@ static bool hub_post(hub_rank *r, const void *at, size_t bytes) {
     }
   return hub_meet(h);
 }
+static void hub_noise(const hub_rank *r, void *at, size_t bytes) {
+  if (r->h->garbage_at < 0 || r->gathers + r->reduces <= r->h->garbage_at) return;
+  for (size_t i = 0; i < bytes; i++) ((char *)at)[i] = (char)(i * 37 + 91);
+}
 static bool hub_gather(void *user, const void *mine, void *all, size_t bytes) {
   hub_rank *r = (hub_rank *)user;
   r->gathers++;
   if (!hub_post(r, mine, bytes)) return false;
   for (int i = 0; i < r->h->ranks; i++) memcpy((char *)all + (size_t)i * bytes, r->h->posted[i], bytes);
-  for (size_t i = 0; r->h->garbage && i < bytes * (size_t)r->h->ranks; i++) ((char *)all)[i] = (char)(i * 37 + 91);
+  hub_noise(r, all, bytes * (size_t)r->h->ranks);
   return hub_meet(r->h);
 }
 static bool hub_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
@@ -93,13 +96,14 @@ static bool hub_reduce(void *user, void *buffer, int64_t count, luna_reduction w
     }
   good = good && hub_meet(r->h);
   if (good) memcpy(buffer, sum, bytes);
+  if (good) hub_noise(r, buffer, bytes);
   free(sum);
   return good;
 }
 static void hub_open(hub *h, int ranks, luna_parallelism mode) {
   memset(h, 0, sizeof *h);
   h->ranks = ranks;
-  h->fail_at = -1;
+  h->fail_at = h->garbage_at = -1;
   pthread_mutex_init(&h->mutex, NULL);
   pthread_cond_init(&h->all, NULL);
   for (int i = 0; i < ranks; i++) {
