@@ -118,6 +118,10 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   WHERE TIME GOES
+     luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
+     peak, by scope, as a table or JSON. The examples that train take --profile FILE.
+
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
      thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
@@ -167,8 +171,8 @@
      1. Public API        >>status >>errors >>functions >>context >>parallel >>tensors >>ops >>params >>checkpoints
                           >>layers >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers
-                          >>models >>trainer >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
+                          >>layers >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -291,6 +295,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
   X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
     "or called twice)") \
+  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
+    "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
@@ -726,6 +732,28 @@ LUNA_API luna_status luna_graph_end(luna_graph *graph);
 /* why the last one was not one launch; "": it was */
 LUNA_API const char *luna_graph_reason(const luna_graph *graph);
 
+#ifndef LUNA_ONLY_STREAM
+/* Where time goes: every op that runs between begin and end is timed.
+
+       luna_profile_begin(ctx);
+       ... some steps ...
+       luna_profile_end(ctx);
+       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
+
+   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
+   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
+   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
+   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
+   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
+   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; what it needs (40 KB)
+   stays until luna_close. Off, it costs one comparison an op. */
+typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user);
+#endif
+
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
@@ -780,11 +808,19 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    nothing is released. */
 typedef struct luna_scope {
   luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2];
+  int outer, self;                   /* of a profile */
 } luna_scope;
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
+/* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute);
+#ifdef LUNA_ONLY_STREAM
+#define luna_scope_begin(ctx) luna_scope_open(ctx, NULL, false)
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, NULL, true)
+#else
+#define luna_scope_begin(ctx) luna_scope_open(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx);
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, __func__, true)
+#endif
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
 /* t, whose data stay until the next begin: call it before the scope ends */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
@@ -1119,8 +1155,11 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
 /* likewise: weight [dim], ones; bias [dim], zeros */
-typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
+/* RMS: x / rms(x) weight, without mean and bias [arXiv 1910.07467] */
+typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
+typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
@@ -1271,6 +1310,7 @@ struct luna_layer_config {
                                         with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
+  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
   float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
                                         models also of embeddings and of a classifier's features */
@@ -1839,6 +1879,7 @@ typedef struct luna_op {
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
+  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
   bool kept_again;                   /* kept was released and computed again */
@@ -2319,7 +2360,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
                        float *y, float *mean, float *rstd)) \
-  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
       float *mean, float *rstd)) \
   T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
       const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
@@ -8786,6 +8827,28 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
 } lunai_failure;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
+#ifndef LUNA_ONLY_STREAM
+#define LUNAI_PROFILE_ROWS 224
+#define LUNAI_PROFILE_SCOPES 64
+typedef struct lunai_profile_shape { int64_t size[LUNA_MAX_RANK]; int rank, unused; } lunai_profile_shape;
+typedef struct lunai_profile_row {   /* sums of an op's calls */
+  const char *name;
+  lunai_profile_shape in, out;
+  int scope;
+  bool backward;
+  int64_t calls;
+  double seconds, bytes, flops;
+} lunai_profile_row;
+typedef struct lunai_profile {
+  const char *scope_name[LUNAI_PROFILE_SCOPES]; /* 0: outside all */
+  int scope_outer[LUNAI_PROFILE_SCOPES];
+  int scopes, scope, rows;           /* scope: the one under way */
+  int64_t steps;                     /* begins */
+  double start, seconds, peak;       /* peak: flops a second; 0: unknown */
+  lunai_profile_row row[LUNAI_PROFILE_ROWS];
+} lunai_profile;
+#endif
+
 struct luna_ctx {
   luna_options options;
   const lunai_kernels *kernels;
@@ -8832,6 +8895,9 @@ struct luna_ctx {
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
   luna_collective collective;        /* what options.collective points to, with more than one rank */
   const luna_params *newest;         /* of its parameter sets */
+#ifndef LUNA_ONLY_STREAM
+  lunai_profile *profile, *profiled; /* under way, or null; the last */
+#endif
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
@@ -9601,6 +9667,12 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) {
+    ctx->profile->scope = 0;
+    ctx->profile->steps++;
+  }
+#endif
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
@@ -11329,6 +11401,374 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
+   >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
+   Guarded by tests/profile.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifndef LUNA_ONLY_STREAM
+#if defined(_WIN32)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#include <sys/time.h>
+#endif
+/* seconds; 0 where there is no clock */
+LUNAI_FN double lunai_clock(void) {
+#if defined(_WIN32)
+  LARGE_INTEGER now, second;
+  QueryPerformanceFrequency(&second);
+  QueryPerformanceCounter(&now);
+  return (double)now.QuadPart / (double)second.QuadPart;
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+  struct timeval now;                /* clock_gettime is hidden where only C99 is asked for */
+  gettimeofday(&now, NULL);
+  return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
+#else
+  return 0;
+#endif
+}
+/* the same once the device is done */
+LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
+  uint64_t step;
+  if (lunai_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
+  return lunai_clock();
+}
+
+/* the scope that begins inside the one under way, which is returned */
+LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
+  const int outer = p->scope;
+  int i;
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == outer && strcmp(p->scope_name[i], name) == 0) break;
+  if (i == LUNAI_PROFILE_SCOPES) return outer; /* no place: counted there */
+  if (i == p->scopes) {
+    p->scope_name[i] = name;
+    p->scope_outer[i] = outer;
+    p->scopes++;
+  }
+  p->scope = i;
+  return outer;
+}
+
+LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
+  lunai_profile_shape s;
+  memset(&s, 0, sizeof s);
+  if (!t) return s;
+  memcpy(s.size, t->shape, sizeof s.size);
+  s.rank = t->rank;
+  return s;
+}
+/* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
+LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
+                                               const luna_tensor *in, const luna_tensor *out) {
+  lunai_profile_row row, *r = p->row;
+  memset(&row, 0, sizeof row);
+  row.name = name;
+  row.scope = scope < p->scopes ? scope : 0;
+  row.backward = backward;
+  row.in = lunai_profile_shape_of(in);
+  row.out = lunai_profile_shape_of(out);
+  for (; r < p->row + p->rows; r++)
+    if (r->name == name && r->scope == row.scope && r->backward == backward &&
+        memcmp(&r->in, &row.in, sizeof row.in) == 0 && memcmp(&r->out, &row.out, sizeof row.out) == 0) return r;
+  if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
+  if (++p->rows == LUNAI_PROFILE_ROWS) {
+    memset(&row, 0, sizeof row);
+    row.name = "others";
+  }
+  *r = row;
+  return r;
+}
+LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
+  r->calls++;
+  r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
+  r->bytes += bytes;
+  r->flops += flops;
+}
+
+/* of an op's products, forward */
+LUNAI_FN double lunai_op_flops(const luna_op *op) {
+  const luna_tensor *a = op->in[0], *b = op->in[1], *c = op->in[2];
+  const double count = (double)luna_count(a), out = (double)luna_count(op->out[0]);
+  double pairs;
+  switch (op->kind) {
+    case LUNA_OP_MATMUL: return 2 * out * (double)op->arg.matmul.k;
+    case LUNA_OP_LINEAR: return 2 * out * (double)lunai_last(a);
+    case LUNA_OP_LINEAR_CROSS_ENTROPY: return 2 * (double)lunai_rows(a) * (double)luna_count(b);
+    case LUNA_OP_FEED_FORWARD:
+      return 2 * (double)lunai_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
+    case LUNA_OP_SOFTMAX_ATTENTION:  /* of a ragged batch: as if its sequences were of one length */
+      pairs = (double)lunai_rows(a) * (double)lunai_rows(b) / (double)lunai_max(op->arg.attention.batch, 1);
+      return 2 * pairs * (double)(lunai_last(a) + lunai_last(c)) * (op->arg.attention.causal ? 0.5 : 1);
+    case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
+    case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
+    case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)lunai_last(c) / (double)op->arg.causal.heads;
+    case LUNA_OP_CAUSAL_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
+    case LUNA_OP_SHORT_CONVOLUTION: return 2 * count * (double)lunai_last(b);
+    default: return 0;
+  }
+}
+/* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
+LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
+  const int reads = lunai_op_reads[op->kind];
+  double floats = 0;
+  int i;
+  for (i = 0; i < op->outputs; i++)
+    floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
+  for (i = 0; i < op->inputs; i++) {
+    const luna_tensor *t = op->in[i];
+    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
+    const double count = (double)luna_count(table ? op->out[0] : t);
+    if (!t) continue;
+    if (!backward || reads & LUNA_READS_IN(i)) floats += count;
+    if (backward && t->needs_grad) floats += count * (op->sets >> i & 1 ? 1 : 2);
+  }
+  return floats * (double)sizeof(float) + (double)op->kept_size;
+}
+#endif
+
+/* an op's forward or backward */
+LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
+  luna_ctx *ctx = op->ctx;
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) {
+    lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+                                                op->out[0]);
+    const double start = lunai_profile_clock(ctx);
+    const luna_status status = backward ? functions->backward(op) : functions->forward(op);
+    lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+                      lunai_op_flops(op) * (backward ? 2 : 1));
+    return status;
+  }
+#endif
+  return backward ? functions->backward(op) : functions->forward(op);
+}
+
+#ifndef LUNA_ONLY_STREAM
+/* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
+enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
+typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
+LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_peak *w = (const lunai_peak *)work;
+  const lunai_kernels *k = w->kernels;
+  char *memory = w->memory + thread * w->bytes;
+  float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
+  float *c = lunai_take(&memory, k->mr * k->nr);
+  int i;
+  (void)threads;
+  for (i = 0; i < LUNAI_PEAK_TILES; i++)
+    lunai_matmul_panels(k, k->mr, k->nr, LUNAI_PEAK_K, a, LUNAI_PEAK_K, 1, b, 1.0f, c, k->nr, false);
+}
+/* flops a second of all threads, in memory of the step that is given back */
+LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
+  const lunai_kernels *k = ctx->kernels;
+  const int64_t threads = lunai_threads(&ctx->parallel);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  double seconds, best = 0;
+  lunai_peak w;
+  void *memory;
+  int i;
+  w.kernels = k;
+  w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
+  if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
+  if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
+    memset(memory, 0, (size_t)(w.bytes * threads));
+    w.memory = (char *)memory;
+    for (i = 0; i < 30; i++) {
+      const double start = lunai_clock();
+      lunai_run(&ctx->parallel, lunai_peak_task, &w);
+      seconds = lunai_clock() - start;
+      if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
+    }
+  }
+  lunai_step_rewind(ctx, mark);
+  return best > 0 ? 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * threads) / best : 0;
+}
+
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
+  lunai_profile *p;
+  void *memory = NULL;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
+    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
+  if (memory) ctx->profiled = (lunai_profile *)memory;
+  p = ctx->profiled;
+  memset(p, 0, sizeof *p);
+  p->scopes = 1;
+  p->peak = lunai_profile_peak(ctx);
+  p->start = lunai_profile_clock(ctx);
+  ctx->profile = p;
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_end");
+  ctx->profile->seconds = lunai_profile_clock(ctx) - ctx->profile->start;
+  ctx->profile = NULL;
+  return LUNA_OK;
+}
+
+/* --- what is written --- */
+typedef struct lunai_profile_text {
+  const lunai_profile *p;
+  void (*write)(void *user, const char *text);
+  void *user;
+  bool json;
+} lunai_profile_text;
+LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format, ...) {
+  char line[400];
+  va_list values;
+  va_start(values, format);
+  lunai_format(line, sizeof line, format, values);
+  va_end(values);
+  w->write(w->user, line);
+}
+/* right-aligned in `width`, to one decimal; nothing for a negative number */
+LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
+  char digits[40];
+  lunai_text text;
+  int64_t n;
+  text.at = digits;
+  text.end = digits + sizeof digits - 1;
+  if (value >= 0) {
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) / 10);
+    lunai_put(&text, ".");
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
+  }
+  *text.at = 0;
+  for (n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  w->write(w->user, digits);
+}
+/* a scope's name without the prefix of luna.h's functions */
+LUNAI_FN const char *lunai_profile_name(const char *name) {
+  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "lunai_", 6) == 0 ? name + 6 : name;
+}
+LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
+  if (scope == 0) return;
+  lunai_profile_path(w, w->p->scope_outer[scope]);
+  lunai_profile_put(w, w->p->scope_outer[scope] ? "/%s" : "%s", lunai_profile_name(w->p->scope_name[scope]));
+}
+LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
+  while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
+  return scope == outer;
+}
+/* sums of a scope's rows and of those inside it */
+LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
+  lunai_profile_row sum;
+  int i;
+  memset(&sum, 0, sizeof sum);
+  for (i = 0; i < p->rows; i++) {
+    if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
+    lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
+    sum.calls += p->row[i].calls - 1;
+  }
+  return sum;
+}
+
+/* calls, ms, share of all time, MB, GFLOP/s and share of the peak; a step's */
+LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_profile_row *r) {
+  const lunai_profile *p = w->p;
+  const double steps = (double)lunai_max(p->steps, 1), rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+  lunai_profile_number(w, 8, (double)r->calls / steps);
+  lunai_profile_number(w, 10, 1e3 * r->seconds / steps);
+  lunai_profile_number(w, 7, p->seconds > 0 ? 100 * r->seconds / p->seconds : -1);
+  lunai_profile_number(w, 10, r->bytes > 0 ? 1e-6 * r->bytes / steps : -1);
+  lunai_profile_number(w, 9, rate > 0 ? 1e-9 * rate : -1);
+  lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
+  w->write(w->user, "  ");
+}
+LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
+  char shapes[2][96];
+  lunai_text text;
+  int i;
+  for (i = 0; i < 2; i++) {
+    const lunai_profile_shape *s = i ? &r->out : &r->in;
+    text.at = shapes[i];
+    text.end = shapes[i] + sizeof shapes[i] - 1;
+    lunai_put_shape(&text, s->rank, s->size);
+    *text.at = 0;
+  }
+  if (w->json)
+    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %s, \"out\": %s, ", r->name,
+                      r->backward ? "backward" : "forward", shapes[0], shapes[1]);
+  else if (r->out.rank)
+    lunai_profile_put(w, "%s %s -> %s%s", r->name, shapes[0], shapes[1], r->backward ? ", backward" : "");
+  else lunai_profile_put(w, "%s", r->name);
+}
+LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
+  const lunai_profile *p = w->p;
+  const lunai_profile_row sum = lunai_profile_sum(p, scope);
+  int i, k;
+  if (scope > 0) {
+    lunai_profile_numbers(w, &sum);
+    for (k = 1; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
+  }
+  for (i = 0; i < p->rows; i++) {
+    if (p->row[i].scope != scope) continue;
+    lunai_profile_numbers(w, &p->row[i]);
+    for (k = 0; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_op(w, &p->row[i]);
+    w->write(w->user, "\n");
+  }
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+}
+LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
+  const lunai_profile *p = w->p;
+  int i;
+  for (i = 0; i < p->rows; i++) {
+    const lunai_profile_row *r = &p->row[i];
+    const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+    w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
+    lunai_profile_path(w, r->scope);
+    w->write(w->user, "\", ");
+    lunai_profile_op(w, r);
+    lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
+                      1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
+    lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
+                      p->peak > 0 ? rate / p->peak : 0);
+  }
+}
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user) {
+  lunai_profile_text w;
+  lunai_profile_row rest;
+  const char *isa;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
+  if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
+  w.p = ctx->profiled;
+  w.write = write;
+  w.user = user;
+  w.json = format == LUNA_PROFILE_JSON;
+  isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  rest = lunai_profile_sum(w.p, 0);
+  rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
+  if (w.json) {
+    lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
+                      w.p->steps, 1e3 * w.p->seconds, 1e3 * rest.seconds, lunai_threads(&ctx->parallel), isa);
+    lunai_profile_put(&w, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * w.p->peak);
+    lunai_profile_json(&w);
+    w.write(user, "\n]}\n");
+    return LUNA_OK;
+  }
+  lunai_profile_put(&w, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", w.p->steps,
+                    1e3 * w.p->seconds, isa, lunai_threads(&ctx->parallel), 1e-9 * w.p->peak);
+  w.write(user, "   calls        ms  share        MB    GF/s   peak\n");
+  lunai_profile_table(&w, 0, 0);
+  rest.calls = 0;
+  rest.bytes = rest.flops = 0;
+  lunai_profile_numbers(&w, &rest);
+  w.write(user, "between ops\n");
+  return LUNA_OK;
+}
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
    An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the
    step (lunai_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
@@ -11430,20 +11870,24 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
   return true;
 }
 
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
-  scope.recompute = false;
+  scope.recompute = recompute;
+  if (ctx && recompute) ctx->recomputing = true;
   scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
   scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
-  return scope;
-}
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
-  luna_scope scope = luna_scope_begin(ctx);
-  scope.recompute = true;
-  if (ctx) ctx->recomputing = true;
+  scope.outer = scope.self = 0;
+#ifdef LUNA_ONLY_STREAM
+  (void)name;
+#else
+  if (ctx && ctx->profile) {
+    scope.outer = lunai_profile_enter(ctx->profile, name ? name : "scope");
+    scope.self = ctx->profile->scope;
+  }
+#endif
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -11489,6 +11933,9 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   const bool taped = ctx && ctx->training && !ctx->paused;
   luna_tensor *t;
   int i;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx && ctx->profile) ctx->profile->scope = scope.outer;
+#endif
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
@@ -11510,6 +11957,17 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   results[0] = x;
   results[1] = p;
   return luna_scope_end(scope, results, 2);
+}
+/* the same of scopes that go on */
+LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
+  x = lunai_results(scope, x, p);
+#ifndef LUNA_ONLY_STREAM
+  if (scope.ctx && scope.ctx->profile) scope.ctx->profile->scope = scope.self;
+#endif
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
+  return lunai_results_so_far(scope, x, NULL);
 }
 /* whether a tensor's data were released: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
@@ -11744,6 +12202,9 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) s->op.scope = ctx->profile->scope;
+#endif
 }
 /* inputs a, b, c: as many as `inputs` says, none null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
@@ -11844,7 +12305,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
     good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
     op->workspace = workspace ? workspace->at : NULL;
   } else good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-  if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
+  if (good && lunai_is_run(op)) *status = lunai_op_call(op, false);
   if (workspace) lunai_piece_give(ctx, &workspace);
   else lunai_step_rewind(ctx, mark);
   return good && *status == LUNA_OK;
@@ -11877,6 +12338,7 @@ LUNAI_FN const struct lunai_part *lunai_part_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
                        op->kind == LUNA_OP_SPARSE_ATTENTION;
   int i;
+  if (op->kind == LUNA_OP_EMBEDDING) return NULL; /* rows in any order */
   for (i = 0; i < op->inputs; i++)
     if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
   return NULL;
@@ -12168,7 +12630,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-  if (lunai_is_run(op)) *status = ctx->backend->op[op->kind].backward(op);
+  if (lunai_is_run(op)) *status = lunai_op_call(op, true);
   lunai_step_rewind(ctx, mark);
   lunai_op_done(op);
   if (op->loss) lunai_op_done(op->loss);
@@ -13697,7 +14159,15 @@ LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const c
 
 LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
 /* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
-LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) { return lunai_rank_sum(loss, "the loss", true); }
+LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
+  luna_status status;
+  float value;
+  if (!loss || !lunai_ranks(loss->ctx) || !lunai_on_device(loss->ctx)) return lunai_rank_sum(loss, "the loss", true);
+  status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
+  if (status == LUNA_OK && !lunai_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
+  if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
+  return status == LUNA_OK ? loss : lunai_fail_backend(loss->ctx, false, "the loss", status);
+}
 
 /* --- reductions --- */
 LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
@@ -14537,6 +15007,45 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
+/* A field of a config, and what it may hold; a fraction is a float from 0 to below 1. Tables of them check configs, and
+   write and read a model's in a checkpoint's metadata as luna.NAME: there a field whose min is 0 may be absent, and a
+   fraction is in units of 10^-9, which give the same float again. */
+typedef struct lunai_field { const char *key; uint16_t at; uint8_t size; bool fraction; int32_t min, max; } lunai_field;
+#define LUNAI_FIELD_OF(config, name, field, min, max) \
+  { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), false, min, max },
+#define LUNAI_FRACTION_OF(config, name) \
+  { "luna." #name, (uint16_t)offsetof(config, name), (uint8_t)sizeof(float), true, 0, 999999999 },
+LUNAI_FN int64_t lunai_field_get(const lunai_field *f, const void *config) {
+  const char *at = (const char *)config + f->at;
+  int64_t number;
+  int32_t word;
+  float fraction;
+  if (f->size == 1) return *(const int8_t *)(const void *)at; /* bool, or a short enum */
+  if (f->size == sizeof number) return memcpy(&number, at, sizeof number), number;
+  if (f->fraction) return memcpy(&fraction, at, sizeof fraction), (int64_t)((double)fraction * 1e9 + 0.5);
+  return memcpy(&word, at, sizeof word), word;
+}
+LUNAI_FN void lunai_field_set(const lunai_field *f, void *config, int64_t value) {
+  char *at = (char *)config + f->at;
+  const int32_t word = (int32_t)value;
+  const float fraction = (float)((double)value * 1e-9);
+  if (f->size == 1) *at = (char)value;
+  else if (f->size == sizeof value) memcpy(at, &value, sizeof value);
+  else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
+  else memcpy(at, &word, sizeof word);
+}
+/* whether all of them hold what they may; false with a sentence */
+LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, const void *config) {
+  const lunai_field *f;
+  float fraction;
+  for (f = fields; f < fields + count; f++) {
+    if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
+    if (f->fraction ? !lunai_is_probability(ctx, ctx->call, f->key + 5, fraction) :
+                      !lunai_in(ctx, ctx->call, f->key + 5, lunai_field_get(f, config), f->min, f->max)) return false;
+  }
+  return true;
+}
+
 #define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
@@ -14575,11 +15084,13 @@ LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, c
   return layer->bias != NULL;
 }
 LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
-                              int64_t dim) {
+                              const luna_layer_config *c) {
   char full[LUNAI_MAX_NAME];
   if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
+  layer->weight = lunai_named(params, full, ".weight", 1, c->dim, 1, lunai_init(LUNA_INIT_ONES, 0));
+  layer->bias = NULL;
+  if (!layer->weight || c->norm == LUNA_NORM_RMS) return layer->weight != NULL;
+  layer->bias = lunai_named(params, full, ".bias", 1, c->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   return layer->bias != NULL;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
@@ -14611,16 +15122,21 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
   return luna_linear(x, layer->weight, layer->bias);
 }
 
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix,
-                                          int64_t dim) {
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind) {
   char name[LUNAI_MAX_NAME];
+  luna_layer_config c;
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
+  memset(&c, 0, sizeof c);
+  c.dim = dim;
+  c.norm = kind;
+  good = good && lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", &c));
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return luna_layer_norm(x, layer->weight, layer->bias);
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
 /* --- features --- */
@@ -15357,6 +15873,17 @@ LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna
   layer->heads = *heads;
   layer->ffn = *ffn;
 }
+#define LUNAI_DROPOUTS 3                /* the rows of lunai_layer_fields that are in every model's metadata */
+static const lunai_field lunai_layer_fields[] = {
+  LUNAI_FRACTION_OF(luna_layer_config, dropout) LUNAI_FRACTION_OF(luna_layer_config, attention_dropout)
+  LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
+#define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
+  LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
+  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
+  LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
+  LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
+#undef LUNAI_LAYER_FIELD
+};
 /* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
@@ -15368,15 +15895,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return lunai_in(ctx, ctx->call, "dim", c->dim, 1, 1 << 24) && lunai_in(ctx, ctx->call, "ffn", c->ffn, 1, 1 << 26) &&
-         lunai_in(ctx, ctx->call, "layer.convolution", c->convolution, 0, 1024) &&
-         lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
-         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_TANH) &&
-         lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
-         lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
-         lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
+  return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
 }
@@ -15485,8 +16004,8 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
-LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
-  return c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(ctx) : luna_scope_begin(ctx);
+LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
+  return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
 
 /* a learned P */
@@ -15513,12 +16032,12 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
                                        false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   if (is_luna)
     good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
-                                   layer->config.dim);
+                                   &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15564,8 +16083,8 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   }
   if (!next_p) p = NULL;
   if (next_x) {
-    x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
+    x = lunai_results_so_far(scope, x, p);
+    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
     x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
@@ -15596,14 +16115,14 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   cross = lunai_nested_config(&layer->config);
   self = lunai_causal_config(&layer->config);
   good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   good = good && lunai_name(params, name, prefix, "encoder_attn.");
   good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", &layer->config);
   good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
-                                 layer->config.dim);
+                                 &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15618,10 +16137,10 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->self_norm);
   x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (past) {
     y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
     x = lunai_sum_normed(c, y, &layer->cross_norm);
@@ -15629,8 +16148,8 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
                                 &layer->memory_norm, &x,
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
-  x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
+  x = lunai_results_so_far(scope, x, p);
+  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
   x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
   if (x && p) *next_p = p;
   return x;
@@ -15666,9 +16185,9 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   }
   if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
   else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
   good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
   return lunai_setup_end(&s, good);
 }
 
@@ -15678,7 +16197,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
@@ -15688,8 +16207,8 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
-  y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
+  y = lunai_result_so_far(scope, y);
+  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
   return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
@@ -15703,64 +16222,61 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
    tests/golden.c and tests/models.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
-   checking. A field whose min is 0 may be absent. */
+/* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, \
-      1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
+  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, memory, 1, 1 << 20) \
+  F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
+  F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
+  F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
+  F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
+  F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
+  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
 typedef struct lunai_lm_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
+  LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
+#undef LUNAI_LM_SIZE
 } lunai_lm_sizes;
 LUNAI_FN int64_t lunai_lm_outputs(const lunai_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
-
-LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  memset(c, 0, sizeof *c);
-  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
-  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
-  c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions;
-  c->max_length = s->max_length;
-  c->features = s->features; c->outputs = s->outputs;
-}
-
-typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
 static const lunai_field lunai_lm_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_lm_sizes, name), min, max },
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_FIELD(name, field, min, max) LUNAI_FIELD_OF(luna_lm_config, name, field, min, max)
+  LUNAI_LM_FIELDS(LUNAI_LM_FIELD)
+#undef LUNAI_LM_FIELD
 };
-LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) {
-  return (int64_t *)(void *)((char *)sizes + field->at);
+LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
+  int f;
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    ((int64_t *)(void *)s)[f] = lunai_field_get(&lunai_lm_fields[f], c);
+}
+LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  int f;
+  memset(c, 0, sizeof *c);
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
-/* returns the first field that a file's metadata lacks or has out of range, or null */
-LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
-  lunai_st_text value;
+/* a decimal number of at most nine digits, or -1 */
+LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
+  int64_t value = 0;
   size_t i;
-  int f;
-  for (f = 0; f < count; f++) {
-    int64_t *out = lunai_field_of(&fields[f], sizes);
-    *out = 0;
-    if (!lunai_st_meta(st, fields[f].key, &value)) {
-      if (fields[f].min > 0) return fields[f].key;
-      continue;
-    }
-    if (value.size == 0 || value.size > 9) return fields[f].key;
-    for (i = 0; i < value.size; i++) {
-      if (value.at[i] < '0' || value.at[i] > '9') return fields[f].key;
-      *out = *out * 10 + (value.at[i] - '0');
-    }
-    if (*out < fields[f].min || *out > fields[f].max) return fields[f].key;
+  if (text.size == 0 || text.size > 9) return -1;
+  for (i = 0; i < text.size; i++) {
+    if (text.at[i] < '0' || text.at[i] > '9') return -1;
+    value = value * 10 + (text.at[i] - '0');
+  }
+  return value;
+}
+/* returns the first field that a file's metadata lacks or has out of range, or null */
+LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
+  const lunai_field *f;
+  lunai_st_text text;
+  for (f = fields; f < fields + count; f++) {
+    const bool found = lunai_st_meta(st, f->key, &text);
+    const int64_t value = found ? lunai_st_number(text) : 0;
+    if (value < f->min || value > f->max) return f->key;
+    lunai_field_set(f, config, value);
   }
   return NULL;
 }
@@ -15784,9 +16300,10 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
-  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t norm = s->norm == LUNA_NORM_RMS ? 1 : 2;
+  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 2 * norm;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
-                              s->layers * layer + (s->pre_norm ? 2 : 0))
+                              s->layers * layer + (s->pre_norm ? norm : 0))
     return "its tensors are not those of luna.layers layers";
   if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
                     !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
@@ -15807,11 +16324,13 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 
 /* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
+  luna_lm_config config;
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
   if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes))
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
+  lunai_lm_to_sizes(&config, sizes);
   return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
 }
 
@@ -15856,55 +16375,25 @@ LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
   return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
 }
 
-LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, void *sizes) {
-  int f;
-  for (f = 0; f < count; f++)
-    if (!lunai_in(ctx, ctx->call, fields[f].key + 5, *lunai_field_of(&fields[f], sizes), fields[f].min, fields[f].max))
-      return false;
-  return true;
-}
-LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
   int f;
   bool good = true;
   for (f = 0; f < count && good; f++) {
-    lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
+    lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
   return good;
 }
-/* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
-#define LUNAI_DROPOUT_FIELDS(F) \
-  F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
-typedef struct lunai_dropouts {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_dropouts;
-static const lunai_field lunai_dropout_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_dropouts, name), min, max },
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-};
-LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
-  lunai_dropouts d;
-  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
-  if (wrong) return wrong;
-#define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return NULL;
-}
 /* the model's pairs: its kind, its sizes, its dropouts */
-LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c,
-                                    const lunai_field *fields, int count, void *sizes) {
-  lunai_dropouts d;
-  if (c->hook) return true;          /* a hook cannot be stored */
-#define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
-         lunai_fields_put(params, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
+                                    const lunai_field *fields, int count, const void *config) {
+  if (layer->hook) return true;      /* a hook cannot be stored */
+  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
+         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
+}
+LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *layer) {
+  return lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
 }
 /* memory for a model's layers, zeroed */
 LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
@@ -15913,17 +16402,8 @@ LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t siz
 }
 
 /* --- the causal language model --- */
-LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
-  s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
-  s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
-  s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
-  s->features = c->features; s->outputs = c->outputs;
-}
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  lunai_lm_sizes s;
   luna_layer_config layer;
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
@@ -15941,14 +16421,12 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
       !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
   c->layer = layer;
   c->ffn = layer.ffn;
-  lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
   char prefix[48];
   lunai_setup s;
-  lunai_lm_sizes sizes;
   luna_lm_config c;
   luna_init projection;
   void *memory = NULL;
@@ -15971,12 +16449,11 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
     good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
   }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
+  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", &c.layer);
   if (good && c.outputs)
     good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
-  lunai_lm_to_sizes(&c, &sizes);
   good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
-                                       &sizes);
+                                       &c);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&s, good);
@@ -16003,13 +16480,13 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
   luna_tensor *x;
   int64_t i;
   if (!lunai_part_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
-  x = model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
-                         luna_input_layer_forward(&model->input, &own);
-  x = lunai_part_of(x, part);
-  x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
-  x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
-  for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
-  return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
+  x = lunai_part_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+                                       luna_input_layer_forward(&model->input, &own), part);
+  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
+  for (i = 0; i < model->config.layers; i++)
+    x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
+  return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
@@ -16030,76 +16507,54 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
-/* --- the fields of models with an encoder --- */
-#define LUNAI_MODEL_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, \
-      1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
-  F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
-  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, \
-      1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
-  F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, \
-      1024) F(max_target_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(per_step, 0, 1)
-typedef struct lunai_model_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_model_sizes;
+/* --- the models with an encoder: what their metadata holds, alike for all: a field of another model is 0 --- */
+typedef struct lunai_model_config {
+  int64_t vocab;
+  luna_encoder_config encoder;       /* of the model below */
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+} lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_model_sizes, name), min, max },
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
+  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
+  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
+  LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
+  LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
+  LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
+  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
+  LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
+  LUNAI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
+  LUNAI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
+  LUNAI_F(classes, classifier.classes, 0, 1 << 24) LUNAI_F(pooling, classifier.pooling, 0, 4)
+  LUNAI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LUNAI_F(pair, classifier.pair, 0, 1)
+  LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
+  LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
+  LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
+  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
+#undef LUNAI_F
 };
-
-LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_sizes *s) {
-  const luna_linformer_config *l = &c->layer.linformer;
-  memset(s, 0, sizeof *s);
-  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory;
-  s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
-  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position;
-  s->embedding_scale = c->embedding_scale;
-  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory;
-  s->keep_padding = c->keep_padding;
-  s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
-  s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
-  s->features = c->features;
+LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
+  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
+                               m);
 }
-LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
-  luna_linformer_config *l = &c->layer.linformer;
-  memset(c, 0, sizeof *c);
-  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory;
-  c->layer.pack_heads = s->pack_heads;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
-  c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention;
-  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position;
-  c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
-  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0;
-  c->keep_padding = s->keep_padding != 0;
-  l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
-  l->sharing = (luna_linformer_sharing)s->linformer_sharing;
-  l->projection = (luna_linformer_projection)s->linformer_projection;
-  c->features = s->features;
-}
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
-  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
-}
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
-                                   lunai_model_sizes *s) {
-  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
+/* whether a model's config is good, its encoder's defaults filled in */
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
+                               const luna_encoder_config *encoder) {
+  m->vocab = vocab;
+  m->encoder = *encoder;
+  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), m);
 }
 
 /* --- encoder --- */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *config, luna_encoder_config *c) {
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   luna_layer_config layer;
-  if (config) *c = *config;
-  else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -16146,8 +16601,8 @@ LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, con
       lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
           NULL) return false;
   if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) &&
-      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
+  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", &c->layer) &&
+      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", &c->layer));
 }
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
@@ -16174,26 +16629,27 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
 }
 
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config) {
+    const luna_encoder_config *config) {
   lunai_setup setup;
-  lunai_model_sizes s;
+  lunai_model_config m;
   luna_encoder_config c;
   bool good;
   if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
     return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
+  memset(&m, 0, sizeof m);
+  if (config) m.encoder = *config;
   if (vocab == 0) vocab = 256;
-  lunai_encoder_to_sizes(&c, &s);
-  s.vocab = vocab;
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
+  if (!lunai_encoder_defaults(params->ctx, &m.encoder) || !lunai_model_good(params->ctx, &m, vocab, &m.encoder))
+    return lunai_setup_end(&setup, false);
+  c = m.encoder;
   memset(e, 0, sizeof *e);
   e->config = c;
   e->params = params;
   good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
   if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
+    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", &c.layer);
     if (lunai_is_luna(&c.layer))
-      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
+      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", &c.layer);
   }
   return lunai_setup_end(&setup, good);
 }
@@ -16209,12 +16665,12 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
   luna_tensor *x = lunai_part_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
                                          luna_input_layer_forward(features, own), part);
-  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
-  x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
-  if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
-  x = lunai_result(scope, luna_dropout(x, c->layer.dropout));
-  return c->keep_padding ? x : lunai_result(scope, luna_mask(x, input->lengths));
+  if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
+  if (norm && norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
+  x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
+  return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_part *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
@@ -16276,7 +16732,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
     has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
     if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
-    (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
+    (void)lunai_results_so_far(scope, has_x ? x : p, has_p ? p : NULL);
   }
   if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
   if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
@@ -16296,37 +16752,31 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits;
-  s->pair = c->pair;
-  s->per_step = c->per_step;
+LUNAI_FN bool lunai_classifier_config(luna_ctx *ctx, lunai_model_config *m) {
+  luna_classifier_config *c = &m->classifier;
+  const bool is_luna = lunai_is_luna(&c->encoder.layer);
+  if (c->vocab == 0) c->vocab = 256;
+  if (c->classes == 0) c->classes = 2;
+  if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
+  if (!is_luna && lunai_pools_memory(c->pooling))
+    return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  return lunai_model_features(ctx, &c->features, &c->encoder) &&
+         (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
+         lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config) {
   luna_classifier_config c;
-  lunai_model_sizes s;
+  lunai_model_config m;
   lunai_setup setup;
   int64_t features;
-  bool good, is_luna;
+  bool good;
   if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  is_luna = lunai_is_luna(&c.encoder.layer);
-  if (c.vocab == 0) c.vocab = 256;
-  if (c.classes == 0) c.classes = 2;
-  if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c.pooling)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
-    return lunai_setup_end(&setup, false);
-  }
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
-      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
-    return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_classifier_sizes(&c, &s);
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
+  memset(&m, 0, sizeof m);
+  if (config) m.classifier = *config;
+  if (!lunai_classifier_config(params->ctx, &m)) return lunai_setup_end(&setup, false);
+  c = m.classifier;
   memset(model, 0, sizeof *model);
   features = c.encoder.dim * (c.pair ? 4 : 1);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
@@ -16335,8 +16785,9 @@ LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *p
                              lunai_projection_init(c.encoder.layer.bert_init, true));
   if (good)
     model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes,
-        c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
+                                    c.pre_logits ? c.pre_logits : features,
+                                    lunai_projection_init(c.encoder.layer.bert_init, true));
+  good = good && model->projection && lunai_model_describe(params, "classifier", &m);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -16424,7 +16875,7 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config) {
   luna_masked_lm_config c;
-  lunai_model_sizes s;
+  lunai_model_config m;
   lunai_setup setup;
   bool good;
   if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
@@ -16432,20 +16883,20 @@ LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *par
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (c.vocab == 0) c.vocab = 257;
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_encoder_to_sizes(&c.encoder, &s);
-  s.vocab = c.vocab;
+  memset(&m, 0, sizeof m);
+  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
+      !lunai_encoder_defaults(params->ctx, &c.encoder) || !lunai_model_good(params->ctx, &m, c.vocab, &c.encoder))
+    return lunai_setup_end(&setup, false);
   memset(model, 0, sizeof *model);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
   good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
                                    lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
+  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", &c.encoder.layer);
   if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
   if (good) model->output = !c.features ? model->encoder.embedding :
                             lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
                                         lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
-  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
+  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &m);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -16526,15 +16977,8 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-/* --- encoder-decoder --- */
-LUNAI_FN void lunai_seq2seq_sizes(const luna_seq2seq_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings;
-  s->separate_output = c->separate_output;
-  s->decoder_layers = c->decoder_layers; s->max_target_length = c->max_target_length;
-}
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
-  lunai_model_sizes s;
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
+  luna_seq2seq_config *c = &m->seq2seq;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
@@ -16547,12 +16991,11 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
     lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
     return false;
   }
-  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
-  lunai_seq2seq_sizes(c, &s);
-  return lunai_model_good(ctx, &s);
+  return lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
 LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
   const int64_t d = c->encoder.dim;
@@ -16572,27 +17015,27 @@ LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
     if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) &&
-      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
+  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", &c->encoder.layer) &&
+      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", &c->encoder.layer))) return false;
   model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
                                                    d, init) : model->embedding;
   return model->output != NULL;
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
   luna_seq2seq_config c;
-  lunai_model_sizes s;
+  lunai_model_config m;
   lunai_setup setup;
   bool good;
   if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
     return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
-  lunai_seq2seq_sizes(&c, &s);
+  memset(&m, 0, sizeof m);
+  if (config) m.seq2seq = *config;
+  if (!lunai_seq2seq_defaults(params->ctx, &m)) return lunai_setup_end(&setup, false);
+  c = m.seq2seq;
   memset(model, 0, sizeof *model);
   good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK &&
       lunai_decoder_init(model, params, &c);
-  good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
+  good = good && lunai_model_describe(params, "seq2seq", &m);
   model->config = c;
   model->params = params;
   return lunai_setup_end(&setup, good);
@@ -16619,7 +17062,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results(inner, x, p);
+    x = lunai_results_so_far(inner, x, p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -16990,6 +17433,25 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   lunai_step_rewind(ctx, mark);
   return good ? lunai_backend_result(ctx, name, status) : ctx->status;
 }
+/* the backend's norm or update of all parts */
+LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
+  luna_ctx *ctx = o->params->ctx;
+  const double start = ctx->profile ? lunai_profile_clock(ctx) : 0;
+  const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
+                                                                                  o->reached);
+  double floats = 0;
+  int64_t i;
+  int k;
+  if (!ctx->profile) return status;
+  for (i = 0; i < o->reached; i++) {
+    int passes = update ? 4 : 1;     /* values and gradients are read and written */
+    for (k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    floats += (double)o->parts[i].count * passes;
+  }
+  lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
+                                       NULL), lunai_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
+  return status;
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_rule rule;
@@ -17012,8 +17474,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   rule.clip = o->config.clip;
   rule.state = o->state;
   status = lunai_optimizer_parts(o);
-  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
-  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
@@ -17411,38 +17873,20 @@ LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, con
   return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind,
-                                      const lunai_model_sizes *s, const luna_layer_config *dropouts) {
-  luna_classifier_config classifier;
-  luna_masked_lm_config masked_lm;
-  luna_seq2seq_config seq2seq;
-  luna_encoder_config encoder;
-  lunai_encoder_from_sizes(s, &encoder);
-  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout;
-  encoder.layer.activation_dropout = dropouts->activation_dropout;
-  memset(&classifier, 0, sizeof classifier);
-  memset(&masked_lm, 0, sizeof masked_lm);
-  memset(&seq2seq, 0, sizeof seq2seq);
-  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
-  classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
-  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits;
-  classifier.pair = s->pair != 0;
-  classifier.per_step = s->per_step != 0;
-  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0;
-  seq2seq.separate_output = s->separate_output != 0;
-  seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
-  if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
-  if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
-  return luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
+  m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
+  m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
+  if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
+  return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
 LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
   static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
   luna_params *params = s->params;
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
-  lunai_model_sizes sizes;
+  lunai_model_config m;
   lunai_st_text kind;
-  luna_layer_config dropouts;
   const char *wrong;
   int64_t count;
   int k = 0;
@@ -17454,16 +17898,17 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == 3)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &sizes);
-  if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
+  memset(&m, 0, sizeof m);
+  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m);
+  if (!wrong) wrong = lunai_dropouts_read(st, &m.encoder.layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
   count = lunai_st_tensors(st);
-  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
+  if ((!m.encoder.tied_layers && m.encoder.layers > count) || m.seq2seq.decoder_layers > count)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
                              "its tensors are not those of luna.layers layers") == LUNA_OK;
   model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
   lunai_fill_begin(params, st);
-  return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
+  return lunai_fill_end(s, st, lunai_model_init(model, params, &m));
 }
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
   lunai_setup s;
@@ -18046,7 +18491,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
     LUNAI_SLOT_MATRIX };
 /* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
+   [rows], an RMS norm has no bias; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
 typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
 #define LUNAI_SLOT(type, field, name, rows, columns, when) \
@@ -18391,7 +18836,7 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
         (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
         (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix ? 1 : 2); part++) {
+    for (part = 0; part < (matrix || (norm && z->norm == LUNA_NORM_RMS) ? 1 : 2); part++) {
       luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
       const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] :
           NULL;
@@ -18446,12 +18891,12 @@ LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st)
   if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "",
       "embed_positions", ".weight", 2, z->max_length, z->dim))
     return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
-                                              1) ||
-                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim,
-                                              1))) return "layer_norm is missing or of another shape";
   s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
+  s->norm.bias = z->pre_norm && z->norm != LUNA_NORM_RMS ? &s->norm_bias : NULL;
+  if ((s->norm.weight && !lunai_stream_parameter(s, s->norm.weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
+                                                 1)) ||
+      (s->norm.bias && !lunai_stream_parameter(s, s->norm.bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1)))
+    return "layer_norm is missing or of another shape";
   return NULL;
 }
 
@@ -18678,11 +19123,10 @@ LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, 
   if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
   (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
   if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  if (!norm->weight) return;
-  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
-  s->norm.weight = &s->norm_weight;
-  s->norm.bias = &s->norm_bias;
+  s->norm.weight = norm->weight ? &s->norm_weight : NULL;
+  s->norm.bias = norm->bias ? &s->norm_bias : NULL;
+  if (norm->weight) (void)lunai_stream_parameter(s, s->norm.weight, norm->weight, NULL, "", "", "", 1, 1, 1);
+  if (norm->bias) (void)lunai_stream_parameter(s, s->norm.bias, norm->bias, NULL, "", "", "", 1, 1, 1);
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -18777,6 +19221,7 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
   first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
   first.sizes.max_length = c->max_target_length;

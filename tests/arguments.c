@@ -179,7 +179,7 @@ static bool layers_open(void) {
   nested.dim = causal.dim = DIM;
   nested.heads = causal.heads = HEADS;
   status |= luna_linear_layer_init(&w->linear, w->set[0], "linear", DIM, 5, init);
-  status |= luna_norm_layer_init(&w->norm, w->set[0], "norm", DIM);
+  status |= luna_norm_layer_init(&w->norm, w->set[0], "norm", DIM, LUNA_NORM_LAYER);
   status |= luna_nested_attention_layer_init(&w->nested, w->set[0], "nested.", &nested);
   status |= luna_causal_attention_layer_init(&w->causal, w->set[0], "causal.", &causal);
   for (int i = 1; i < 4; i++) {
@@ -1170,6 +1170,7 @@ static luna_layer_config layer_config(bool causal, bool other) {
   c.activation = ENUM(luna_activation, 6);
   c.omega = turn() ? (luna_activation)number(0) : coin() ? LUNA_ACTIVATION_NONE : LUNA_ACTIVATION_SOFTPLUS;
   c.pre_norm = coin();
+  c.norm = ENUM(luna_norm_kind, 2);
   c.convolution = size(causal ? pick(3) : 0);
   c.dropout = probability();
   c.attention_dropout = probability();
@@ -1204,7 +1205,7 @@ static void case_luna_linear_layer_forward(void) {
 static void case_luna_norm_layer_init(void) {
   luna_norm_layer layer;
   const int64_t dim = small();
-  const luna_status status = luna_norm_layer_init(turn() ? NULL : &layer, new_set(), prefix(), dim);
+  const luna_status status = luna_norm_layer_init(turn() ? NULL : &layer, new_set(), prefix(), dim, ENUM(luna_norm_kind, 2));
   got_status(status, true);
   luna_tensor *x = rows(2, small(), dim);
   if (status == LUNA_OK) got_tensor(luna_norm_layer_forward(&layer, x), x != NULL);
@@ -2110,7 +2111,7 @@ static void null_inits(void) {
   lm_c.layer = layer_c;
   classifier_c.encoder = masked_c.encoder = seq2seq_c.encoder = encoder_c;
   FAILS(luna_linear_layer, luna_linear_layer_init(none, new_set(), "a", 3, 4, odd), luna_linear_layer_forward(none, here()));
-  FAILS(luna_norm_layer, luna_norm_layer_init(none, new_set(), "a", -1), NULL);
+  FAILS(luna_norm_layer, luna_norm_layer_init(none, new_set(), "a", -1, LUNA_NORM_LAYER), NULL);
   FAILS(luna_nested_attention_layer, luna_nested_attention_layer_init(none, new_set(), "a", &nested_c), luna_nested_attention_layer_forward(none, here(), here(), NULL, NULL, NULL));
   FAILS(luna_causal_attention_layer, luna_causal_attention_layer_init(none, new_set(), "a", &causal_c), luna_causal_attention_layer_forward(none, here(), here(), NULL));
   FAILS(luna_attention_layer, luna_attention_layer_init(none, new_set(), "a", &attention_c), luna_attention_layer_forward(none, here(), NULL, NULL));

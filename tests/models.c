@@ -1394,7 +1394,7 @@ static bool lookup_init(lookup *m, luna_params *params) {
   m->memory = luna_param(params, "memory", 2, slots, normal);
   return m->embedding && m->question && m->memory && luna_encoder_layer_init(&m->reader, params, "reader.", &layer) == LUNA_OK &&
          luna_attention_layer_init(&m->look, params, "look.", &attention) == LUNA_OK &&
-         luna_norm_layer_init(&m->norm, params, "norm", DIM) == LUNA_OK &&
+         luna_norm_layer_init(&m->norm, params, "norm", DIM, LUNA_NORM_LAYER) == LUNA_OK &&
          luna_linear_layer_init(&m->answer, params, "answer", DIM, 2, xavier) == LUNA_OK;
 }
 /* is the symbol asked for in the list? list [batch, n], asked [batch] -> [batch, 1, 2] */

@@ -528,8 +528,8 @@ static void op_linear_layer(trial *t, int v) {
 }
 static void op_norm_layer(trial *t, int v) {
   luna_norm_layer layer;
-  (void)v;
-  if (luna_norm_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(5, 33))) t->broken = true;
+  if (luna_norm_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(5, 33),
+                           v ? LUNA_NORM_RMS : LUNA_NORM_LAYER)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(2, 9), SIZE(5, 33));
   in_params(t);
   give(t, luna_norm_layer_forward(&layer, x));
@@ -579,6 +579,7 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.sharing = v % 4 >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.activation = v == 8 ? LUNA_ACTIVATION_SILU : v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   config.gated = v == 8;
+  config.norm = v >= 9 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
   config.pre_norm = v % 2 != 0;
   config.dropout = v >= 4 ? (float)0.1 : 0;
   config.attention_dropout = v >= 4 ? (float)0.2 : 0;
@@ -650,6 +651,7 @@ static luna_encoder_config op_encoder_config(trial *t, int v) {
   config.own_memory = v == 5;
   config.layer.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   config.layer.pre_norm = v == 3 || v == 2;
+  config.layer.norm = v == 2 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
   config.layer.dropout = v == 1 ? (float)0.1 : 0;
   config.layer.recompute = (luna_recompute_kind)(v % 3);
   return config;
@@ -783,12 +785,12 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"ratio", op_ratio, 2},
                                    {"recompute", op_recompute, 6},
                                    {"linear_layer", op_linear_layer, 1},
-                                   {"norm_layer", op_norm_layer, 1},
+                                   {"norm_layer", op_norm_layer, 2},
                                    {"nested_attention_layer", op_nested_layer, 24},
                                    {"causal_attention_layer", op_causal_attention_layer, 12},
-                                   {"encoder_layer", op_encoder_layer, 9},
-                                   {"decoder_layer", op_decoder_layer, 9},
-                                   {"causal_layer", op_causal_layer, 9},
+                                   {"encoder_layer", op_encoder_layer, 11},
+                                   {"decoder_layer", op_decoder_layer, 11},
+                                   {"causal_layer", op_causal_layer, 11},
                                    {"lm", op_lm, 6},
                                    {"lm of another attention", op_lm_other, 4},
                                    {"attention_layer", op_attention_layer, 16},
