@@ -19,6 +19,8 @@ typedef struct run {
   bool features, with_lengths, value;   /* value: mean squared error */
   luna_form form;
   int64_t length, batch;
+  const luna_backend *backend;
+  int accumulated;                   /* losses a step; 0: 1 */
   int threads;
   luna_isa isa;
   /* parts [ranks] of the batch or of the rows */
@@ -75,6 +77,10 @@ static data data_of(const run *r, int step, int64_t first, int64_t batch, int64_
       d.target_labels[b * m + i] = token(step + 200, first + b, target_row + i + 1, VOCAB);
     }
   }
+  if (batch * n == 0) {              /* of no rows there are no arrays */
+    free(d.tokens), free(d.labels), free(d.features), free(d.values);
+    d.tokens = d.labels = NULL, d.features = d.values = NULL;
+  }
   d.input = (luna_input){ r->features ? NULL : d.tokens, r->with_lengths ? d.lengths : NULL, batch, n,
                           r->features ? d.features : NULL };
   d.output = (luna_input){ d.target, NULL, batch, m, NULL };
@@ -130,7 +136,7 @@ static void rank_main(void *user, const luna_collective *collective) {
   hub *h = cut ? ((hub_rank *)collective->user)->h : NULL;
   int64_t first = 0, count = 0, target_first = 0, m = TARGET;
   luna_options options = { .threads = r->threads ? r->threads : 1, .seed = 5, .collective = collective, .form = r->form,
-                           .isa = r->isa };
+                           .isa = r->isa, .backend = r->backend };
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   model net = {0};
@@ -145,6 +151,10 @@ static void rank_main(void *user, const luna_collective *collective) {
   for (int step = 0; step < STEPS; step++) {
     data d = data_of(r, step, batches ? first : 0, batch, rows ? first : 0, n, target_first, m);
     const int64_t before = cut ? ((hub_rank *)collective->user)->bytes : 0;
+    for (int more = 1; more < r->accumulated; more++) {
+      luna_begin_step(ctx);
+      luna_backward(model_loss(&net, r, &d));
+    }
     luna_begin_step(ctx);
     luna_tensor *loss = model_loss(&net, r, &d);
     luna_backward(loss);
@@ -252,6 +262,16 @@ static void check(const run *like, luna_parallelism mode) {
   run_free(&one);
 }
 
+/* a device: memory of its own, of which the host reads nothing but by copies */
+static void *far_allocate(void *self, size_t bytes) {
+  (void)self;
+  return malloc(bytes ? bytes : 1);
+}
+static void far_release(void *self, void *pointer, size_t bytes) {
+  (void)self, (void)bytes;
+  free(pointer);
+}
+
 /* long enough for several chunks and key blocks, and for threads to share a sequence */
 static void check_long(run *r, int ranks, const int64_t *parts) {
   r->length = LONG, r->batch = 1;
@@ -299,6 +319,14 @@ static void data_parallel(void) {
   r.with_lengths = true;
   r.encoder.own_memory = true;
   set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_DATA);
+  r.accumulated = 2;
+  r.name = "data, masked lm, two losses a step";
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, lm on a device", LM);
+  luna_backend far = *luna_cpu_backend();
+  far.allocate = far_allocate, far.release = far_release;
+  r.backend = &far;
   check(&r, LUNA_PARALLEL_DATA);
   r = run_of("data, seq2seq", SEQ2SEQ);
   r.with_lengths = true;
@@ -619,6 +647,42 @@ static void inference(void) {
   free(one.logits[0]), free(one.sums[0]);
 }
 
+/* a stream, and a context without a collective that shares the parameters, are a rank's own: no other one takes part */
+static void alone_main(void *user, const luna_collective *collective) {
+  run r = run_of("alone", LM);
+  luna_options o = { .threads = 1, .collective = collective }, own = { .threads = 1 };
+  luna_ctx *ctx = luna_open(&o), *other = luna_open(&own);
+  luna_params *params = luna_params_open(ctx);
+  model net = {0}, same = {0};
+  (void)user;
+  model_init(&net, params, &r);
+  if (collective->rank == 0) {
+    data d = data_of(&r, 0, 0, 1, 0, 12, 0, 1);
+    model_init(&same, luna_params_share(other, params), &r);
+    luna_stream *stream = luna_stream_open(&net.lm, NULL);
+    float *logits = common_floats(VOCAB), *all = common_floats(12 * VOCAB);
+    luna_begin_inference(other);
+    CHECK(luna_read(luna_lm_forward(&same.lm, &d.input), all) == LUNA_OK, "%s", luna_error(other));
+    for (int i = 0; i < 12; i++) {
+      const float *y = luna_stream_step(stream, d.tokens + i);
+      if (y) memcpy(logits, y, VOCAB * sizeof *logits);
+    }
+    test_close("a stream of one rank", logits, all + 11 * VOCAB, VOCAB, 1e-5);
+    luna_stream_close(stream);
+    data_free(&d);
+    free(logits), free(all);
+  }
+  luna_close(other);
+  luna_close(ctx);
+}
+static void alone(void) {
+  hub h;
+  hub_open(&h, 2, LUNA_PARALLEL_SEQUENCE);
+  hub_run(&h, alone_main, NULL);
+  CHECK(h.rank[0].gathers + h.rank[0].reduces == 0, "one rank alone has called the collective");
+  hub_close(&h);
+}
+
 /* the first half of a run is saved by 2 ranks; the second half runs on any number */
 typedef struct resumed { bool save; char bytes[1 << 18]; size_t size; double loss[4]; } resumed;
 static bool resumed_write(void *user, const void *bytes, size_t size) {
@@ -728,6 +792,7 @@ int main(void) {
   cannot_cut();
   hooks_fail();
   inference();
+  alone();
   checkpoints();
   measured();
   data_parallel();
