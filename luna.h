@@ -12745,6 +12745,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
+  if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
   if (status != LUNA_OK) return status;
   ctx->tape = NULL;
   ctx->differentiated = true;

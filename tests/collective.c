@@ -145,7 +145,8 @@ static void rank_main(void *user, const luna_collective *collective) {
   for (int i = 0; cut && i < rank; i++) first += r->parts[i];
   if (rows) target_first = TARGET * rank / collective->ranks, m = TARGET * (rank + 1) / collective->ranks - target_first;
   const int64_t n = rows ? r->parts[rank] : r->length, batch = batches ? r->parts[rank] : r->batch;
-  r->count = count = luna_params_element_count(params);
+  count = luna_params_element_count(params);
+  if (rank == 0) r->count = count;
   r->ranks_gradient[rank] = common_floats(count);
   float *values = common_floats(count);
   for (int step = 0; step < STEPS; step++) {
