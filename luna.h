@@ -74,10 +74,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
-     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
-     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
+     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
+     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
+     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
+     block, luna_stream_open_bytes.
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
@@ -135,8 +136,11 @@
        config.patterns = &window, config.pattern_count = 1;
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
      broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
-     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
-     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
+     instruction sets and of the device, and its tests. Any other op takes four places: a row of LUNA_OPS; the
+     declaration; in >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the
+     function that checks the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and
+     nothing else: a name in COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from
+     other ops, where a backend does not have it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -293,13 +297,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
-    "or called twice)") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
+    "made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
     "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
-  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
@@ -312,17 +318,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
-  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
-  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
-  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
-  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
-  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
-    "[batch, m, h e] (with offsets all [rows, ...])") \
   X(PATTERNS, BAD_ARGUMENT, \
     "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
@@ -330,15 +328,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
-    "[batch, n, h a] twice and [batch, n, h b]") \
-  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
-    "[d, width]") \
-  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
-  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
-    "[batch, h, l], [batch, h, l, d], with at least one slot") \
-  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
-    "[batch, n, h d] three times and [batch, n, h l]") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
@@ -403,9 +392,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
+  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
   X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
   X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
@@ -486,9 +478,6 @@ typedef struct luna_input {
   const float *features;
 } luna_input;
 
-/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
-typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-
 #endif /* what every build has */
 
 #if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
@@ -496,7 +485,24 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
 #endif
+typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, and what the caller's sizes may be */
+/* A stream's sizes and indices have 32 bits where addresses have: a fifth of its code. */
+#if defined(LUNA_ONLY_STREAM) && SIZE_MAX <= UINT32_MAX
+#define LUNAI_SMALL_SIZES
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
+/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 /* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
    is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
    not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
@@ -557,6 +563,8 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 #define LUNA_SHARED (-1)
 
+#endif
+
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
    heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
@@ -582,13 +590,18 @@ typedef struct luna_attention_args {
   const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
+  /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
+     dropout_run 0: e + dropout_first */
+  int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
 } luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
    rows, heads, value_dim] */
@@ -596,10 +609,13 @@ typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  struct lunai_outside *outside;     /* null; luna.h's own */
   luna_run run;
 } luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -661,7 +677,7 @@ typedef struct luna_collective {
 } luna_collective;
 
 typedef struct luna_options {
-  int threads;                       /* 0 = one a core */
+  int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
   luna_isa isa;                      /* 0 = best */
@@ -691,8 +707,9 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model,
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
+   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
    luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
    name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
    its own and close it. */
@@ -725,12 +742,14 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
    tokens are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
 LUNA_API luna_status luna_graph_end(luna_graph *graph);
 /* why the last one was not one launch; "": it was */
 LUNA_API const char *luna_graph_reason(const luna_graph *graph);
+#endif
 
 #ifndef LUNA_ONLY_STREAM
 /* Where time goes: every op that runs between begin and end is timed.
@@ -787,7 +806,7 @@ typedef struct luna_tensor {
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
-  const struct lunai_part *part;     /* of which whole it is this rank's part; null: it is whole */
+  const struct lunai_cut *part;     /* of which whole it is this rank's part; null: it is whole */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -949,6 +968,8 @@ LUNA_MAPS(LUNAI_MAP)
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
+/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
@@ -1134,8 +1155,9 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
-/* Into a set whose parameters have the file's names and shapes. What is in neither, as heads, pooling, activation or
-   positions, is not compared: luna_load_model takes it from the file. */
+/* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
+   from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1325,14 +1347,20 @@ struct luna_layer_config {
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
+/* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
+typedef struct luna_feed_forward_layer {
+  luna_linear_layer fc1, fc2, fc3;
+  luna_norm_layer norm;
+} luna_feed_forward_layer;
+
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
-  luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
+  luna_feed_forward_layer feed_forward;
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
@@ -1345,8 +1373,8 @@ typedef struct luna_decoder_layer {
   luna_layer_config config;
   luna_causal_attention_layer self_attention;
   luna_nested_attention_layer cross_attention;
-  luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer self_norm, cross_norm, memory_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_decoder_layer;
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
@@ -1365,8 +1393,8 @@ typedef struct luna_causal_layer {
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear */
   void *hook_state;                  /* the hook's */
-  luna_norm_layer attention_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config);
@@ -1552,7 +1580,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
+   kind opens by luna_load_model; the others are for those who know which it is. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1565,9 +1593,17 @@ typedef struct luna_model {
 } luna_model;
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
+                                                size_t size);
+LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
+                                               size_t size);
+LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1670,6 +1706,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
+#endif
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -1768,6 +1808,12 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
    backward needs elsewhere is computed again instead of kept. */
@@ -1785,6 +1831,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
@@ -1868,7 +1915,7 @@ typedef struct luna_op {
      updates; else null */
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   double *mean_ka, *mean_av;
-  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
+  const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
@@ -1900,8 +1947,10 @@ typedef struct luna_op {
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
+#ifndef LUNA_ONLY_STREAM
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
+#endif
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -2071,12 +2120,14 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return (lunai_int64)a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+/* a caller's size; -1 when it is negative or too large */
+LUNAI_FN int64_t lunai_size(lunai_int64 size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : (int64_t)size; }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
@@ -2140,6 +2191,19 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
+/* Which piece of a call a thread takes next: the first that nobody has taken, so that a thread which the system has
+   stopped holds up one piece and not its whole share; without atomics, or on one thread, every `threads`-th. Whose
+   a piece is never changes a bit of it. piece < 0: its first; taken: 0 before the call. */
+#define LUNAI_PIECES 4               /* of a thread */
+LUNAI_INLINE int64_t lunai_claim(uint32_t *taken, int64_t piece, int64_t thread, int64_t threads) {
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
+    (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
+  if (threads > 1) return (int64_t)__atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+#endif
+  (void)taken;
+  return piece < 0 ? thread : piece + threads;
+}
+
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
@@ -2152,6 +2216,18 @@ typedef struct lunai_dropout {
 } lunai_dropout;
 LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
   return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
+}
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
 }
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
@@ -2199,29 +2275,19 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
-   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
-   when ragged. */
-typedef struct lunai_attention {
-  const float *q, *k, *v;
-  float *out;
-  /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
-  float *lse;
-  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
-  int64_t batch, heads, queries, keys, head_dim, value_dim;
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
-  float scale;
-  bool causal;                       /* query i sees keys j <= i */
-  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
-  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  float *grad_q, *grad_k, *grad_v;
-  const luna_attention_pattern *patterns; /* null: dense */
-  int64_t pattern_count;
-  const float *grad_lse;             /* backward: [rows, heads] or null */
-} lunai_attention;
+/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
+   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
+   when ragged. grad_k may equal grad_v. */
+typedef luna_attention_args lunai_attention;
+typedef luna_causal_args lunai_causal;
+LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
+  lunai_dropout d = lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+  d.first = (uint64_t)a->dropout_first;
+  d.run = a->dropout_run;
+  d.skip = (uint64_t)a->dropout_skip;
+  return d;
+}
+LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2250,18 +2316,6 @@ typedef struct lunai_outside {
   double *before, *after;            /* the mean over the rows before; room for the sum over those after */
 } lunai_outside;
 
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
-   [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
-typedef struct lunai_causal {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
-  const float *grad_out;
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-  lunai_outside *outside;            /* null: the rows are all there are */
-} lunai_causal;
-
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
 typedef struct lunai_causal_luna {
@@ -2272,7 +2326,7 @@ typedef struct lunai_causal_luna {
   float scale;
   /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   int activation;
-  int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
+  lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
   /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
      and A^T v over the tokens so far; read and updated by forward */
   double *mean_ka, *mean_av;
@@ -2457,7 +2511,7 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   const double c = 1 + q *
       (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
                                                      (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
+  const int quarter = (int)((lunai_int64)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
@@ -3483,6 +3537,7 @@ typedef struct lunai_gemm_plan {
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late;
+  uint32_t taken;                                 /* pieces */
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3511,6 +3566,11 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+  /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
+  if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
+    p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
+  else if (parts > 1 && p.row_parts == 1 && !p.a_size)
+    p.column_parts = lunai_min(LUNAI_PIECES * p.column_parts, lunai_max(lunai_divide_up(g->n, nr), 1));
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
@@ -3616,23 +3676,27 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
+/* unit of all batch items' parts */
+LUNAI_FN void lunai_gemm_unit(const lunai_gemm_plan *p, lunai_gemm_thread *own, int64_t unit) {
   const lunai_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
-                panels = lunai_divide_up(g->n, nr);
+  const int64_t parts = p->row_parts * p->column_parts, mr = p->kernels->mr, nr = p->kernels->nr;
+  const int64_t tiles = lunai_divide_up(g->m, mr), panels = lunai_divide_up(g->n, nr);
+  const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
+  lunai_gemm_part(p, own, unit / parts / g->batch[1], unit / parts % g->batch[1],
+                  lunai_share(tiles, r, p->row_parts) * mr,
+                  lunai_min(g->m, lunai_share(tiles, r + 1, p->row_parts) * mr),
+                  lunai_share(panels, c, p->column_parts) * nr,
+                  lunai_min(g->n, lunai_share(panels, c + 1, p->column_parts) * nr));
+}
+LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
+  lunai_gemm_plan *p = (lunai_gemm_plan *)work;
+  const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  int64_t unit, end = lunai_share(units, thread + 1, threads);
-  for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
-    const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-    const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
-                                                                                        p->row_parts) * mr;
-    const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
-                  column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
-    lunai_gemm_part(p, &own, unit / parts / g->batch[1], unit / parts % g->batch[1], row, lunai_min(g->m, row_end),
-                    column, lunai_min(g->n, column_end));
-  }
+  int64_t unit, piece = lunai_claim(&p->taken, -1, thread, threads);
+  for (; piece < pieces; piece = lunai_claim(&p->taken, piece, thread, threads))
+    for (unit = lunai_share(units, piece, pieces); unit < lunai_share(units, piece + 1, pieces); unit++)
+      lunai_gemm_unit(p, &own, unit);
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
@@ -4637,6 +4701,7 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   int64_t j, e, first;
   for (j = 0; j < r->keys; j++) {
@@ -4649,14 +4714,15 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
     total = kept = 0;
     for (j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
       for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
     for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
@@ -4674,20 +4740,22 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
                      (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
-                     (a->grad_lse ? (double)a->grad_lse[r.stat] : 0);
+                     (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
-          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
+          const double p = (double)lunai_exp1_scalar((float)score);
+          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
           const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
           const double ds = (double)a->scale * p * (dp - mean);
           if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
@@ -4858,6 +4926,7 @@ typedef struct lunai_attention_work {
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
+  uint32_t taken;                       /* items */
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
@@ -4975,7 +5044,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
       few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
@@ -5046,10 +5115,11 @@ LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_
 /* keep or 0 for each score of the tile */
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
@@ -5076,8 +5146,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
+    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : lunai_drops(a) ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
@@ -5090,7 +5160,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const int64_t d = a->head_dim, dv = a->value_dim,
                 panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
+  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
     kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
@@ -5125,13 +5195,13 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
    ones cost more */
 LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
       items = w->pairs * runs * blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads) {
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
@@ -5194,10 +5264,10 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
-    lse[i] = a->lse[at];
+    lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
-    if (a->grad_lse) delta[i] -= a->grad_lse[at];
-    if (!a->grad_sums || !a->dropout.threshold) continue;
+    if (a->grad_log_sum_exp) delta[i] -= a->grad_log_sum_exp[at];
+    if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
   }
@@ -5224,7 +5294,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
@@ -5264,12 +5334,12 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
 }
 
 LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads)
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads))
     lunai_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
@@ -5331,6 +5401,7 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
+    w.taken = 0;
     lunai_run(parallel, lunai_attention_backward_task, &w);
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
@@ -5431,7 +5502,7 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   int64_t i = s.p->blocks ? 0 : s.queries;
   for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
   }
 }
 
@@ -5456,6 +5527,7 @@ LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
@@ -5469,26 +5541,29 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout,
-                                                                 s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
+    lunai_scale_add_reference(a->value_dim,
+                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
+                              a->v + s->v + key->row * a->v_row, out);
   }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (a->log_sum_exp) /* -Inf without a key */
+    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                                         int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
+                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5631,7 +5706,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
   m->scores = lunai_take(&scratch, w->tile * depth);
   m->slopes = lunai_take(&scratch, back * w->tile * depth);
   m->mask = lunai_take(&scratch, masked * w->tile * depth);
@@ -5745,11 +5820,12 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_ti
 }
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
                                 float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(s->a);
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5772,7 +5848,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
-  float *mask = a->dropout.threshold ? m->mask : NULL;
+  float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
@@ -5824,7 +5900,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -5885,8 +5961,9 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
   for (i = 0; i < q->t.width; i++) {
     const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->lse[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+    lse[i] = a->log_sum_exp[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -5902,7 +5979,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
   memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
@@ -6130,6 +6207,7 @@ typedef struct lunai_unpack_work {
   int64_t blocks, first, last, unit;
   /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
   float *partial;
+  uint32_t taken;                       /* pieces */
 } lunai_unpack_work;
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
@@ -6237,19 +6315,20 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
 }
 
 LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
-  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), items = u->batch * panels;
+  const int64_t pieces = lunai_min(items, LUNAI_PIECES * threads);
   lunai_unpack_space space;
-  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  int64_t item, prepared = -1, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < last; item++) {
-    const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
-    lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
-  }
+  for (; piece < pieces; piece = lunai_claim(&w->taken, piece, thread, threads))
+    for (item = lunai_share(items, piece, pieces); item < lunai_share(items, piece + 1, pieces); item++) {
+      const int64_t first = item % panels * LUNAI_TILE;
+      if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
+      lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+    }
 }
 
 LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_parallel *parallel,
@@ -6287,15 +6366,14 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lu
 }
 
 LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
   lunai_unpack_space space;
-  int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
+  int64_t prepared = -1, row, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; unit < last; unit++) {
-    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
+  for (; piece < w->last - w->first; piece = lunai_claim(&w->taken, piece, thread, threads)) {
+    const int64_t unit = w->first + piece, b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
         end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
@@ -6334,6 +6412,7 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
   lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
+    w.taken = 0;
     lunai_run(parallel, lunai_unpack_backward_task, &w);
     lunai_run(parallel, lunai_unpack_gather_task, &w);
   }
@@ -6391,7 +6470,7 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
 /* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
                               double *mean, int64_t mean_row, double factor, float *result) {
   int64_t i, j;
   for (j = 0; j < n; j++) {
@@ -6577,7 +6656,8 @@ typedef struct lunai_sweep {
   void (*output)(const void *args, const lunai_causal_chunk *c);
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
-  int64_t items, heads, rows, position, dim, value_dim;
+  int64_t items, heads, rows, dim, value_dim;
+  lunai_int64 position;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
@@ -7532,18 +7612,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
   return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
 }
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 
 /* --- sparse attention: which keys a query sees --- */
 /* whether patterns are valid for these sizes */
@@ -7683,61 +7751,48 @@ LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
-                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
-  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
-  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (ragged) *batch_stride = 0;
-  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
-  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row,
+                             int64_t *head) {
+  int64_t extent = lunai_extent(size[3], size[2], *head, size[3], head);
+  extent = lunai_extent(extent, size[1], *row, lunai_checked(size[2], size[3]), row);
+  if (ragged) *batch = 0;
+  else if (shared) extent = lunai_extent_shared(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
+  else extent = lunai_extent(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
   return extent >= 0;
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
-  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head },
-      k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
-  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
-  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
+  const int64_t pairs = lunai_checked(args->batch, args->heads), d = args->head_dim;
+  const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  int64_t b, queries = args->queries, keys = args->keys;
-  memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1)
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (ragged) {
-    queries = lunai_ragged_rows(args->query_offsets, args->batch);
-    keys = lunai_ragged_rows(args->key_offsets, args->batch);
-  }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  const int64_t queries = ragged ? lunai_ragged_rows(args->query_offsets, args->batch) : args->queries;
+  const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
+  const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
+  int64_t b;
+  *a = *args;
+  a->value_dim = dv;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(d, dv) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !lunai_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0)
+  if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; a->lengths && b < a->batch; b++)
+    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (a->dropout_run < 0) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
-    return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->pattern_count; b++)
-    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+  for (b = 0; b < a->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
-  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
-  a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->causal = args->causal;
-  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
-  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -7763,7 +7818,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
   keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
@@ -7783,24 +7838,14 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
-/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
-  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
-  memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim))
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
-  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim;
-  c->value_dim = args->value_dim;
-  c->xy_head = args->dim;
-  c->z_head = args->value_dim;
-  c->xy_row = args->heads * args->dim;
-  c->z_row = args->heads * args->value_dim;
-  c->xy_batch = args->rows * c->xy_row;
-  c->z_batch = args->rows * c->z_row;
-  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
-  return LUNA_OK;
+  const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
+  const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
+  *c = *args;
+  c->outside = NULL;
+  return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
+         lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
+         lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
@@ -8136,7 +8181,7 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
-  if (offsets[1] - offsets[0] != t->count * lunai_st_formats[t->dtype].size)
+  if ((size_t)(offsets[1] - offsets[0]) != (size_t)t->count * (size_t)lunai_st_formats[t->dtype].size)
     return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
   t->data = st->data + (size_t)offsets[0];
   t->bytes = (size_t)(offsets[1] - offsets[0]);
@@ -8539,7 +8584,8 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #define LUNA_API LUNAI_PRIVATE
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
+   >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
+   wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
     (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
@@ -8563,11 +8609,9 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_close(c) ((void)(c))
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
-#define lunai_yield() SwitchToThread()
 #define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 typedef pthread_t lunai_thread;
 typedef pthread_mutex_t lunai_mutex;
@@ -8580,7 +8624,6 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_close(c) pthread_cond_destroy(c)
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
-#define lunai_yield() sched_yield()
 #define lunai_process() ((int64_t)getpid())
 #endif
 
@@ -8601,11 +8644,12 @@ struct lunai_pool {
   uint64_t ticket;
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  uint32_t sleepers;                 /* atomic */
+  uint32_t sleepers;                 /* atomic: workers that wait for a call, */
+  uint32_t waits;                    /* atomic: and whether the call's own thread waits for its end */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
   uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
-  lunai_condition wake;
+  lunai_condition wake, finished;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
@@ -8626,7 +8670,9 @@ LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
 }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) {
+  return (uint32_t)InterlockedExchangeAdd((volatile LONG *)at, (LONG)n) + n;
+}
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
@@ -8638,7 +8684,7 @@ LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __
 LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
@@ -8663,7 +8709,11 @@ LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
     if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    lunai_add32(&pool->done, 1);
+    if (lunai_add32(&pool->done, 1) == lunai_load32(&pool->count) && lunai_load32(&pool->waits)) {
+      lunai_mutex_lock(&pool->mutex);
+      lunai_condition_wake(&pool->finished);
+      lunai_mutex_unlock(&pool->mutex);
+    }
     ticket++;
   }
 }
@@ -8730,10 +8780,14 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (lunai_load32(&pool->done) != (uint32_t)count) {
-    lunai_pause();
-    if (++spins > LUNAI_SPINS) lunai_yield();
-  }
+  while (lunai_load32(&pool->done) != (uint32_t)count && spins++ < LUNAI_SPINS) lunai_pause();
+  if (lunai_load32(&pool->done) == (uint32_t)count) return;
+  /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
+  lunai_mutex_lock(&pool->mutex);
+  lunai_store32(&pool->waits, 1);
+  while (lunai_load32(&pool->done) != (uint32_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
+  lunai_store32(&pool->waits, 0);
+  lunai_mutex_unlock(&pool->mutex);
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
@@ -8743,6 +8797,7 @@ LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
+  lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
 }
 
@@ -8755,6 +8810,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
   pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
+  lunai_condition_open(&pool->finished);
   for (i = 0; i < workers; i++) {
     worker[i].pool = pool;
     if (!lunai_thread_start(&worker[i])) break;
@@ -8825,6 +8881,18 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
+   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+#define LUNAI_SLAB 16
+typedef struct lunai_slab {
+  struct lunai_slab *next;
+  luna_tensor of_step[2][LUNAI_SLAB];
+} lunai_slab;
+typedef struct lunai_slabs {
+  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
+  int used;                          /* of that */
+  size_t end;                        /* of the newest, in bytes that persist */
+} lunai_slabs;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 #ifndef LUNA_ONLY_STREAM
@@ -8865,6 +8933,8 @@ struct luna_ctx {
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  lunai_slabs slabs;
+  bool odd;                          /* which half of the slabs this step has */
   char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -8901,7 +8971,6 @@ struct luna_ctx {
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
-#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -8914,6 +8983,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   lunai_put(text, digits + i);
 }
+#ifndef LUNA_ONLY_STREAM
 /* to six decimals */
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -9023,7 +9093,9 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
-#else /* no sentences: what a stream runs has been checked */
+#define LUNAI_NAME(name) (name)
+#else /* no sentences, and no names in them: what a stream runs has been checked */
+#define LUNAI_NAME(name) ((void)(name), "")
 LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
   (void)ctx; (void)newest; (void)name; (void)status;
   return NULL;
@@ -9191,6 +9263,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
@@ -9204,6 +9277,8 @@ typedef struct lunai_mark {
   size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
+  lunai_slab *slab;
+  int slab_used;
   char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
@@ -9223,6 +9298,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.slab = ctx->slabs.now;
+  mark.slab_used = ctx->slabs.used;
   mark.small = ctx->small;
   mark.small_end = ctx->small_end;
   return mark;
@@ -9237,7 +9314,12 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     ctx->bump->used[1] = mark.bytes[1];
     return;
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
+    lunai_release(ctx->made);
+    ctx->made->grad = NULL;
+  }
+  ctx->slabs.now = mark.slab;
+  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
@@ -9331,6 +9413,23 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
+/* room for a tensor of the step */
+LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+  lunai_slabs *slabs = &ctx->slabs;
+  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  void *memory;
+  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      slabs->end = ctx->arena[0].persistent_bytes;
+    }
+    slabs->now = *next;
+    slabs->used = 0;
+  }
+  return &slabs->now->of_step[ctx->odd][slabs->used++];
+}
+
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
    bytes from the step's start, alike in every mode, and so do all decisions. */
@@ -9419,6 +9518,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
+  ctx->odd = !ctx->odd;
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -9465,6 +9565,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
+  int64_t workers;
   void *memory;
   if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
@@ -9473,13 +9574,15 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
   (void)memory;
+  (void)workers;
   ctx->parallel.threads = 1;
 #else
   if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
                      &memory)) return false;
-  if (o->measure) return true;
+  workers = lunai_min(threads, lunai_cores()) - 1; /* the rest of the memory is for a machine with more cores */
+  if (o->measure || workers == 0) return true;
   lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
-                  threads - 1);
+                  workers);
   if (((lunai_pool *)memory)->workers == 0) return true;
   ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
@@ -9554,13 +9657,13 @@ LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { (void)ctx
 LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
 #endif
 /* What a rank has of a whole: sequences of a batch, or rows of every sequence */
-typedef struct lunai_part {
+typedef struct lunai_cut {
   bool rows;                         /* rows, not sequences */
   int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
   int64_t other;                     /* sequences, or the rows of each */
   int64_t longest;                   /* of the batch's sequences */
   const int64_t *parts;              /* [ranks] those of each rank */
-} lunai_part;
+} lunai_cut;
 #ifdef LUNA_ONLY_STREAM
 #define lunai_rows_cut(t) ((void)(t), false)
 #else
@@ -9729,6 +9832,16 @@ static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
 
+/* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL }
+#else
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
+
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
@@ -9801,6 +9914,7 @@ LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
   lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
 }
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
@@ -9829,6 +9943,7 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
     lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
@@ -9846,6 +9961,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 }
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -9859,6 +9975,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -10020,6 +10137,7 @@ LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
                                  op->in[0]->grad + first);
@@ -10027,6 +10145,7 @@ LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
 }
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
 /* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
 LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
@@ -10034,7 +10153,7 @@ LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, ui
   const luna_step_state *state = op->ctx->state;
   lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
 #ifndef LUNA_ONLY_STREAM
-  const lunai_part *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
+  const lunai_cut *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
   if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
   if (part && part->rows) {
     d.run = part->own * width;
@@ -10069,6 +10188,7 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
 }
+#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -10099,6 +10219,7 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -10127,6 +10248,7 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -10162,6 +10284,7 @@ LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
@@ -10190,6 +10313,7 @@ LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
 }
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -10217,6 +10341,7 @@ LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
 }
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
@@ -10302,6 +10427,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
@@ -10404,6 +10530,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LINEAR \
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -10620,6 +10749,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   return LUNA_OK;
 }
 #endif
+#define LUNAI_CPU_FEED_FORWARD \
+  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
@@ -10649,6 +10781,7 @@ LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
 }
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -10702,6 +10835,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LAYER_NORM \
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -10728,6 +10863,7 @@ LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
   lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
 }
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10753,6 +10889,8 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
       lunai_scatter_through);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCATTER_ADD \
+  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10809,6 +10947,7 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -10845,6 +10984,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_CROSS_ENTROPY \
+  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
    to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
@@ -10980,6 +11121,9 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
+#define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
+  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
@@ -11040,9 +11184,10 @@ LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
+  lunai_dropout part;
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->lse = (float *)op->kept;
+  a->log_sum_exp = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
   a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
@@ -11057,20 +11202,30 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
-  a->dropout = lunai_op_dropout(op, a->batch * a->heads * a->queries * a->keys, op->out[0]->part ? a->keys : 1);
+  part = lunai_op_dropout(op, a->batch * a->heads * a->queries * a->keys, op->out[0]->part ? a->keys : 1);
+  a->dropout_first = (int64_t)part.first;
+  a->dropout_run = part.run;
+  a->dropout_skip = (int64_t)part.skip;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
-  a->lse = op->out[1]->data;
+  a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
-  a->grad_lse = op->out[1]->grad;
+  a->grad_log_sum_exp = op->out[1]->grad;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
+#define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -11093,6 +11248,8 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
 }
+#define LUNAI_CPU_UNPACK \
+  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -11110,6 +11267,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
    kept: W --- */
@@ -11132,6 +11290,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -11171,6 +11330,7 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -11188,6 +11348,7 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
@@ -11336,59 +11497,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
-#define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
-#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-#define LUNAI_CPU_REST(query, forward, backward, can) \
-  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
-static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-      LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,
-  {
-    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
-    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
-    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
-    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
-    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward,
-                   LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
-  }
-};
-#undef LUNAI_CPU_EACH
-#undef LUNAI_CPU_OP
-#undef LUNAI_CPU_REST
-LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
-
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
@@ -11534,7 +11642,10 @@ LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
 LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
-#ifndef LUNA_ONLY_STREAM
+#ifdef LUNA_ONLY_STREAM
+  (void)backward;
+  return functions->forward(op);
+#else
   if (ctx->profile) {
     lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
                                                 op->out[0]);
@@ -11544,8 +11655,8 @@ LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
                       lunai_op_flops(op) * (backward ? 2 : 1));
     return status;
   }
-#endif
   return backward ? functions->backward(op) : functions->forward(op);
+#endif
 }
 
 #ifndef LUNA_ONLY_STREAM
@@ -11824,13 +11935,12 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
     t->data = (float *)data;
     return t;
   }
-  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
+  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory;
+  if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -12196,7 +12306,7 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
-  s->name = name;
+  s->name = LUNAI_NAME(name);
   if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
   else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
@@ -12206,22 +12316,22 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   if (ctx->profile) s->op.scope = ctx->profile->scope;
 #endif
 }
-/* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
-                          luna_tensor *b, luna_tensor *c) {
-  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+/* `count` inputs, of which the first `required` must not be null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                          int count) {
+  static const char *const numbers[] = { "the first input", "the second input", "the third input",
+                                         "the fourth input" };
+  luna_ctx *ctx = NULL;
   int i;
+  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
-  s->op.inputs = inputs;
-  s->op.in[0] = a;
-  s->op.in[1] = inputs > 1 ? b : NULL;
-  s->op.in[2] = inputs > 2 ? c : NULL;
-  for (i = 0; i < inputs; i++)
-    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i])
-      return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" :
-                             "the third input") != NULL;
+  s->op.inputs = count;
+  for (i = 0; i < count; i++) {
+    s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
+    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+  }
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -12238,8 +12348,6 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
-/* one more input, which may be null */
-LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
@@ -12334,7 +12442,7 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
 }
 
 /* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
-LUNAI_FN const struct lunai_part *lunai_part_made(const luna_op *op) {
+LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
                        op->kind == LUNA_OP_SPARSE_ATTENTION;
   int i;
@@ -12388,7 +12496,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
                                                            lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
-  for (i = 0; i < op->outputs; i++) op->out[i]->part = lunai_part_made(op);
+  for (i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->kept_piece);
@@ -12741,6 +12849,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
+  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
@@ -12763,6 +12873,11 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
+LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+#else
 typedef enum lunai_call_kind {
   LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
   LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
@@ -13136,6 +13251,7 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
 LUNA_API const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
 }
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
@@ -13547,6 +13663,12 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (params->ctx->open_status != LUNA_OK) return false;
   return lunai_is_given(params->ctx, name, "the layer or model", made != NULL);
 }
+/* zeroes the struct but for its config, its first member */
+LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_t size) {
+  memset(s->made, 0, s->size);
+  memcpy(s->made, config, size);
+  return true;
+}
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
@@ -13646,7 +13768,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
-  const int64_t *position;           /* tokens before */
+  const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
@@ -13662,11 +13784,87 @@ typedef struct lunai_past {
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
+/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
+   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+typedef struct lunai_pattern {
+  int64_t sizes[128];                /* of the letters; -1: not met */
+  const luna_tensor *leading;        /* the first input with leading axes */
+  int after;                         /* its axes after them */
+} lunai_pattern;
+/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
+   '[' for their number */
+LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+  const bool open = axes[1] == '.';
+  const char *first = axes + (open ? 5 : 1), *at = first;
+  int a, rank, before;
+  while (at[0] && at[1] == ',') at += 2;
+  rank = (int)(at - first) / 2 + 1;
+  before = t->rank - rank;
+  if (open ? before < 0 : before != 0) return '[';
+  for (a = 0; a < rank; a++) {
+    const char letter = first[2 * a];
+    const int64_t size = t->shape[before + a];
+    int64_t *known = &p->sizes[letter & 127];
+    if (*known < 0) *known = size;
+    if (size != *known || (size < 1 && letter < 'a')) return letter;
+  }
+  if (open && !p->leading) p->leading = t, p->after = rank;
+  return !open || (p->leading->rank - p->after == before &&
+                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+  const char *at = pattern;
+  lunai_pattern p;
+  int i;
+  memset(&p, -1, sizeof p.sizes);
+  p.leading = NULL;
+  for (i = 0; *at; i++) {
+    const luna_tensor *t = s->op.in[i];
+    char name[16], wrong[2] = { 0, 0 }, why[40];
+    size_t length = 0;
+    bool optional;
+    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+    name[length] = 0;
+    optional = *at == '?';
+    while (*at != '[') at++;
+    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
+      const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
+                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+    }
+    while (*at != ']') at++;
+    at += 1 + (at[1] == ' ');
+  }
+  return true;
+}
+LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
+  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
+}
+LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+  if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
+  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+}
+/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
+  int i;
+  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+    const int64_t dim = lunai_last(s->op.in[i]);
+    if (heads < 1 || dim % heads != 0)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+    if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
+  }
+  return true;
+}
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory;
+  void *memory = NULL;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
+  else memory = lunai_slab_take(x->ctx);
+  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
@@ -13682,7 +13880,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -13699,7 +13897,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ?
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
       lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
@@ -13708,7 +13906,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
@@ -13724,7 +13922,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -13749,7 +13947,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL))
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
     return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
@@ -13758,7 +13956,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
-    lunai_input(&s, x[i]);
   }
   s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
@@ -13768,7 +13965,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
@@ -13795,8 +13992,9 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { a, b };
   lunai_build s;
-  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, kind, name, in, 2, 2) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -13811,13 +14009,13 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   lunai_build s;
-  if (condition && condition->needs_grad) condition = luna_detach(condition);
-  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? lunai_elementwise(&s) : NULL;
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
   if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -13825,14 +14023,14 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 }
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return lunai_elementwise(&s);
 }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
@@ -13842,7 +14040,7 @@ LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, lun
 }
 LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, &x, 1, 1)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -13863,7 +14061,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability))
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
     return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
@@ -13871,16 +14069,15 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 }
 
 /* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank);
 /* which part of all ranks' an input is, into the step; *part stays null without a collective */
-LUNAI_FN bool lunai_part_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
-                              const lunai_part **part) {
+LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
+                              const lunai_cut **part) {
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
   int64_t mine[3], *all, *parts, b, r;
   void *memory;
-  lunai_part *made;
+  lunai_cut *made;
   if (!c) return true;
   mine[0] = rows ? batch : n;
   mine[1] = rows ? n : batch;
@@ -13890,7 +14087,7 @@ LUNAI_FN bool lunai_part_take(luna_ctx *ctx, const char *name, int64_t batch, in
   if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
     return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
   if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
-  made = (lunai_part *)memory;
+  made = (lunai_cut *)memory;
   memset(made, 0, sizeof *made);
   made->parts = parts = (int64_t *)(void *)(made + 1);
   made->rows = rows;
@@ -13916,7 +14113,7 @@ LUNAI_FN bool lunai_part_take(luna_ctx *ctx, const char *name, int64_t batch, in
   return true;
 }
 /* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
-LUNAI_FN const int32_t *lunai_part_lengths(luna_ctx *ctx, const lunai_part *part, const int32_t *lengths,
+LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
                                            const char *name, bool *failed) {
   void *memory;
   int64_t b;
@@ -13932,27 +14129,27 @@ LUNAI_FN const int32_t *lunai_part_lengths(luna_ctx *ctx, const lunai_part *part
   return *failed ? NULL : (const int32_t *)memory;
 }
 /* What a model's input is a part of, and the input with its lengths as those of its own rows */
-LUNAI_FN bool lunai_part_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
-                               const lunai_part **part) {
+LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
+                               const lunai_cut **part) {
   bool failed = false;
   *own = *input;
   *part = NULL;
-  if (!lunai_part_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
-  own->lengths = lunai_part_lengths(ctx, *part, input->lengths, name, &failed);
+  if (!lunai_cut_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
   return !failed;
 }
 /* x as a part */
-LUNAI_FN luna_tensor *lunai_part_of(luna_tensor *x, const lunai_part *part) {
+LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
   x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
   if (x && part) x->part = part;
   return x;
 }
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
-  const lunai_part *part = NULL;
+  const lunai_cut *part = NULL;
   if (!x || !lunai_ranks(x->ctx)) return x;
-  if (!lunai_has_rank("luna_rank_part", x, 2) ||
-      !lunai_part_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
-  return lunai_part_of(x, part);
+  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
+  if (!lunai_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
+  return lunai_cut_of(x, part);
 }
 
 typedef struct lunai_rank_op {
@@ -13960,7 +14157,7 @@ typedef struct lunai_rank_op {
   const char *name;
   bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
   float *result, *kept;              /* [luna_count(out)]; what else backward needs */
-  const lunai_part *part;
+  const lunai_cut *part;
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
 } lunai_rank_op;
@@ -14067,7 +14264,7 @@ LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const
     if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
   }
 }
-LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_part *part, const int32_t *lengths,
+LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
                                        int64_t heads) {
   luna_tensor *in[2];
   lunai_rank_op op;
@@ -14085,7 +14282,7 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
 typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
-LUNAI_FN lunai_border lunai_border_of(const lunai_part *part, int rank) {
+LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
   lunai_border b;
   int r;
   for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
@@ -14177,7 +14374,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   const bool cut = axis == 1 && lunai_rows_cut(x);
   luna_tensor *y;
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   if (cut && kind != LUNA_OP_REDUCE) return lunai_cannot_cut(x, name, "what goes over all rows but a sum");
   size = cut ? x->part->whole : x->shape[axis];
@@ -14218,10 +14415,11 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  luna_tensor *const in[] = { a, b };
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
   for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
@@ -14250,40 +14448,20 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* whether a vector, where it is there, has that size; a weight [out, in] */
-LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
-}
-LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
-}
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t,
-                                                                   (int64_t)rank) != NULL;
-}
-
-/* whether x, weight and bias go together; false: the failure is reported */
-LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
-  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
-  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
-         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
-}
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                         luna_activation activation, luna_tensor *residual, float dropout) {
+  luna_tensor *const in[] = { x, weight, bias, residual };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
-  lunai_input(&s, bias);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
-  lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -14294,43 +14472,24 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
 }
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is
-   reported */
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
-                                      const luna_tensor *b2, luna_activation activation,
-                                      const luna_feed_forward_config *c) {
-  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
-  luna_ctx *ctx = x->ctx;
-  luna_tensor want;
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+  luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
-  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(activation))
     return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
-  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
-  lunai_tensor_set(&want, ctx, x->rank, x->shape);
-  want.shape[x->rank - 1] = w2->shape[0];
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
-  if (!c->gate) return true;
-  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
-      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
-  return c->gate->shape[0] == w1->shape[0] ||
-         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+  return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
+         lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
-      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -14338,10 +14497,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
-  lunai_input(&s, b1);
-  lunai_input(&s, w2);
-  lunai_input(&s, b2);
-  lunai_input(&s, c->residual);
+  s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -14353,8 +14509,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -14363,9 +14519,9 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
-  lengths = lunai_part_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
+  lengths = lunai_cut_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
   if (failed) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
@@ -14382,7 +14538,7 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   lunai_build s;
   shape[0] = luna_count(x);
   shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
@@ -14392,21 +14548,19 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "x [...,N]")) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
+      !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
   s.op.arg.norm.rms = rms;
-  lunai_input(&s, weight);
-  lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -14420,8 +14574,8 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -14435,7 +14589,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   int64_t shape[2];
   if (!x || x->rank == 2) return x;
-  if (!lunai_has_rank(name, x, 1)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   shape[0] = x->shape[0];
   shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
   return luna_reshape(x, 2, shape);
@@ -14458,16 +14612,18 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
       count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
   luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
       "luna_scatter_add_rows") : NULL;
+  luna_tensor *in[2];
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  in[0] = flat, in[1] = added;
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
@@ -14511,8 +14667,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
@@ -14523,19 +14679,74 @@ LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) ||
-      !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
-  lunai_input(&s, bias);
-  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
-    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
-    return lunai_abandon(&s);
-  }
+  if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
+}
+
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  float part[256], number;
+  int64_t r, i, at;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
+    double sum = 0;
+    (void)lunai_first_max(in[0], n, 1, &at);
+    number = in[0][at];
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
+    }
+    number = lunai_log1_scalar((float)sum);
+    in[0] = y;
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+  }
+}
+LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)lunai_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    lunai_k(op)->add(n, dx, dy, dx);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
+  return LUNA_OK;
+}
+#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  luna_tensor *z;
+  int axis;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
+  axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -14550,7 +14761,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   lunai_build s;
   void *memory;
   int32_t *given;
-  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
@@ -14609,11 +14820,6 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 }
 
 /* --- attention --- */
-LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
-                    s->op.arg.attention.heads);
-}
-
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
                                       const char *what, bool *failed) {
@@ -14632,34 +14838,29 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
-  const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = ragged ? 0 : 1;
-  int64_t batch, longest = 0, b;
-  s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k))
-    return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 ||
-      k->shape[axis] != v->shape[axis]) return false;
-  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (ragged) {
-    for (b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->sequences;
-    s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.arg.attention.keys = longest;
-    return true;
+/* the longest sequence of a ragged batch */
+LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0, b;
+  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
+}
+LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  int i;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+    if (own != 1) batch = own;
   }
-  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
-  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) ||
-      (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.arg.attention.batch = batch;
-  s->op.arg.attention.queries = q->shape[1];
-  s->op.arg.attention.keys = k->shape[1];
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? lunai_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? lunai_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
   return true;
 }
 
@@ -14714,16 +14915,17 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
+  luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
-                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
+                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
   if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
+  if (!lunai_attention_fits(&s, c)) return NULL;
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
                                 &failed);
   if (ragged) {
@@ -14761,7 +14963,7 @@ LUNAI_FN luna_tensor *lunai_attention_part(luna_tensor *q, luna_tensor *k, luna_
                                            const int32_t **lengths) {
   luna_attention_config own = *config;
   bool failed = false;
-  own.lengths = *lengths = lunai_part_lengths(k->ctx, k->part, own.lengths, "luna_softmax_attention", &failed);
+  own.lengths = *lengths = lunai_cut_lengths(k->ctx, k->part, own.lengths, "luna_softmax_attention", &failed);
   own.log_sum_exp = lse;
   if (failed) return NULL;
   if (lunai_rows_cut(q) || own.causal || own.patterns || own.sums || own.sequences)
@@ -14783,7 +14985,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 /* For a causal op of rows that are cut: states of `size` doubles a sequence; false: it fails */
 LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   luna_ctx *ctx = x->ctx;
-  const lunai_part *part = x->part;
+  const lunai_cut *part = x->part;
   lunai_outside *o;
   size_t bytes;
   void *memory;
@@ -14802,16 +15004,11 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   return true;
 }
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  luna_tensor *const in[] = { x, y, z };
   lunai_build s;
-  bool good;
-  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
-  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] &&
-      x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 &&
-      z->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
+      !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
   if (lunai_rows_cut(x) && !lunai_outside_make(&s, x, x->shape[2] * z->shape[2] / heads)) return NULL;
   return lunai_finish_like(&s, z);
@@ -14819,17 +15016,14 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                               const lunai_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (!lunai_is_checked(x->ctx) &&
-      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
-  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
   if (lunai_rows_cut(x) && weight->shape[1] > 1) {
     luna_tensor *y = lunai_short_convolution(lunai_rank_border(x, weight->shape[1] - 1), weight, bias, NULL);
-    return lunai_part_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->part);
+    return lunai_cut_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->part);
   }
-  lunai_input(&s, bias);
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -14841,12 +15035,10 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
+  luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout))
-    return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
-      weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
   if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
@@ -14889,25 +15081,17 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
 
 LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
     luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  bool good, failed = false;
-  int a;
+  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
+  bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] &&
-      k->shape[3] == x->shape[2] && x->shape[2] > 0;
-  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
-  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
-  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
+      !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
-  lunai_input(&s, v);
-  lunai_input(&s, out_bias);
-  lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
@@ -14935,27 +15119,20 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                          int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
                                          const lunai_past *past) {
-  bool good, failed = false;
+  luna_tensor *const in[] = { q, k, v, s };
+  bool failed = false;
   float scale;
-  int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) ||
-      lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] &&
-      s->shape[1] == q->shape[1];
-  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
-    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
+      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
+      !lunai_heads_fit(&build, heads) ||
+      !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
@@ -14976,14 +15153,12 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom) {
   void *memory;
-  int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL,
-                                                              NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+    return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
-  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
@@ -15004,6 +15179,21 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   run.threads = (int)op->ctx->parallel.threads;
   return run;
 }
+
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+  {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
@@ -15066,33 +15256,41 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   init.scale = scale;
   return init;
 }
-LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a,
-                                  int64_t b, luna_init init) {
-  char full[LUNAI_MAX_NAME];
+/* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
+   ".weight", and beside it is ".bias" [rows], zeros. */
+#define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
+#define LUNAI_MAX_PARTS 16
+typedef struct lunai_part {
+  bool has;                          /* whether this layer has it */
+  luna_tensor **weight, **bias;      /* where they go; bias may be null */
+  const char *name;
+  int64_t rows, columns;
+  luna_init init;
+} lunai_part;
+#define LUNAI_BOTH(layer) &(layer).weight, &(layer).bias
+#define LUNAI_ALONE(tensor) &(tensor), NULL
+LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char *name, const luna_layer_config *c) {
+  luna_tensor **bias = c->norm == LUNA_NORM_RMS ? NULL : &norm->bias;
+  const lunai_part part = { has, &norm->weight, bias, name, c->dim, LUNAI_VECTOR, lunai_init(LUNA_INIT_ONES, 0) };
+  return part;
+}
+LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
+  char name[LUNAI_MAX_NAME];
+  const lunai_part *p;
   int64_t shape[2];
-  shape[0] = a;
-  shape[1] = b;
-  return lunai_name(params, full, prefix, name) ? luna_param(params, full, rank, shape, init) : NULL;
-}
-
-/* "prefix" + "name" + ".weight" and ".bias" */
-LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name,
-                                int64_t in, int64_t out, luna_init init) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-  return layer->bias != NULL;
-}
-LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
-                              const luna_layer_config *c) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, c->dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = NULL;
-  if (!layer->weight || c->norm == LUNA_NORM_RMS) return layer->weight != NULL;
-  layer->bias = lunai_named(params, full, ".bias", 1, c->dim, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  return layer->bias != NULL;
+  for (p = parts; p < parts + count; p++) {
+    if (!p->has) continue;
+    if (!lunai_name(params, name, prefix, p->name)) return false;
+    shape[0] = p->rows;
+    shape[1] = p->columns;
+    *p->weight = luna_param(params, name, p->columns == LUNAI_VECTOR ? 1 : 2, shape, p->init);
+    if (!*p->weight) return false;
+    if (!p->bias) continue;
+    memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
+    *p->bias = luna_param(params, name, 1, shape, lunai_init(LUNA_INIT_ZEROS, 0));
+    if (!*p->bias) return false;
+  }
+  return true;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
 LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]) {
@@ -15115,8 +15313,12 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                                             int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
+  bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
+  if (good) {
+    const lunai_part part = { true, LUNAI_BOTH(*layer), ".weight", out, in, init };
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
@@ -15128,31 +15330,40 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   char name[LUNAI_MAX_NAME];
   luna_layer_config c;
   lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  memset(&c, 0, sizeof c);
-  c.dim = dim;
-  c.norm = kind;
-  good = good && lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", &c));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
+              lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  if (good) {
+    lunai_part part;
+    memset(layer, 0, sizeof *layer);
+    c.dim = dim;
+    c.norm = kind;
+    part = lunai_norm_part(true, layer, ".weight", &c);
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
   return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
-/* --- features --- */
-LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
-                               int64_t dim, luna_init init) {
+LUNAI_FN int lunai_input_parts(luna_input_layer *layer, int64_t features, int64_t dim, luna_init init,
+                               lunai_part *parts) {
   const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
-  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
-         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
-         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+  const lunai_part all[] = {
+    { features != 0, LUNAI_ALONE(layer->mean), "input_norm.mean", features, LUNAI_VECTOR, zeros },
+    { features != 0, LUNAI_ALONE(layer->scale), "input_norm.scale", features, LUNAI_VECTOR, ones },
+    { features != 0, LUNAI_BOTH(layer->projection), "input_proj.weight", dim, features, init } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
+  return lunai_setup_end(&s, good);
 }
 /* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
    that returns a status. */
@@ -15265,6 +15476,12 @@ LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
   if (*heads == 0) *heads = 4;
 }
 
+/* a caller's config, or zeros for the defaults */
+LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
+  if (config) memcpy(own, config, size);
+  else memset(own, 0, size);
+}
+
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
@@ -15285,41 +15502,40 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
+LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_nested_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->pk), "pk_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pv), tied ? "pc_proj.weight" : "pv_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), tied ? "c_proj.weight" : "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (tied) { layer->pk = layer->pv; layer->k = layer->v; }
+  if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
+  return true;
+}
+LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_attention_layer_config *config,
+                                              luna_nested_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->pack_heads == 0) c->pack_heads = c->heads;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
+}
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config) {
   luna_nested_attention_layer_config c;
-  const luna_linear_layer none = { NULL, NULL };
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_divides(params->ctx, "pack_heads", c.pack_heads, c.dim) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_QK))
-    return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  layer->pk = layer->k = none;
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj",
-                                   c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
-                                   c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  if (c.sharing == LUNA_SHARING_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
-  if (c.sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -15524,35 +15740,40 @@ LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
   return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
          lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
 }
+LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lunai_part *parts) {
+  const luna_causal_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pc), "pc_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), full ? "v_proj.weight" : "c_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
+}
+LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_attention_layer_config *config,
+                                              luna_causal_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
+         lunai_is_omega(ctx, c->omega);
+}
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config) {
   luna_causal_attention_layer_config c;
-  luna_init init;
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
-    return lunai_setup_end(&s, false);
-  if (!lunai_is_omega(params->ctx, c.omega)) return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
-                                   c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
+  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   return lunai_setup_end(&s, good);
 }
 
@@ -15643,19 +15864,17 @@ LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t cou
 LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
 
 /* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one
-   kernel [1, w] that starts as the mean; false when it could not be made. No projection to learn: null, true */
-LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name,
-                                   const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
+   kernel [1, w] that starts as the mean. Other projections have no parameters. */
+LUNAI_FN lunai_part lunai_linformer_part(bool has, luna_tensor **e, const char *name, const luna_linformer_config *c,
+                                         int64_t last_layer) {
+  const bool linear = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR;
+  const bool learned = linear || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION;
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t max = lunai_max(c->k, lunai_max(head, layer)),
-      widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
-  *e = NULL;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR)
-    *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
-  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION)
-    *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
-  else return true;
-  return *e != NULL;
+  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), min = lunai_min(c->k, lunai_min(head, layer));
+  const int64_t rows = linear ? max : 1, columns = linear ? c->max_length : has ? lunai_window(c, min) : 1;
+  const luna_init init = linear ? lunai_init(LUNA_INIT_XAVIER, 1) : lunai_init(LUNA_INIT_ONES, 1.0f / (float)columns);
+  const lunai_part part = { has && learned, e, NULL, name, rows, columns, init };
+  return part;
 }
 LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->max_length == 0) c->max_length = 512;
@@ -15669,42 +15888,41 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
                   LUNA_LINFORMER_PROJECTION_CONVOLUTION);
 }
 
+LUNAI_FN bool lunai_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_attention_layer_config *c = &layer->config;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const bool e = c->kind == LUNA_ATTENTION_LINFORMER && c->linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE;
+  const bool f = e && c->linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE;
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_linformer_part(e, &layer->e, "e_proj", &c->linformer, 0),
+    lunai_linformer_part(f, &layer->f, "f_proj", &c->linformer, 0) };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (!f) layer->f = layer->e;
+  return true;
+}
+LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer_config *config,
+                                       luna_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  if (!config) c->kind = LUNA_ATTENTION_SOFTMAX;
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (!lunai_attention_good(ctx, c->dim, c->heads, c->dropout) ||
+      !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
+    return false;
+  if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
+  if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
+  return lunai_linformer_config(ctx, &c->linformer);
+}
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-                                               const luna_attention_layer_config *config) {
+    const luna_attention_layer_config *config) {
   luna_attention_layer_config c;
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(&c, 0, sizeof c);
-  c.kind = LUNA_ATTENTION_SOFTMAX;
-  if (config) c = *config;
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)c.kind, LUNA_ATTENTION_SOFTMAX,
-                LUNA_ATTENTION_LINFORMER))
-    return lunai_setup_end(&s, false);
-  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LINFORMER_CAUSAL, params->ctx->call);
-    return lunai_setup_end(&s, false);
-  }
-  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE) {
-    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
-    layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE)
-      good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
-  }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -15920,13 +16138,15 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3,
-    luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
-  memset(fc3, 0, sizeof *fc3);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix,
-      "fc2", c->ffn, c->dim, init) &&
-         (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->fc1), "fc1.weight", c->ffn, c->dim, init },
+    { true, LUNAI_BOTH(layer->fc2), "fc2.weight", c->dim, c->ffn, init },
+    { c->gated, LUNAI_BOTH(layer->fc3), "fc3.weight", c->ffn, c->dim, init },
+    lunai_norm_part(true, &layer->norm, "final_layer_norm.weight", c) };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 
 /* the end of a half-layer: its sum, normed when post-norm */
@@ -15943,20 +16163,19 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
   return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
 }
 
-/* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1,
-    const luna_linear_layer *fc2, const luna_linear_layer *fc3,
-                                const luna_norm_layer *norm) {
+/* x + FFN(x), not normed when post-norm */
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
-  f.gate = fc3->weight;
-  f.gate_bias = fc3->bias;
+  f.gate = layer->fc3.weight;
+  f.gate_bias = layer->fc3.bias;
   /* of a layer that is computed again as well: it need not hold a hidden layer then either */
   f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
-  return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
+  return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
+                           layer->fc2.bias, &f);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -16010,35 +16229,34 @@ LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx,
 }
 
 /* a learned P */
-LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
-  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim,
-                     lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
+LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
+  const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
+                            lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))) };
+  return part;
 }
-
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
-                                             const luna_layer_config *config) {
+LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config attention = lunai_nested_config(c);
+  const bool is_luna = lunai_is_luna(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config attention;
+  int count = 0;
+  parts[count++] = lunai_memory_part(is_luna && c->own_memory, &layer->memory, c->own_memory, c->dim);
+  parts[count++] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 1) &&
+         (is_luna ? luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                    lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  is_luna = lunai_is_luna(&layer->config);
-  if (good && is_luna && layer->config.own_memory)
-    good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
-  attention = lunai_nested_config(&layer->config);
-  if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
-                                       false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
-  if (is_luna)
-    good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
-                                   &layer->config);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
+  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -16065,7 +16283,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   luna_tensor *y;
   luna_scope scope;
   bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
   c = &layer->config;
   is_luna = lunai_is_luna(c);
   if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
@@ -16085,8 +16303,8 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   if (!next_p) p = NULL;
   if (next_x) {
     x = lunai_results_so_far(scope, x, p);
-    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
   if (x && p) *next_p = p;
@@ -16098,32 +16316,34 @@ LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer
   return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
-                                             const luna_layer_config *config) {
+LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
+  return lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, what) == LUNA_OK;
+}
+LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config cross = lunai_nested_config(c);
+  const luna_causal_attention_layer_config self = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config cross;
-  luna_causal_attention_layer_config self;
+  int count = 0;
+  parts[count++] = lunai_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") &&
+         luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts, 1) && lunai_name(params, name, prefix, "encoder_attn.") &&
+         luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config && !lunai_is_luna(config)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LUNA_ONLY, params->ctx->call, "a decoder layer");
-    return lunai_setup_end(&s, false);
-  }
-  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  cross = lunai_nested_config(&layer->config);
-  self = lunai_causal_config(&layer->config);
-  good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", &layer->config);
-  good = good && lunai_name(params, name, prefix, "encoder_attn.");
-  good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", &layer->config);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
-                                 &layer->config);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
+  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -16135,7 +16355,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
@@ -16150,8 +16370,8 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
   x = lunai_results_so_far(scope, x, p);
-  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
   if (x && p) *next_p = p;
   return x;
 }
@@ -16160,35 +16380,38 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
   return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
 }
 
+/* its own parameters, in front of the attention's memory and kernel */
+LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, int64_t memory, lunai_part *parts) {
+  const luna_layer_config *c = &layer->config;
+  const lunai_part kernel = { c->convolution != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", c->dim,
+                              c->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f) };
+  parts[0] = lunai_memory_part(lunai_is_luna(c), &layer->memory, memory, c->dim);
+  parts[1] = kernel;
+  parts[2] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  return 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
+}
+LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                      int64_t memory) {
+  const luna_layer_config *c = &layer->config;
+  const luna_causal_attention_layer_config attention = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_causal_layer_parts(layer, memory, parts);
+  char name[LUNAI_MAX_NAME];
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 2) &&
+         (lunai_is_luna(c) ? luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                             lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, true)) &&
+         lunai_parts_init(params, prefix, parts + 2, count - 2);
+}
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config) {
-  char name[LUNAI_MAX_NAME];
-  luna_causal_attention_layer_config attention;
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  is_luna = !config || lunai_is_luna(config);
-  if (memory == 0) memory = 16;
-  if (is_luna && !lunai_in(params->ctx, params->ctx->call, "memory", memory, 1, LUNAI_MAX_COUNT))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  attention = lunai_causal_config(&layer->config);
-  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, layer->config.dim)) != NULL;
-  if (good && layer->config.convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution,
-                                lunai_init(LUNA_INIT_IDENTITY, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1,
-                                                     lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-    good = layer->kernel_bias != NULL;
-  }
-  if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", &layer->config);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", &layer->config);
+  const int64_t slots = memory == 0 ? 16 : memory;
+  const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
+                    ((config && !lunai_is_luna(config)) ||
+                     lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_causal_layer_init(layer, params, prefix, slots);
   return lunai_setup_end(&s, good);
 }
 
@@ -16196,7 +16419,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   const luna_layer_config *c;
   luna_tensor *y, *p = NULL;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->attention_norm);
@@ -16209,8 +16432,8 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result_so_far(scope, y);
-  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
-  return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
+  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->feed_forward));
+  return lunai_result(scope, lunai_sum_normed(c, y, &layer->feed_forward.norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL);
@@ -16233,8 +16456,29 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
+  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
+}
+#define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
+LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
+  const luna_lm_config *c = &model->config;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
+  const int64_t d = c->layer.dim;
+  const luna_init init = lunai_embedding_init(d, c->layer.bert_init);
+  const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
+  const int inputs = lunai_input_parts(&model->input, c->features, d, projection, parts);
+  const lunai_part all[] = {
+    { !c->features, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", c->max_length, d, init },
+    lunai_norm_part(c->layer.pre_norm, &model->norm, "layer_norm.weight", &c->layer),
+    { c->outputs != 0, LUNAI_BOTH(model->output), "output_projection.weight", c->outputs, d, projection } };
+  memcpy(parts + inputs, all, sizeof all);
+  return inputs + LUNAI_LENGTH(all);
+}
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
+#define LUNAI_NO_LM "it holds no causal language model of luna.h"
 typedef struct lunai_lm_sizes {
 #define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
@@ -16328,15 +16572,15 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   luna_lm_config config;
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return LUNAI_NO_LM;
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
   lunai_lm_to_sizes(&config, sizes);
-  return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
+  return sizes->dim % sizes->heads ? LUNAI_NO_HEADS : lunai_lm_claims(st, sizes);
 }
 
 /* one row of sinusoidal positions */
-LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
+LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   int64_t i;
@@ -16372,9 +16616,6 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 }
 
 /* --- what all models' inits have in common --- */
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
-  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
-}
 
 LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
@@ -16393,13 +16634,11 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
   return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
          lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
 }
-LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *layer) {
-  return lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
-}
-/* memory for a model's layers, zeroed */
-LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
-  return lunai_persist(params->ctx, (size_t)count * size, false, out) ||
-         lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size) == LUNA_OK;
+/* memory for a model's layers, zeroed; null with a sentence */
+LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
+  void *memory;
+  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
+  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
 }
 
 /* --- the causal language model --- */
@@ -16425,38 +16664,30 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
-LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
+  const luna_lm_config *c = &model->config;
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_lm_parts(model, parts);
   char prefix[48];
-  lunai_setup s;
-  luna_lm_config c;
-  luna_init projection;
-  void *memory = NULL;
   int64_t i;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&s, false);
-  if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
-  projection = lunai_projection_init(c.layer.bert_init, true);
-  memset(model, 0, sizeof *model);
-  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
-  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim,
-                                              lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  if (good && c.positions == LUNA_POSITIONS_LEARNED)
-    good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim,
-                                           lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
-  model->layers = (luna_causal_layer *)memory;
-  for (i = 0; i < c.layers && good; i++) {
-    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
-    good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
-  }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", &c.layer);
-  if (good && c.outputs)
-    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
-                                       &c);
-  model->config = c;
   model->params = params;
+  if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
+  model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
+  if (!model->layers) return false;
+  for (i = 0; i < c->layers; i++) {
+    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
+    if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
+  }
+  return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
+}
+LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+  luna_lm_config c;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_lm_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_lm_init(model, params) &&
+                    lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields,
+                                          LUNAI_LENGTH(lunai_lm_fields), &c);
   return lunai_setup_end(&s, good);
 }
 
@@ -16476,12 +16707,12 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  const lunai_part *part;
+  const lunai_cut *part;
   luna_input own;
   luna_tensor *x;
   int64_t i;
-  if (!lunai_part_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
-  x = lunai_part_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+  if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
+  x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
                                        luna_input_layer_forward(&model->input, &own), part);
   x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
@@ -16518,9 +16749,9 @@ typedef struct lunai_model_config {
 } lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
-  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.dim, 1, 1 << 20)
-  LUNAI_F(heads, encoder.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
-  LUNAI_F(ffn, encoder.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
   LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
   LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
   LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
@@ -16589,70 +16820,60 @@ LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encode
   return true;
 }
 
-/* the learned embeddings and their norms */
-LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
-  const luna_encoder_config *c = &e->config;
-  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
-  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory =
-      lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
-                                      lunai_projection_init(c->layer.bert_init, true)) :
-      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
-  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions =
-      lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
-          NULL) return false;
-  if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", &c->layer) &&
-      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", &c->layer));
-}
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
+  const luna_linformer_config *l = &c->layer.linformer;
   const int64_t count = c->tied_layers ? 1 : c->layers;
   const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook &&
-      c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
+                         l->sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
   luna_tensor *shared = NULL;
+  const lunai_part part = lunai_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LUNAI_MAX_NAME], number[32];
-  void *memory;
   int64_t i;
-  if (!lunai_layers_memory(params, count, sizeof(luna_encoder_layer), &memory)) return false;
-  e->layers = (luna_encoder_layer *)memory;
-  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer,
-                                         &shared)) return false;
+  e->layers = (luna_encoder_layer *)lunai_layers_memory(params, count, sizeof(luna_encoder_layer));
+  if (!e->layers || !lunai_parts_init(params, prefix, &part, 1)) return false;
   for (i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
-    layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
-    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name,
-        &layer) != LUNA_OK) return false;
+    layer.linformer.k = lunai_taper(l->k, l->k_last_layer, i, count);
+    if (!lunai_name(params, name, prefix, number) ||
+        luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
     if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
-
+LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
+  const luna_encoder_config *c = &e->config;
+  const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->own_memory;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
+  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  const lunai_part parts[] = {
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init },
+    { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->dim, init },
+    { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->dim, init },
+    lunai_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm && is_luna, &e->memory_norm, "proj_layer_norm.weight", &c->layer) };
+  lunai_part input[LUNAI_MAX_PARTS];
+  const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
+                                       lunai_projection_init(c->layer.bert_init, true), input);
+  e->params = params;
+  return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
+         lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
+         lunai_parts_init(params, prefix, parts + 5, 2);
+}
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
     const luna_encoder_config *config) {
-  lunai_setup setup;
+  lunai_setup s;
   lunai_model_config m;
-  luna_encoder_config c;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
-    return lunai_setup_end(&setup, false);
+  bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e);
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
-  if (vocab == 0) vocab = 256;
-  if (!lunai_encoder_defaults(params->ctx, &m.encoder) || !lunai_model_good(params->ctx, &m, vocab, &m.encoder))
-    return lunai_setup_end(&setup, false);
-  c = m.encoder;
-  memset(e, 0, sizeof *e);
-  e->config = c;
-  e->params = params;
-  good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
-  if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", &c.layer);
-    if (lunai_is_luna(&c.layer))
-      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", &c.layer);
-  }
-  return lunai_setup_end(&setup, good);
+  good = good && lunai_encoder_defaults(params->ctx, &m.encoder) &&
+         lunai_model_good(params->ctx, &m, vocab ? vocab : 256, &m.encoder) &&
+         lunai_setup_config(&s, &m.encoder, sizeof m.encoder) && lunai_encoder_init(e, params, prefix, m.vocab);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
@@ -16661,10 +16882,10 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
                                   luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input,
-                                  const luna_input *own, const lunai_part *part) {
+                                  const luna_input *own, const lunai_cut *part) {
   const float factor = lunai_embedding_factor(c);
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = lunai_part_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
+  luna_tensor *x = lunai_cut_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
                                          luna_input_layer_forward(features, own), part);
   if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
   x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
@@ -16673,7 +16894,7 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
-LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_part *part) {
+LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
   int64_t longest = input->lengths ? 1 : n, b;
   if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
@@ -16684,13 +16905,13 @@ LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_part *part) 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
   const luna_encoder_config *c;
-  const lunai_part *part;
+  const lunai_cut *part;
   luna_input own;
   luna_tensor *memory;
   luna_scope scope;
   int64_t slots;
   float factor;
-  if (!ctx || !lunai_part_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
+  if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   c = &e->config;
   slots = lunai_min(c->memory, lunai_longest(input, part));
@@ -16702,7 +16923,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
     memory = luna_expand(memory, input->batch);
-    if (part && !part->rows) memory = lunai_part_of(memory, part);
+    if (part && !part->rows) memory = lunai_cut_of(memory, part);
     memory = luna_dropout(memory, c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
@@ -16753,45 +16974,40 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN bool lunai_classifier_config(luna_ctx *ctx, lunai_model_config *m) {
+LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
   luna_classifier_config *c = &m->classifier;
-  const bool is_luna = lunai_is_luna(&c->encoder.layer);
+  bool is_luna;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  is_luna = lunai_is_luna(&c->encoder.layer);
   if (c->vocab == 0) c->vocab = 256;
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c->pooling))
-    return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
   return lunai_model_features(ctx, &c->features, &c->encoder) &&
          (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
          lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
+LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
+  const luna_classifier_config *c = &model->config;
+  const int64_t pooled = c->encoder.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
+  const luna_init init = lunai_projection_init(c->encoder.layer.bert_init, true);
+  const lunai_part parts[] = {
+    { c->pre_logits != 0, LUNAI_BOTH(model->pre_logits), "pre_logits.0.weight", c->pre_logits, pooled, init },
+    { true, LUNAI_ALONE(model->projection), "sentence_projection_layer.weight", c->classes, features, init } };
+  model->params = params;
+  return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
+         lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config) {
-  luna_classifier_config c;
   lunai_model_config m;
-  lunai_setup setup;
-  int64_t features;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  memset(&m, 0, sizeof m);
-  if (config) m.classifier = *config;
-  if (!lunai_classifier_config(params->ctx, &m)) return lunai_setup_end(&setup, false);
-  c = m.classifier;
-  memset(model, 0, sizeof *model);
-  features = c.encoder.dim * (c.pair ? 4 : 1);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  if (good && c.pre_logits)
-    good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits,
-                             lunai_projection_init(c.encoder.layer.bert_init, true));
-  if (good)
-    model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes,
-                                    c.pre_logits ? c.pre_logits : features,
-                                    lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && model->projection && lunai_model_describe(params, "classifier", &m);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
+                    lunai_classifier_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
+                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
+  return lunai_setup_end(&s, good);
 }
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
@@ -16872,35 +17088,38 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   return lunai_classifier_logits(model, luna_concat(part, 4, 1));
 }
 
-/* --- masked language model --- */
+LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, const luna_masked_lm_config *config, lunai_model_config *m) {
+  luna_masked_lm_config *c = &m->masked_lm;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  if (c->vocab == 0) c->vocab = 257;
+  return lunai_model_features(ctx, &c->features, &c->encoder) && lunai_encoder_defaults(ctx, &c->encoder) &&
+         lunai_model_good(ctx, m, c->vocab, &c->encoder);
+}
+LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
+  const luna_masked_lm_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const luna_init projection = lunai_projection_init(layer->bert_init, true);
+  const luna_init embedding = lunai_embedding_init(layer->dim, layer->bert_init);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(model->dense), "lm_head.dense.weight", layer->dim, layer->dim, projection },
+    lunai_norm_part(true, &model->norm, "lm_head.layer_norm.weight", layer),
+    { true, LUNAI_ALONE(model->bias), "lm_head.bias", c->vocab, LUNAI_VECTOR, lunai_init(LUNA_INIT_ZEROS, 0) },
+    { c->features != 0, LUNAI_ALONE(model->output), "lm_head.weight", c->vocab, layer->dim, embedding } };
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->output = model->encoder.embedding;
+  return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config) {
-  luna_masked_lm_config c;
   lunai_model_config m;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (c.vocab == 0) c.vocab = 257;
-  memset(&m, 0, sizeof m);
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
-      !lunai_encoder_defaults(params->ctx, &c.encoder) || !lunai_model_good(params->ctx, &m, c.vocab, &c.encoder))
-    return lunai_setup_end(&setup, false);
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
-                                   lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", &c.encoder.layer);
-  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  if (good) model->output = !c.features ? model->encoder.embedding :
-                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
-                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
-  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &m);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
+                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
+  return lunai_setup_end(&s, good);
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
@@ -16978,68 +17197,59 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *config, lunai_model_config *m) {
   luna_seq2seq_config *c = &m->seq2seq;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
-    lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, "an encoder-decoder");
-    return false;
-  }
-  if (c->share_embeddings && c->vocab != c->target_vocab) {
-    lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
-    return false;
-  }
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory)
+    return lunai_is_luna_only(ctx, "an encoder-decoder");
+  if (c->share_embeddings && c->vocab != c->target_vocab)
+    return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
   if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
   return lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
-LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
-  const int64_t d = c->encoder.dim;
-  const luna_init init = lunai_embedding_init(d, c->encoder.layer.bert_init);
+LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
+  const luna_seq2seq_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const int64_t d = layer->dim, places = c->encoder.first_position + c->max_target_length;
+  const luna_init init = lunai_embedding_init(d, layer->bert_init);
+  const bool learned = c->encoder.positions == LUNA_POSITIONS_LEARNED;
+  const lunai_part parts[] = {
+    { !c->share_embeddings, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->target_vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", places, d, init },
+    lunai_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
+    lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
+    { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
   char prefix[48];
-  void *memory;
   int64_t i;
-  model->embedding = c->share_embeddings ? model->encoder.embedding :
-      lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
-  if (!model->embedding) return false;
-  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions =
-      lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d,
-                  init)) == NULL) return false;
-  if (!lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
-  model->layers = (luna_decoder_layer *)memory;
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->embedding = model->encoder.embedding;
+  if (!lunai_parts_init(params, "decoder.", parts, 2)) return false;
+  model->output = model->embedding;
+  model->layers = (luna_decoder_layer *)lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
+  if (!model->layers) return false;
   for (i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", &c->encoder.layer) &&
-      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", &c->encoder.layer))) return false;
-  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
-                                                   d, init) : model->embedding;
-  return model->output != NULL;
+  return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  luna_seq2seq_config c;
   lunai_model_config m;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  memset(&m, 0, sizeof m);
-  if (config) m.seq2seq = *config;
-  if (!lunai_seq2seq_defaults(params->ctx, &m)) return lunai_setup_end(&setup, false);
-  c = m.seq2seq;
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK &&
-      lunai_decoder_init(model, params, &c);
-  good = good && lunai_model_describe(params, "seq2seq", &m);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
+                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
+                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
+  return lunai_setup_end(&s, good);
 }
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
@@ -17047,12 +17257,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
   luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
-  const lunai_part *part;
+  const lunai_cut *part;
   luna_input own;
   luna_scope scope, inner;
   int64_t i;
   bool has_p;
-  if (!ctx || !lunai_part_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
+  if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
@@ -17595,6 +17805,21 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
+/* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
+   differ, and so may the longest sequence, which a learned table has as its shape. */
+LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_meta *m;
+  char in_file[40];
+  lunai_st_text value;
+  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+    if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
+    if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
+    lunai_st_decode(value, in_file, sizeof in_file);
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, lunai_file_name(ctx), m->value);
+  }
+  return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -17602,6 +17827,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   int64_t matched = 0;
   lunai_param *p;
+  const luna_status status = lunai_load_config(params, st);
+  if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
@@ -17709,6 +17936,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   luna_error_id wrong;
   void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
@@ -17850,28 +18078,34 @@ LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_stat
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
+LUNAI_FN bool lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why) == LUNA_OK;
+}
+/* a model's config from a file; false with a sentence */
+LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count, void *config,
+                                luna_layer_config *layer) {
+  const char *wrong = lunai_fields_read(st, fields, count, config);
+  if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
+  return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
+}
+/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+   memory comes first, are at most as many as tensors. */
+LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
+  return layers <= lunai_st_tensors(st) || lunai_not_a_model(ctx, "its tensors are not those of luna.layers layers");
+}
 LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
   luna_ctx *ctx = s->params->ctx;
-  lunai_lm_sizes sizes;
-  luna_lm_config config;
-  const char *wrong = lunai_lm_read(st, &sizes);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), wrong) == LUNA_OK;
-  lunai_lm_from_sizes(&sizes, &config);
-  wrong = lunai_dropouts_read(st, &config.layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
+  luna_lm_config c;
+  lunai_st_text kind;
+  memset(&c, 0, sizeof c);
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
+  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
+      !lunai_has_layers(ctx, st, c.layers)) return false;
+  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
   lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
-}
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
-  if (good) {
-    good = lunai_lm_load_st(model, &s, &file.st);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
+  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
 }
 
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
@@ -17881,48 +18115,67 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
-  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
-  luna_params *params = s->params;
-  luna_ctx *ctx = params->ctx;
-  const char *file = lunai_file_name(ctx);
+/* wanted: the kind that the file must have; 0: any */
+LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+  static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
+  luna_ctx *ctx = s->params->ctx;
   lunai_model_config m;
   lunai_st_text kind;
-  const char *wrong;
-  int64_t count;
   int k = 0;
-  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
-  if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
-  model->kind = LUNA_MODEL_LM;
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
-  while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
   memset(&m, 0, sizeof m);
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m);
-  if (!wrong) wrong = lunai_dropouts_read(st, &m.encoder.layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
-  count = lunai_st_tensors(st);
-  if ((!m.encoder.tied_layers && m.encoder.layers > count) || m.seq2seq.decoder_layers > count)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
-                             "its tensors are not those of luna.layers layers") == LUNA_OK;
-  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
-  lunai_fill_begin(params, st);
-  return lunai_fill_end(s, st, lunai_model_init(model, params, &m));
+  if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
+  while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
+  if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
+  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (wanted && wanted != model->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
+                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
+  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
+  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
+      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  lunai_fill_begin(s->params, st);
+  return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+/* into `model`, `size` bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
+  const lunai_kind_load *k = (const lunai_kind_load *)load;
+  luna_model any;
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
-  if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
+  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
+              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
+  memset(&any, 0, sizeof any);
   if (good) {
-    good = lunai_model_load_st(model, &s, &file.st);
+    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
+    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
     lunai_file_close(&file, LUNA_OK);
   }
   return lunai_setup_end(&s, good);
 }
+#define LUNAI_KIND_LOADS(F) \
+  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
+  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
+  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
+  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
+LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
+  lunai_kind_load k;
+  k.name = name;
+  k.kind = (luna_model_kind)kind;
+  k.model = model;
+  k.at = at;
+  k.size = size;
+  return k;
+}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
+    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
+    return lunai_load_kind_bytes(&k, params, bytes, size); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
@@ -18116,12 +18369,6 @@ typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void 
 LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_lm_load_bytes((luna_lm *)model, params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_model_bytes((luna_model *)model, params, bytes, size);
 }
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
@@ -18447,18 +18694,16 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
   return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
+    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
+    lunai_setup s; \
+    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
+    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
+    return lunai_setup_end(&s, good); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
@@ -18490,42 +18735,63 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
-    LUNAI_SLOT_MATRIX };
-/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows], an RMS norm has no bias; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
-typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
+    LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
+/* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
+   norm's are both [rows], an RMS norm has no bias; one that is alone has its whole name. rows and columns are offsets in
+   lunai_lm_sizes. */
+typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; bool alone; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
-#define LUNAI_SLOT(type, field, name, rows, columns, when) \
-  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
+#define LUNAI_SLOT(type, field, name, rows, columns, when, alone) \
+  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when, alone },
 #define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
 static const lunai_slot lunai_causal_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
-  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
-  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
-  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
-  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
+#define LUNAI_FIELD(field, name, rows, columns, when) \
+  LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), TIED)
+  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc1, "fc1", ffn, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc2, "fc2", dim, LUNAI_SIZE(ffn), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, "fc3", ffn, LUNAI_SIZE(dim), GATED)
+  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), CONVOLUTION)
+  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_FIELD(feed_forward.norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_SLOT(luna_causal_layer, memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS, true)
+#undef LUNAI_FIELD
+};
+/* what a model has beside its layers, as in luna_lm */
+typedef struct lunai_stream_tables {
+  luna_tensor *embedding, *positions;
+  luna_input_layer input;
+  luna_norm_layer norm;
+  luna_linear_layer output;
+} lunai_stream_tables;
+static const lunai_slot lunai_table_slots[] = {
+#define LUNAI_FIELD(field, name, rows, columns, when, alone) \
+  LUNAI_SLOT(lunai_stream_tables, field, name, rows, columns, LUNAI_SLOT_##when, alone)
+  LUNAI_FIELD(embedding, "embed_tokens.weight", vocab, LUNAI_SIZE(dim), TOKENS, true)
+  LUNAI_FIELD(positions, "embed_positions.weight", max_length, LUNAI_SIZE(dim), LEARNED, true)
+  LUNAI_FIELD(input.mean, "input_norm.mean", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.scale, "input_norm.scale", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.projection, "input_proj", dim, LUNAI_SIZE(features), FEATURES, false)
+  LUNAI_FIELD(norm, "layer_norm", dim, LUNAI_NO_COLUMNS, PRE_NORM, false)
+  LUNAI_FIELD(output, "output_projection", outputs, LUNAI_SIZE(dim), OUTPUTS, false)
 #undef LUNAI_FIELD
 };
 #ifndef LUNA_ONLY_STREAM
 static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
-#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
-  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
-  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
-  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+#define LUNAI_FIELD(field, when) \
+  LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(self_attention.pq, ALWAYS) LUNAI_FIELD(self_attention.pc, ALWAYS) LUNAI_FIELD(self_attention.q, ALWAYS)
+  LUNAI_FIELD(self_attention.k, FULL) LUNAI_FIELD(self_attention.v, ALWAYS) LUNAI_FIELD(self_attention.out, ALWAYS)
+  LUNAI_FIELD(self_norm, ALWAYS) LUNAI_FIELD(cross_attention.q, ALWAYS) LUNAI_FIELD(cross_attention.out, ALWAYS)
+  LUNAI_FIELD(cross_norm, ALWAYS) LUNAI_FIELD(feed_forward.fc1, ALWAYS) LUNAI_FIELD(feed_forward.fc2, ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, GATED)
+  LUNAI_FIELD(feed_forward.norm, ALWAYS)
 #undef LUNAI_FIELD
 };
 #endif
@@ -18545,13 +18811,11 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
-  luna_tensor output_bias;           /* of rank 0: none */
-  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
-  float *standard;                   /* mean and scale on the host, [2, features] */
-  luna_tensor norm_weight, norm_bias;
-  luna_norm_layer norm;              /* these, where there are any */
-  int64_t batch, chunk, position, first_position;
+  lunai_stream_tables tables;
+  luna_tensor parameters[9];         /* theirs */
+  float *standard;                   /* mean and scale of features on the host, [2, features] */
+  int64_t batch, chunk;
+  lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
@@ -18592,9 +18856,16 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
   return t;
 }
 
+/* the shape of what lies in t->data, [sources, a, b, c], of one source [a, b, c]; so many of a, b, c */
+LUNAI_FN void lunai_stream_shape(luna_stream *s, luna_tensor *t, int64_t sources, int axes, int64_t a, int64_t b,
+                                 int64_t c) {
+  *t = sources > 1 ? lunai_stream_tensor(s, t->data, axes + 1, sources, a, b, c) :
+                     lunai_stream_tensor(s, t->data, axes, a, b, c, 1);
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
-  int64_t *position;                 /* rows before these */
+  lunai_int64 *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
@@ -18603,22 +18874,24 @@ typedef struct lunai_inputs {
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
   lunai_inputs in;
-  in.position = (int64_t *)(void *)at;
+  in.position = (lunai_int64 *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
   in.features = in.angles + angles;
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.size = sizeof(lunai_int64) +
+            (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  const lunai_int64 first = s->first_position + s->position;
+  const int64_t k = s->sizes.features;
   int64_t i, f;
   *in.position = s->position;
   for (i = 0; i < s->batch * rows; i++) {
-    const int64_t row = i / rows * from->n + at + i % rows;
+    const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
     for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
       const float x = from->features[row * k + f];
@@ -18650,8 +18923,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
-  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+    x = y = luna_linear_layer_forward(&s->tables.input.projection, &features);
+  } else x = y = luna_embedding(s->tables.embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -18660,7 +18933,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   angles.data = in.angles;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+    y = luna_add(y, luna_reshape(luna_embedding(s->tables.positions, in.places, 1, rows), 2, shape));
   x = lunai_stream_keep(s, x, y, mark);
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
@@ -18674,8 +18947,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
+  if (s->tables.norm.weight && x) x = luna_norm_layer_forward(&s->tables.norm, x);
+  return luna_linear_layer_forward(&s->tables.output, x);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -18757,8 +19030,8 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
-  s->batch = config && config->batch ? config->batch : 1;
-  s->chunk = config && config->chunk ? config->chunk : 64;
+  s->batch = config && config->batch ? lunai_size(config->batch) : 1;
+  s->chunk = config && config->chunk ? lunai_size(config->chunk) : 64;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
   s->sources = 1;
@@ -18766,60 +19039,86 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) <
-      0)
-    return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 ||
-      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 ||
-          lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
-      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
+  if (rows < 0) return "config.batch or config.chunk is negative or too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
+      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 ||
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
-/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as
-   it should be. */
-LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st,
-                                     const char *prefix, const char *name, const char *suffix,
-                                     int rank, int64_t rows, int64_t columns) {
-  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
-  lunai_st_tensor found;
-  size_t at = strlen(prefix), size = strlen(name);
-  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
-  if (from) {
-    *t = *from;
-    t->ctx = &s->ctx;
+LUNAI_FN bool lunai_slot_exists(const lunai_lm_sizes *z, int when) {
+  switch (when) {
+    case LUNAI_SLOT_FULL: return z->sharing;
+    case LUNAI_SLOT_TIED: return !z->sharing;
+    case LUNAI_SLOT_GATED: return z->gated;
+    case LUNAI_SLOT_CONVOLUTION: return z->convolution;
+    case LUNAI_SLOT_TOKENS: return !z->features;
+    case LUNAI_SLOT_FEATURES: return z->features;
+    case LUNAI_SLOT_OUTPUTS: return z->outputs;
+    case LUNAI_SLOT_LEARNED: return z->positions == LUNA_POSITIONS_LEARNED;
+    case LUNAI_SLOT_PRE_NORM: return z->pre_norm;
+    default: return true;
   }
-  if (from || !st) return true;
-  memcpy(full, prefix, at);
-  memcpy(full + at, name, size);
-  memcpy(full + at + size, suffix, strlen(suffix) + 1);
-  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows ||
-      (rank == 2 && found.shape[1] != columns)) return false;
-  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-  return t->data != NULL;
 }
-LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
-  char digits[24];
-  int i = 23, at = 7;
-  memcpy(out, "layers.", 7);
-  digits[23] = 0;
-  do digits[--i] = (char)('0' + layer % 10); while ((layer /= 10) != 0);
-  while (digits[i]) out[at++] = digits[i++];
-  out[at++] = '.';
-  out[at] = 0;
+/* The parameters of a layer or of the model: `from`'s, or the file's by their names; neither: their shapes alone. Their
+   own tensors are stored from `own` on, and pointers to these in `to`. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, int count, const char *prefix,
+                                      const void *from, const lunai_st *st, void *to, luna_tensor *own) {
+  const char *sizes = (const char *)&s->sizes;
+  lunai_st_tensor found;
+  lunai_text name;
+  int i, part;
+  for (i = 0; i < count; i++) {
+    const lunai_slot *slot = &slots[i];
+    const int64_t rows = *(const int64_t *)(const void *)(sizes + slot->rows);
+    if (!lunai_slot_exists(&s->sizes, slot->when)) continue;
+    const int parts = slot->alone || (slot->columns == LUNAI_NO_COLUMNS && s->sizes.norm) ? 1 : 2;
+    for (part = 0; part < parts; part++, own++) {
+      const int rank = part || slot->columns == LUNAI_NO_COLUMNS ? 1 : 2;
+      const int64_t columns = rank == 1 ? 1 : *(const int64_t *)(const void *)(sizes + slot->columns);
+      luna_tensor *const *model = from ? (luna_tensor *const *)(const void *)((const char *)from + slot->at) : NULL;
+      if (model && !model[part]) continue; /* a decoder's output has no bias */
+      *own = model ? *model[part] : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own; /* which may be where `from` is */
+      own->ctx = &s->ctx;
+      if (!st) continue;
+      name.at = s->ctx.error;
+      name.end = s->ctx.error + sizeof s->ctx.error - 1;
+      lunai_put(&name, prefix);
+      lunai_put(&name, slot->name);
+      if (!slot->alone) lunai_put(&name, part ? ".bias" : ".weight");
+      *name.at = 0;
+      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == rows &&
+          (rank == 1 || found.shape[1] == columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (own->data) continue;
+      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+                       "or this machine is not little-endian");
+      *name.at = 0;
+      return false;
+    }
+  }
+  return true;
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
-  lunai_lm_sizes *z = &s->sizes;
+  const lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
+  const bool folds = lunai_stream_folds(z);
+  lunai_past *past = &layer->past;
   const lunai_slot *slots = lunai_causal_slots;
-  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
+  int count = LUNAI_LENGTH(lunai_causal_slots);
   luna_lm_config config;
   char prefix[32];
-  lunai_stream_prefix(index, prefix);
+  lunai_text text;
+  text.at = prefix;
+  text.end = prefix + sizeof prefix - 1;
+  lunai_put(&text, "layers.");
+  lunai_put_number(&text, index);
+  lunai_put(&text, ".");
+  *text.at = 0;
   lunai_lm_from_sizes(z, &config);
   layer->of.causal.config = config.layer;
   layer->of.causal.attention.config = lunai_causal_config(&config.layer);
@@ -18830,83 +19129,35 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     count = LUNAI_LENGTH(lunai_decoder_slots);
   }
 #endif
-  for (i = 0; i < count; i++) {
-    const lunai_slot *slot = &slots[i];
-    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
-    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
-        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
-        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix || (norm && z->norm == LUNA_NORM_RMS) ? 1 : 2); part++) {
-      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
-      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] :
-          NULL;
-      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name,
-                                  matrix ? "" : part ? ".bias" : ".weight",
-                                  norm || part ? 1 : 2, rows, norm || part ? 1 :
-                                      *(int64_t *)(void *)((char *)z + slot->columns))) return false;
-      *at = &layer->parameters[used++];
-    }
-  }
-  if (!lunai_stream_folds(z))
-    layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads,
-                                                      1) :
-                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads,
-                                                       z->memory, d / z->heads);
-  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) :
-      lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
-  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
-                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) :
-                                lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  if (!lunai_stream_parameters(s, slots, count, prefix, from, st, &layer->of, layer->parameters)) return false;
+  lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
+  if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
-    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+    past->keys = lunai_stream_tensor(s, past->keys.data, 3, n, z->memory, d, 1);
+    past->values = lunai_stream_tensor(s, past->values.data, 3, n, z->memory, d, 1);
   }
-  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
-  layer->past.sources = n;
-  layer->past.slots = s->slots;
-  layer->past.source_slots = s->source_slots;
+  past->position = lunai_stream_inputs(s, s->inputs, 1).position;
+  past->sources = n;
+  past->slots = s->slots;
+  past->source_slots = s->source_slots;
   return true;
 }
-/* the parameters beside the layers'; null, or what is wrong with them */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t k = z->features;
-  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
-                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
-                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab,
-                                         z->dim);
-  if (!good)
-    return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->outputs) {
-    const char *name = "output_projection";
-    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
-           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
-    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
-  }
-  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "",
-      "embed_positions", ".weight", 2, z->max_length, z->dim))
-    return "embed_positions.weight is missing or of another shape";
-  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm && z->norm != LUNA_NORM_RMS ? &s->norm_bias : NULL;
-  if ((s->norm.weight && !lunai_stream_parameter(s, s->norm.weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
-                                                 1)) ||
-      (s->norm.bias && !lunai_stream_parameter(s, s->norm.bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1)))
-    return "layer_norm is missing or of another shape";
-  return NULL;
+/* the same of what is beside the layers; of a model s->tables are its */
+LUNAI_FN bool lunai_stream_tables_open(luna_stream *s, const lunai_st *st) {
+  lunai_stream_tables *t = &s->tables;
+  const lunai_stream_tables *from = s->model_ctx ? t : NULL;
+  if (!lunai_stream_parameters(s, lunai_table_slots, LUNAI_LENGTH(lunai_table_slots), "", from, st, t, s->parameters))
+    return false;
+  if (!s->sizes.outputs) t->output.weight = t->embedding;
+  return true;
 }
 
 /* means and scales to the host; false: the device has failed */
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
   const int64_t k = s->sizes.features;
   const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
+  return k == 0 || (lunai_stream_move(s, s->standard, s->tables.input.mean->data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->tables.input.scale->data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -18928,7 +19179,7 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->bump.size[1] = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_tables_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
     good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
@@ -18939,9 +19190,10 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   return good;
 }
 
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  const size_t bytes = lunai_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
   return at;
 }
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
@@ -19044,9 +19296,9 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
     lunai_stream_lay_out(s, (char *)s);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  if (!wrong && !lunai_stream_tables_open(s, &st)) wrong = s->ctx.error;
   for (i = 0; !wrong && i < s->sizes.layers; i++)
-    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
@@ -19113,21 +19365,11 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
     good = true;
   }
   lunai_stream_lay_out(s, (char *)s);
+  good = good && lunai_stream_tables_open(s, NULL);
   if (good) luna_stream_reset(s);
   if (good) return s;
   luna_stream_close(s);
   return NULL;
-}
-/* the stream's own tensors of a model's tables */
-LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output,
-                                  const luna_tensor *positions, const luna_norm_layer *norm) {
-  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
-  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
-  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  s->norm.weight = norm->weight ? &s->norm_weight : NULL;
-  s->norm.bias = norm->bias ? &s->norm_bias : NULL;
-  if (norm->weight) (void)lunai_stream_parameter(s, s->norm.weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  if (norm->bias) (void)lunai_stream_parameter(s, s->norm.bias, norm->bias, NULL, "", "", "", 1, 1, 1);
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -19152,20 +19394,15 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return NULL;
   }
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
-  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open",
-                                                             lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  if (lunai_stream_on_device(&first) &&
+      lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.input = model->input;
+  first.tables.norm = model->norm;
+  first.tables.output = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
-  if (model->output.bias)
-    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
-  if (s->sizes.features) {
-    const luna_input_layer *in = &model->input;
-    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
-  }
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
         lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
@@ -19218,7 +19455,9 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
@@ -19231,11 +19470,14 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.norm = model->norm;
+  first.tables.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
   good = lunai_stream_real(s, s->slots, s->batch, source) &&
-      lunai_stream_real(s, s->source_slots, source->batch, source);
+         lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
            lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
@@ -19268,12 +19510,12 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = input->n;
+  const int64_t n = lunai_size(input->n);
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+  if (input->n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
@@ -19318,7 +19560,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
-LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+LUNA_API lunai_int64 luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
 LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
@@ -19379,7 +19621,11 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+typedef struct lunai_stream_head {
+  uint64_t magic;
+  lunai_int64 batch, position;
+  lunai_lm_sizes sizes;
+} lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(lunai_stream_head) + s->state_size : 0;
@@ -19400,7 +19646,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 ||
-      head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+      head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
@@ -19450,27 +19696,27 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   return low;
 }
 
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
+LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
-  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const int64_t n = lunai_size(vocab);
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
-  if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature)))
-    return -1;
+  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
-  for (i = 0; i < vocab; i++) {
+  for (i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
-  if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (k < n) limit = lunai_kth(logits, n, k, &above);
   if (top_p < 1) {
-    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
-    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    const float nucleus = lunai_nucleus(logits, n, limit, max, temperature, top_p);
+    if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
   counter[0] = (uint32_t)sampling->drawn;
@@ -19481,8 +19727,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
                                                     limit the first few count */
     double sum = 0;
-    for (ties = k - above, i = 0; i < vocab; i++) {
-      if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
+    for (ties = k - above, i = 0; i < n; i++) {
+      if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
@@ -19663,6 +19909,10 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
 #endif
 #endif /* !LUNAI_PASS */
 #endif /* LUNA_IMPLEMENTATION */
