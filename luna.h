@@ -74,10 +74,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
-     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
-     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
+     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
+     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
+     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
+     block, luna_stream_open_bytes.
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
@@ -118,6 +119,10 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   WHERE TIME GOES
+     luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
+     peak, by scope, as a table or JSON. The examples that train take --profile FILE.
+
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
      thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
@@ -131,8 +136,11 @@
        config.patterns = &window, config.pattern_count = 1;
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
      broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
-     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
-     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
+     instruction sets and of the device, and its tests. Any other op takes four places: a row of LUNA_OPS; the
+     declaration; in >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the
+     function that checks the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and
+     nothing else: a name in COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from
+     other ops, where a backend does not have it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -167,15 +175,15 @@
      1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
                           >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers >>models
-                          >>trainer >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
+                          >>layers >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
 
-/* ======================================================================================================================
+/* =====================================================================================================================
    1. Public API
-   ====================================================================================================================== */
+   ================================================================================================================== */
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -195,7 +203,8 @@
 #endif
 #endif
 
-#ifdef LUNA_ONLY_STREAM              /* streams run the layers: what these are made of is private, and what streams do not use is left out */
+/* streams run the layers: what these are made of is private, and what streams do not use is left out */
+#ifdef LUNA_ONLY_STREAM
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PRIVATE static __attribute__((unused))
 #else
@@ -209,9 +218,9 @@
 #define LUNA_NO_THREADS
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>status
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef enum luna_status {
   LUNA_OK = 0,
   LUNA_BAD_ARGUMENT,                 /* invalid argument */
@@ -227,11 +236,11 @@ typedef enum luna_status {
 LUNA_API const char *luna_status_text(luna_status status);
 LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>errors: X(ID, STATUS, sentence), each LUNA_ERROR_ID with its LUNA_STATUS. In sentences %s is text (the first is the
    function), %d and %f are numbers, %t is a tensor's shape. The first list is of streams, whose sentences are fixed.
    Numbers of ids may change with the version.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
   X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
@@ -250,13 +259,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
-  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
+  X(NO_CONTEXT, BAD_ARGUMENT, \
+    "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
     "unknown form, or a backend of another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
+  X(GRAPH_ORDER, BAD_ARGUMENT, \
+    "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
     "context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
@@ -279,47 +290,37 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
-    "or called twice)") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
+    "made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
+  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
+    "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
-  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(BROADCAST, BAD_ARGUMENT, \
+    "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
   X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
-  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
-  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
-  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
-  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
-  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
-    "[batch, m, h e] (with offsets all [rows, ...])") \
-  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
+  X(PATTERNS, BAD_ARGUMENT, \
+    "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, \
+    "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
-    "[batch, n, h a] twice and [batch, n, h b]") \
-  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
-    "[d, width]") \
-  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
-  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
-    "[batch, h, l], [batch, h, l, d], with at least one slot") \
-  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
-    "[batch, n, h d] three times and [batch, n, h l]") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
@@ -384,9 +385,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
+  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
   X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
   X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
@@ -416,10 +420,10 @@ LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
 
-/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and its
-   derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN. The
-   first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU
-   the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
+/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
+   its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN.
+   The first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236],
+   GELU the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
 #define LUNA_ACTIVATIONS(M) \
   M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
   M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
@@ -451,20 +455,21 @@ typedef enum luna_activation {
 } luna_activation;
 
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
-typedef enum luna_positions { LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED } luna_positions;
+typedef enum luna_positions {
+  LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED
+} luna_positions;
 
 /* Sequences of tokens or, where a model's config has features, of features: what every model reads. The arrays are
    copied into the step. */
 typedef struct luna_input {
-  const int32_t *tokens;             /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
+  /* [batch,n], each in 0..vocab - 1, in the padding too, where the value changes nothing */
+  const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  const float *features;             /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it
-                                        spoils all later steps; the padding may hold anything */
+  /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it spoils all later steps; the
+     padding may hold anything */
+  const float *features;
 } luna_input;
-
-/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
-typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
 #endif /* what every build has */
 
@@ -473,12 +478,29 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
 #endif
-/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone is
-   sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is not:
-   queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves out.
-   A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the keys
-   of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, and what the caller's sizes may be */
+/* A stream's sizes and indices have 32 bits where addresses have: a fifth of its code. */
+#if defined(LUNA_ONLY_STREAM) && SIZE_MAX <= UINT32_MAX
+#define LUNAI_SMALL_SIZES
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
+/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
+   is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
+   not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
+   out. A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the
+   keys of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
    queries too: queries and keys beyond are not read. */
 typedef struct luna_key_run {
   int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
@@ -497,14 +519,14 @@ typedef struct luna_attention_pattern {
   int64_t key_count;
 } luna_attention_pattern;
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the kernels by themselves, for use in another engine; no context, no allocation
    Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
    reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
    Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
-   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where that
-   cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
+   that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_run {
   luna_isa isa;                      /* 0: best */
   void *scratch;                     /* any alignment */
@@ -531,10 +553,13 @@ typedef struct luna_gemm_args {
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
 LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 
-#define LUNA_SHARED (-1)             /* a batch stride of what is read: one for all; its gradient is the sum, in order */
+/* a batch stride of what is read: one for all; its gradient is the sum, in order */
+#define LUNA_SHARED (-1)
 
-/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries, heads, dim],
-   k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
+#endif
+
+/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
+   heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
   const float *q, *k, *v;
   float *out;
@@ -548,8 +573,9 @@ typedef struct luna_attention_args {
   const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
   float scale;                       /* 0 = 1/sqrt(head_dim) */
   bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  float dropout;                     /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of
-                                        a pattern with key_order, key_count and the number in it for keys and j */
+  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of a pattern with key_order,
+     key_count and the number in it for keys and j */
+  float dropout;
   uint64_t seed;
   uint32_t dropout_op, step;
   const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
@@ -559,21 +585,26 @@ typedef struct luna_attention_args {
   const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
 
-/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch, rows, heads, value_dim] */
+/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
+   rows, heads, value_dim] */
 typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
   luna_run run;
 } luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -585,9 +616,9 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>context: memory, threads, errors, the step protocol
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_ctx luna_ctx;
 typedef struct luna_backend luna_backend;
 
@@ -602,7 +633,7 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
 typedef struct luna_options {
-  int threads;                       /* 0 = one a core */
+  int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
   luna_isa isa;                      /* 0 = best */
@@ -621,21 +652,22 @@ typedef struct luna_options {
    luna_error(NULL) lists what can be. A backend whose device cannot be opened gives a context in which every call fails
    with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
-/* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads a
-   closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
+/* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads
+   a closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
 LUNA_API void luna_close(luna_ctx *ctx);
 
 #ifndef LUNA_NO_TRAIN
-/* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward was done this begins the same
-   step again, with the same dropout. */
+/* Training: tape and dropout on; activations freed; gradients kept. After a step that failed before its luna_backward
+   was done this begins the same step again, with the same dropout. */
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model, luna_params_open,
-   luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set
-   or one opened since. To try a file or a config whose failure is to have no effect, use a context of its own and close
-   it. */
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
+   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
+   luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
+   name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
+   its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -647,9 +679,9 @@ typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /*
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
 
 /* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
-   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there, and
-   from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps, until
-   their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there,
+   and from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps,
+   until their memory lies still: with luna_graph_reason's sentence, and never with other bits.
 
        luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
        for (...) {
@@ -661,27 +693,53 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
          if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
          ... luna_item(loss) ...                           reading inside has the work before it run at once
        }
-   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op that
-   is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single tokens
-   are such steps without a call; its steps have no place between begin and end. */
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op
+   that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
+   tokens are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
 LUNA_API luna_status luna_graph_end(luna_graph *graph);
-LUNA_API const char *luna_graph_reason(const luna_graph *graph);    /* why the last one was not one launch; "": it was */
+/* why the last one was not one launch; "": it was */
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);
+#endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+#ifndef LUNA_ONLY_STREAM
+/* Where time goes: every op that runs between begin and end is timed.
+
+       luna_profile_begin(ctx);
+       ... some steps ...
+       luna_profile_end(ctx);
+       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
+
+   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
+   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
+   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
+   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
+   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
+   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; what it needs (40 KB)
+   stays until luna_close. Off, it costs one comparison an op. */
+typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user);
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
    on failure and for a null input; the context says why.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
   float *data;                       /* null in a context that measures, and once released by a scope's end */
-  float *grad;                       /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
+  /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
+  float *grad;
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
   luna_dtype dtype;
@@ -701,7 +759,8 @@ typedef struct luna_tensor {
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
-  struct luna_tensor *reserved;      /* the next of the parameters whose first gradient luna_backward has just allocated */
+  /* the next of the parameters whose first gradient luna_backward has just allocated */
+  struct luna_tensor *reserved;
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -720,18 +779,31 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
-typedef struct luna_scope { luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2]; } luna_scope;
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
+typedef struct luna_scope {
+  luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2];
+  int outer, self;                   /* of a profile */
+} luna_scope;
+/* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute);
+#ifdef LUNA_ONLY_STREAM
+#define luna_scope_begin(ctx) luna_scope_open(ctx, NULL, false)
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, NULL, true)
+#else
+#define luna_scope_begin(ctx) luna_scope_open(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx);
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, __func__, true)
+#endif
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
-LUNA_API luna_tensor *luna_keep(luna_tensor *t);                    /* t, whose data stay until the next begin: call it before the scope ends */
+/* t, whose data stay until the next begin: call it before the scope ends */
+LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
-LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);            /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
-LUNA_API float luna_item(const luna_tensor *t);                     /* the value of a one-element tensor, before the next
-                                                                       begin; NaN on failure */
-LUNA_API luna_status luna_read(const luna_tensor *t, float *out);   /* copies luna_count(t) values; fails when they were released: luna_keep */
+/* marks a tensor as one whose gradient is wanted, and stays until the next begin */
+LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
+/* the value of a one-element tensor, before the next begin; NaN on failure */
+LUNA_API float luna_item(const luna_tensor *t);
+/* copies luna_count(t) values; fails when they were released: luna_keep */
+LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
 #ifndef LUNA_ONLY_STREAM
 /* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
@@ -741,21 +813,26 @@ LUNA_API luna_status luna_argmax(const luna_tensor *x, int32_t *indices);
 /* The values as text, in NumPy's way: of more than 1000 the first and last 3 of each axis longer than 6 */
 LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user);
 #endif
-LUNA_API luna_status luna_write(luna_tensor *t, const float *values); /* sets luna_count(t) values; not of a tensor that is borrowed */
+/* sets luna_count(t) values; not of a tensor that is borrowed */
+LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
 
 #ifndef LUNA_NO_TRAIN
-/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin. All the memory it needs is
-   taken before anything is added: without it no gradient has changed, and the step may be made again. */
+/* Runs the tape backwards from a one-element tensor, adds to every .grad, and empties the tape: one backward a begin.
+   All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
+   made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
 #endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape);       /* view; one axis may be -1 */
-LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count); /* axis 0: view; others: copy */
-LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);                      /* out axis i is x's axes[i]; copy */
+/* axis 0: view; others: copy */
+LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count);
+/* out axis i is x's axes[i]; copy */
+LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);                /* swaps two axes; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
-LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);                         /* [...] -> [count, ...], copies along a new axis 0 */
+/* [...] -> [count, ...], copies along a new axis 0 */
+LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
 #define LUNA_READS_IN(i) (1 << (i))
 #define LUNA_READS_OUT(i) (256 << (i))
 /* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
@@ -806,41 +883,53 @@ LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise 
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);                 /* of all elements -> [1] */
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);                /* likewise */
 LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);        /* y_i = x_0 + ... + x_i along the axis */
-LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);           /* the gradient goes to the first of equals; NaN wins */
-LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b); /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
-LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* [...,in] W^T + b; weight [out,in], bias [out] or null */
-/* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden], b1 and b2 or null */
+/* the gradient goes to the first of equals; NaN wins */
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
+/* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
+LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
+/* [...,in] W^T + b; weight [out,in], bias [out] or null */
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+/* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden],
+   b1 and b2 or null */
 typedef struct luna_feed_forward_config {
   luna_activation activation;        /* 0 = LUNA_ACTIVATION_RELU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
-  bool recompute;                    /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  /* the hidden layer is computed again in backward, to the same bits, instead of kept */
+  bool recompute;
   luna_tensor *gate, *gate_bias;     /* [hidden,in], and [hidden] or null: the hidden layer is act(x W1^T + b1) times
                                         x G^T + g [arXiv 2002.05202]: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU with
                                         LUNA_ACTIVATION_SILU; null: not gated */
 } luna_feed_forward_config;
-LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config);
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
+                                        luna_tensor *b2, const luna_feed_forward_config *config);
 /* luna_relu(x), luna_gelu, luna_elu1, luna_softplus, luna_softplus2, luna_sigmoid, luna_silu, luna_tanh, luna_exp,
    luna_log, luna_sqrt, luna_rsqrt, luna_abs: one for each row of LUNA_MAPS */
 #define LUNAI_MAP(NAME, name, value, slope) LUNA_API luna_tensor *luna_##name(luna_tensor *x);
 LUNA_MAPS(LUNAI_MAP)
 #undef LUNAI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
-LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths); /* over the last axis; lengths [axis 0] of real entries or null */
+/* over the last axis; lengths [axis 0] of real entries or null */
+LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
+/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
-LUNA_API luna_tensor *luna_ratio(luna_tensor *x);                   /* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
+/* [...,d+1] -> [...,d]: divided by the last element; 0 where that is 0 */
+LUNA_API luna_tensor *luna_ratio(luna_tensor *x);
 LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same values, through which no gradient
                                                                        flows */
-/* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word e mod 8 of Philox counter
-   (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that two have other masks: check
-   gradients by differences without dropout. */
+/* x itself outside training. Element e of the step's op number i (counted over ops that drop) is dropped when half-word
+   e mod 8 of Philox counter (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that
+   two have other masks: check gradients by differences without dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 /* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias); /* over the last axis, eps 1e-5; weight, bias [last] or null */
-LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n); /* table [V,d] -> [batch,n,d] */
+/* over the last axis, eps 1e-5; weight, bias [last] or null */
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+/* table [V,d] -> [batch,n,d] */
+LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n);
 /* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count);
 /* x [n,...] with rows[i] of [count,...] added to x[indices[i]], in the order of i -> [n,...] */
@@ -854,13 +943,16 @@ typedef struct luna_cross_entropy_config {
 } luna_cross_entropy_config;
 /* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored */
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config);
-/* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one label a row of x -> [1]. Of more
-   than 1024 classes no logits and no gradient of them are stored: less memory, for one more product in backward. */
-LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config);
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
+                                              const luna_cross_entropy_config *config);
+/* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one
+   label a row of x -> [1]. Of more than 1024 classes no logits and no gradient of them are stored: less memory, for one
+   more product in backward. */
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                                const int32_t *labels, const luna_cross_entropy_config *config);
 
-/* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the targets that
-   are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
+/* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the
+   targets that are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
    delta (|x - t| - delta / 2) beyond; and -t ln s(x) - (1 - t) ln (1 - s(x)) of logits x, where s is the logistic
    function and t is in 0..1. */
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
@@ -880,21 +972,30 @@ typedef struct luna_attention_config {
   int64_t pattern_count;             /* 1, heads, or batch * heads */
   luna_tensor **log_sum_exp;         /* where to put the scores' [batch, queries, heads], or null; it has a gradient */
 } luna_attention_config;
-/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq. 1] */
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config);
-LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads); /* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
-/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv 2212.14052] */
+/* q [batch,n,h d_h], k [batch,m,h d_h], v [batch,m,h d_v] -> [batch,n,h d_v]; heads are slices of the last axis [eq.
+   1] */
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config);
+/* [batch,n,h d1] x2, [batch,n,h d2] [eq. 7] */
+LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads);
+/* depthwise over time: x [batch,n,d], weight [d,width] (last column: the present), bias [d] or null [arXiv
+   2212.14052] */
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
 
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
    [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
    bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums);
-LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout);
-/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is scaled by 1/sqrt(d_h) here */
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
+                                luna_tensor **sums);
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                  luna_tensor *out_bias, const int32_t *lengths, float dropout);
+/* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
+   scaled by 1/sqrt(d_h) here */
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
 
-/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad. state is copied. */
+/* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
+   state is copied. */
 typedef struct luna_custom {
   void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
   void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
@@ -904,27 +1005,31 @@ typedef struct luna_custom {
   bool recordable;                   /* on a device: what they do with the same tensors is the same work, of which
                                         luna_graph may keep a recording; they read nothing back and never wait */
 } luna_custom;
-LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom);
+LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
+                                     const luna_custom *custom);
 /* Inside those functions: the context's instruction set and threads, and the workspace, aligned to 64 bytes, as
    scratch. parallel_for is null where there is one thread. */
 LUNA_API luna_run luna_custom_run(const luna_tensor *out);
 
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>params: named parameters, what optimisers and checkpoints go by
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_params luna_params;
-typedef enum luna_init_kind { LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY } luna_init_kind;
-/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones. LUNA_INIT_IDENTITY is for short convolutions:
-   uniform, and 1 more in the last column, so that at first they pass on the present. */
+typedef enum luna_init_kind {
+  LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY
+} luna_init_kind;
+/* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones.
+   LUNA_INIT_IDENTITY is for short convolutions: uniform, and 1 more in the last column, so that at first they pass on
+   the present. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
-/* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread, run one model. `from` must
-   outlive it and not be trained meanwhile. On a device, where work is queued, luna_params_share, each begin and
-   luna_stream_open order what this context then does after what `from`'s context has queued until then; before `from`
-   is trained again, wait for what reads it (luna_read, luna_item). */
+/* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread,
+   run one model. `from` must outlive it and not be trained meanwhile. On a device, where work is queued,
+   luna_params_share, each begin and luna_stream_open order what this context then does after what `from`'s context has
+   queued until then; before `from` is trained again, wait for what reads it (luna_read, luna_item). */
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from);
 /* A new parameter; its first values depend on the context's seed and its name alone. A name twice is an error. */
 LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init);
@@ -937,12 +1042,14 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with "luna." belong to luna.h. */
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with
+   "luna." belong to luna.h. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
 #ifndef LUNA_ONLY_STREAM
-/* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file whole. */
+/* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file
+   whole. */
 typedef struct luna_io {
   bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
   bool (*write)(void *user, const void *bytes, size_t size);
@@ -954,11 +1061,12 @@ LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
 /* Copies the values. While it runs it needs, as every call that opens a file, 8 bytes of the step's memory for each
    tensor and each text pair. */
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
-/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it cannot be trained.
-   Called before init, it skips allocating initial values. */
+/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
+   cannot be trained. Called before init, it skips allocating initial values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
-/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a classifier). Nothing
-   matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter left unchanged and each tensor not used. */
+/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a
+   classifier). Nothing matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter
+   left unchanged and each tensor not used. */
 typedef struct luna_load_report {
   void (*report)(void *user, const char *name, const char *why);
   void *user;
@@ -966,7 +1074,8 @@ typedef struct luna_load_report {
 } luna_load_report;
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report);
-/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during the call. */
+/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
+   the call. */
 typedef struct luna_file_tensor {
   const char *name, *dtype;          /* "F32", "I64", ... */
   int rank;
@@ -979,36 +1088,43 @@ typedef struct luna_inspection {
   void (*tensor)(void *user, const luna_file_tensor *entry);
   void *user;
 } luna_inspection;
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection);
-LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);  /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
+                                        const luna_inspection *inspection);
+/* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
 /* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
    may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
-/* Into a set whose parameters have the file's names and shapes. What is in neither, as heads, pooling, activation or
-   positions, is not compared: luna_load_model takes it from the file. */
+/* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
+   from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
 
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
    An init that fails makes no parameter and zeroes its struct. A forward of a zeroed struct returns null: a layer's
    with a sentence in the context of its input, a model's without one, as no context is known. Where a config has a
    number in two places, one is 0 or equals the other; fields of an attention that is not chosen have no effect.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* "PREFIX.weight" [out,in], by init; "PREFIX.bias" [out], zeros; prefix with or without the dot */
 typedef struct luna_linear_layer { luna_tensor *weight, *bias; } luna_linear_layer;
-LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init);
+LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t in, int64_t out, luna_init init);
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
 /* likewise: weight [dim], ones; bias [dim], zeros */
-typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
+/* RMS: x / rms(x) weight, without mean and bias [arXiv 1910.07467] */
+typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
+typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
@@ -1020,14 +1136,17 @@ typedef struct luna_input_layer {
 } luna_input_layer;
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init);
-/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A feature
-   that never changes gets scale 1. */
+/* From training data, all in one input: means and deviations over the real steps, what is not finite left out. A
+   feature that never changes gets scale 1. */
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input);
 /* -> [batch,n,dim] */
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input);
 
-/* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key projection, keys with queries */
-typedef enum luna_sharing { LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK } luna_sharing;
+/* How the projections are shared [section 3.1, and of version 1 of the paper]: keys with values, not at all, no key
+   projection, keys with queries */
+typedef enum luna_sharing {
+  LUNA_SHARING_TIED = 0, LUNA_SHARING_FULL, LUNA_SHARING_NO_KEY, LUNA_SHARING_QK
+} luna_sharing;
 
 /* Luna attention, eqs. 3-5 */
 typedef struct luna_nested_attention_layer_config {
@@ -1040,13 +1159,15 @@ typedef struct luna_nested_attention_layer_config {
 } luna_nested_attention_layer_config;
 typedef struct luna_nested_attention_layer {
   luna_nested_attention_layer_config config;
-  luna_linear_layer pq, pk, pv, q, k, v, out; /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
+  /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
+  luna_linear_layer pq, pk, pv, q, k, v, out;
 } luna_nested_attention_layer;
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config);
-/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking memory slots j >= lengths[b] too
-   -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be null) */
+/* x [batch,n,d], p [batch,l,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all), masking
+   memory slots j >= lengths[b] too -> Y_X [batch,n,d]; *packed_context = Y_P [batch,l,d] (packed_context may be
+   null) */
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context);
@@ -1055,7 +1176,8 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
 typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
-  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  luna_activation omega;
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
 } luna_causal_attention_layer_config;
@@ -1066,20 +1188,32 @@ typedef struct luna_causal_attention_layer {
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config);
-/* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) -> [batch,n,d] */
-LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
+/* x [batch,n,d], p [batch,l,d] or [l,d] shared by the batch, lengths of real memory slots (null = all) ->
+   [batch,n,d] */
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, const int32_t *lengths);
 
-/* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear attention, elu(x)+1 features
-   [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection has shortened to k rows [arXiv 2006.04768]. */
-typedef enum luna_attention_kind { LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER } luna_attention_kind;
-typedef enum luna_linformer_sharing { LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE } luna_linformer_sharing; /* E and F; E = F; one E for all layers */
-typedef enum luna_linformer_projection { LUNA_LINFORMER_PROJECTION_LINEAR = 0, LUNA_LINFORMER_PROJECTION_MEAN, LUNA_LINFORMER_PROJECTION_MAX, LUNA_LINFORMER_PROJECTION_CONVOLUTION } luna_linformer_projection;
+/* The attentions that Luna is compared with, each with projections q, k, v and out: softmax attention [eq. 1]; linear
+   attention, elu(x)+1 features [arXiv 2006.16236]; Linformer, softmax attention over keys and values that a projection
+   has shortened to k rows [arXiv 2006.04768]. */
+typedef enum luna_attention_kind {
+  LUNA_ATTENTION_LUNA = 0, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINEAR, LUNA_ATTENTION_LINFORMER
+} luna_attention_kind;
+/* E and F; E = F; one E for all layers */
+typedef enum luna_linformer_sharing {
+  LUNA_LINFORMER_SHARING_HEADWISE = 0, LUNA_LINFORMER_SHARING_KEY_VALUE, LUNA_LINFORMER_SHARING_LAYERWISE
+} luna_linformer_sharing;
+typedef enum luna_linformer_projection {
+  LUNA_LINFORMER_PROJECTION_LINEAR = 0, LUNA_LINFORMER_PROJECTION_MEAN, LUNA_LINFORMER_PROJECTION_MAX,
+      LUNA_LINFORMER_PROJECTION_CONVOLUTION
+} luna_linformer_projection;
 typedef struct luna_linformer_config {
   int64_t k;                         /* projected length; 0 = 64, or max_length where that is less */
   int64_t k_last_layer, k_last_head; /* k falls (or rises) evenly to these; 0 = k */
   int64_t max_length;                /* m, the longest sequence; 0 = 512 (in an encoder: its max_length) */
   luna_linformer_sharing sharing;
-  luna_linformer_projection projection; /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
+  /* linear: E [k,m]; mean, max, strided convolution (kernel [w]): over windows of w = ceil(m / k) rows */
+  luna_linformer_projection projection;
 } luna_linformer_config;
 typedef struct luna_attention_layer_config {
   luna_attention_kind kind;          /* not LUNA_ATTENTION_LUNA; softmax attention with a null config */
@@ -1095,9 +1229,11 @@ typedef struct luna_attention_layer {
   luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise.
                                         Layerwise: the caller sets both */
 } luna_attention_layer;
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config);
+LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
+                                               const luna_attention_layer_config *config);
 /* x [batch,n,d], context [batch,m,d] (null = x), lengths [batch] of the context (null = all) -> [batch,n,d] */
-LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths);
+LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
+                                                   luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
    returns what forward will get as `layer` (later the layer's hook_state), null on failure; it belongs to the user.
@@ -1124,7 +1260,9 @@ typedef struct luna_attention_hook {
   void *user;
 } luna_attention_hook;
 
-typedef enum luna_recompute_kind { LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER } luna_recompute_kind;
+typedef enum luna_recompute_kind {
+  LUNA_RECOMPUTE_NONE = 0, LUNA_RECOMPUTE_FFN, LUNA_RECOMPUTE_LAYER
+} luna_recompute_kind;
 
 /* Encoder and decoder layers, eq. 6 */
 struct luna_layer_config {
@@ -1137,6 +1275,7 @@ struct luna_layer_config {
                                         with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
+  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
   float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
                                         models also of embeddings and of a classifier's features */
@@ -1151,30 +1290,41 @@ struct luna_layer_config {
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
+/* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
+typedef struct luna_feed_forward_layer {
+  luna_linear_layer fc1, fc2, fc3;
+  luna_norm_layer norm;
+} luna_feed_forward_layer;
+
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
-  luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
+  luna_feed_forward_layer feed_forward;
 } luna_encoder_layer;
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+                                             const luna_layer_config *config);
 /* x [batch,n,d], *p [batch,l,d], lengths or null -> X'; *p becomes P'. p may be null with own_memory (then P' is not
    computed) or without Luna attention, where *p stays. */
-LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths);
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 const int32_t *lengths);
 
 typedef struct luna_decoder_layer {
   luna_layer_config config;
   luna_causal_attention_layer self_attention;
   luna_nested_attention_layer cross_attention;
-  luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer self_norm, cross_norm, memory_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_decoder_layer;
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config);
-/* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next P */
-LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths);
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+                                             const luna_layer_config *config);
+/* x [batch,n,d], *p [batch,l,d], context = encoder output [batch,m,d] with lengths or null -> X'; *p becomes the next
+   P */
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 luna_tensor *context, const int32_t *lengths);
 
 /* Decoder-only layer: causal attention (Luna's with a learned memory of its own, of `memory` slots, 0 = 16),
    feed-forward */
@@ -1186,15 +1336,16 @@ typedef struct luna_causal_layer {
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear */
   void *hook_state;                  /* the hook's */
-  luna_norm_layer attention_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_causal_layer;
-LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config);
+LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t memory, const luna_layer_config *config);
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x);
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>models: config, init, forward of a luna_input. Inits and loads fail as those of layers do.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* Causal language model: embedding, causal layers, logits tied to the embedding. Of features or with outputs of its own
    it finds classes or values at each step: a detector, a forecaster. */
 typedef struct luna_lm_config {
@@ -1225,12 +1376,15 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
    (with features they say what is padding, which then counts as missing). */
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input);
 /* The mean loss of those logits by labels [batch,n], the next token of each place (the caller shifts) or, with
-   .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but of a large vocabulary no logits are
-   stored (luna_linear_cross_entropy). */
+   .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but
+   of a large vocabulary no logits are stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
-typedef enum luna_embedding_scale { LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM } luna_embedding_scale; /* default: sqrt(dim), but one with learned positions */
+/* default: sqrt(dim), but one with learned positions */
+typedef enum luna_embedding_scale {
+  LUNA_EMBEDDING_SCALE_DEFAULT = 0, LUNA_EMBEDDING_SCALE_ONE, LUNA_EMBEDDING_SCALE_SQRT_DIM
+} luna_embedding_scale;
 typedef struct luna_encoder_config {
   int64_t features;                  /* numbers a step, in place of tokens; 0 = tokens */
   int64_t layers;                    /* 0 = 2 */
@@ -1263,8 +1417,9 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *encoder, luna_params *param
                                        const luna_encoder_config *config); /* vocab 0 = 256, bytes; not of features */
 /* The layers' input -> X [batch,n,d]; *p, when null, becomes the learned P [batch,l,d] */
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
-/* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read and luna_tensor_new carry
-   it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be null. */
+/* -> X [batch,n,d]; *p in: null, or the memory that the segment before left (luna_detach stops its gradient; luna_read
+   and luna_tensor_new carry it over a begin); *p out: the memory that this segment leaves [sections 5, 6]. p may be
+   null. */
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *encoder, const luna_input *input, luna_tensor **p);
 
 /* Classifier, also of each step, and with another loss (luna_mse) regression: then a class is a value */
@@ -1292,14 +1447,18 @@ typedef struct luna_classifier {
   luna_linear_layer pre_logits;      /* "pre_logits.0" */
   luna_tensor *projection;           /* "sentence_projection_layer.weight" [classes, features] */
 } luna_classifier;
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config);
+LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
+                                          const luna_classifier_config *config);
 /* -> logits [batch,classes], or of every step [batch,n,classes]; they do not depend on the batch (but by
    LUNA_POOLING_MEMORY_BATCH) */
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input);
-LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second); /* of one batch */
+/* of one batch */
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
+                                                   const luna_input *second);
 /* The head alone: what luna_encoder_forward made of one sequence -> features [batch,d]. That of x and p which the model
    does not pool may be null. */
-LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths);
+LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
+                                           const int32_t *lengths);
 
 /* Masked language model: encoder, head LN(gelu(x Wd)) E^T + b */
 typedef struct luna_masked_lm_config {
@@ -1316,19 +1475,23 @@ typedef struct luna_masked_lm {
   luna_tensor *output;               /* the encoder's embedding or, of features, "lm_head.weight" [vocab,d] */
   luna_tensor *bias;                 /* "lm_head.bias" [vocab] */
 } luna_masked_lm;
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config);
-LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input); /* logits [batch,n,vocab] */
+LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
+                                         const luna_masked_lm_config *config);
+/* logits [batch,n,vocab] */
+LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input);
 /* Mean loss over the places whose label is not negative; logits are made for those alone */
-LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels); /* labels [batch,n] */
+/* labels [batch,n] */
+LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels);
 typedef struct luna_masking {
   float probability;                 /* of a place to be chosen; 0 = 0.15 */
   int32_t mask, vocab;               /* the mask's token; random tokens are below vocab, 0 = below mask; both 0 = 256 */
   uint64_t seed, step;               /* the same again for the same seed, step and place */
 } luna_masking;
-/* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1 elsewhere
-   [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the defaults.
-   Returns how many were chosen. */
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels);
+/* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1
+   elsewhere [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the
+   defaults. Returns how many were chosen. */
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
+                                  int32_t *labels);
 
 /* Encoder-decoder */
 typedef struct luna_seq2seq_config {
@@ -1339,7 +1502,8 @@ typedef struct luna_seq2seq_config {
   bool separate_output;              /* logits by a matrix of their own; default: tied to the target's embedding */
   int64_t decoder_layers;            /* 0 = encoder.layers */
   int64_t max_target_length;         /* learned positions; 0 = encoder.max_length */
-  luna_encoder_config encoder;       /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
+  /* its layer config is the decoder's too; attention: Luna. Default scale: sqrt(dim) */
+  luna_encoder_config encoder;
 } luna_seq2seq_config;
 typedef struct luna_seq2seq {
   luna_seq2seq_config config;
@@ -1348,17 +1512,21 @@ typedef struct luna_seq2seq {
   luna_tensor *embedding;            /* "decoder.embed_tokens.weight" [target_vocab,d], or the encoder's */
   luna_tensor *positions;            /* "decoder.embed_positions.weight", learned only */
   luna_decoder_layer *layers;        /* "decoder.layers.N." */
-  luna_norm_layer norm, memory_norm; /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
+  /* "decoder.layer_norm", "decoder.proj_layer_norm" (which nothing reads), pre-norm only */
+  luna_norm_layer norm, memory_norm;
   luna_tensor *output;               /* "decoder.output_projection.weight" [target_vocab,d], or the embedding */
 } luna_seq2seq;
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config);
 /* source [batch,n], and the target so far [batch,m] (padding gets a zero embedding) -> logits [batch,m,target_vocab] */
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target);
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_input *target);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
-typedef enum luna_model_kind { LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ } luna_model_kind;
+   kind opens by luna_load_model; the others are for those who know which it is. */
+typedef enum luna_model_kind {
+  LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
+} luna_model_kind;
 typedef struct luna_model {
   luna_model_kind kind;              /* which of the members below is initialised */
   luna_lm lm;
@@ -1368,17 +1536,27 @@ typedef struct luna_model {
 } luna_model;
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
+                                                size_t size);
+LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
+                                               size_t size);
+LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>trainer
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 /* A factor on the learning rate, a pure function of the step (from 1): linear warm-up, then a decay. */
-typedef enum luna_decay { LUNA_DECAY_CONSTANT = 0, LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_LINEAR, LUNA_DECAY_COSINE, LUNA_DECAY_MILESTONES } luna_decay;
+typedef enum luna_decay {
+  LUNA_DECAY_CONSTANT = 0, LUNA_DECAY_INVERSE_SQRT, LUNA_DECAY_LINEAR, LUNA_DECAY_COSINE, LUNA_DECAY_MILESTONES
+} luna_decay;
 typedef struct luna_schedule {
   luna_decay decay;
   int64_t warmup;                    /* steps from warmup_from to 1 */
@@ -1417,7 +1595,8 @@ typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
   float epsilon;                     /* 0 = 1e-4 */
   float weight_decay;                /* added to the gradient */
   float clip;
-  luna_schedule schedule;            /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
+  /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
+  luna_schedule schedule;
   int64_t max_skips;                 /* 0 = 10, negative = never */
 } luna_apollo_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
@@ -1459,7 +1638,8 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global g
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
    caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
-   saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not saved). */
+   saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not
+   saved). */
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
@@ -1469,6 +1649,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
+#endif
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -1476,12 +1660,13 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 
 #ifndef LUNAI_STREAM_H
 #define LUNAI_STREAM_H
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>stream: a causal language model with Luna attention, one token at a time, in constant memory
-   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a device is stored
-   and runs there, only tokens and logits are copied: it is used by the thread of its model's context, its work is queued on that context's stream, and it is
-   closed before that context is. When the device fails, a step returns null, and so do all later ones. A saved state loads on host and device alike.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   A stream only reads its weights: one thread a stream, any number of streams on one model. The stream of a model on a
+   device is stored and runs there, only tokens and logits are copied: it is used by the thread of its model's context,
+   its work is queued on that context's stream, and it is closed before that context is. When the device fails, a step
+   returns null, and so do all later ones. A saved state loads on host and device alike.
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_stream luna_stream;
 typedef struct luna_stream_config {
   int64_t batch;                     /* sequences side by side; 0 = 1 */
@@ -1491,7 +1676,8 @@ typedef struct luna_stream_config {
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
    allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
-LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error);
+LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
+                                             void *memory, size_t memory_size, const char **error);
 #ifndef LUNA_ONLY_STREAM
 /* Of a model with Luna attention. Open it after training: it copies what it folds (luna_form) of the weights, and reads
    the others in place. Memory from the model's context's allocator, on a device from the device: all at once, a step
@@ -1503,14 +1689,18 @@ LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CP
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 /* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
-LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input); /* batch: the stream's, or 0; lengths must be null -> logits after the last */
+/* batch: the stream's, or 0; lengths must be null -> logits after the last */
+LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
 LUNA_API int64_t luna_stream_position(const luna_stream *stream);    /* tokens so far */
 LUNA_API void luna_stream_reset(luna_stream *stream);
-LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from); /* sequence b continues from[b] (beam search) */
-LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);    /* the state; same model sizes and batch, not between two devices' contexts */
-LUNA_API size_t luna_stream_state_size(const luna_stream *stream);   /* bytes of a saved state: this machine's byte order */
+/* sequence b continues from[b] (beam search) */
+LUNA_API luna_status luna_stream_reorder(luna_stream *stream, const int32_t *from);
+/* the state; same model sizes and batch, not between two devices' contexts */
+LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from);
+/* bytes of a saved state: this machine's byte order */
+LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
@@ -1526,36 +1716,46 @@ typedef struct luna_sampling {
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 #ifndef LUNA_ONLY_STREAM
-/* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source b): the sources are encoded
-   and packed here, once, and then a token costs the same at any length. Begins an inference on the model's context.
-   beam: 0 = 1. */
+/* The decoder of an encoder-decoder as a stream, `beam` sequences for each source (sequence b beam + i continues source
+   b): the sources are encoded and packed here, once, and then a token costs the same at any length. Begins an inference
+   on the model's context. beam: 0 = 1. */
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam);
 typedef struct luna_beam_config {
   int32_t begin, end;                /* the token a target starts from, and the one that ends it */
   int64_t beam;                      /* 0 = 1, greedy */
   int64_t max_length;                /* tokens of a result, its end not counted; 0 = 2 n + 10 */
-  float length_penalty;              /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
-  bool exhaustive;                   /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
+  /* a result's score is its log-probability / (tokens with its end)^penalty; 0 = 1; negative = none */
+  float length_penalty;
+  /* go on until no unfinished sequence can win; default: stop when `beam` results are there */
+  bool exhaustive;
 } luna_beam_config;
-/* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end; scores [batch] or null */
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
+/* Greedy or beam search. source [batch,n] -> out [batch,max_length] with out_lengths [batch], without begin and end;
+   scores [batch] or null */
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search,
+                                           const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores);
 
 #endif
 #endif /* LUNAI_STREAM_H */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table of functions that a device implements
-   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns a status. It takes and
-   returns no host value that changes from step to step: those are in luna_step_state, in backend memory. Entries of tier 2 may be null: the
-   op is then composed from tier 1.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
+   a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
+   memory. Entries of tier 2 may be null: the op is then composed from tier 1.
+   ------------------------------------------------------------------------------------------------------------------ */
 #if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
 #define LUNAI_REST_H
 #ifdef LUNA_ONLY_STREAM
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
 #endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
@@ -1574,6 +1774,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
@@ -1582,7 +1783,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(SCATTER_ADD, 1, 0, false) \
   R(SINUSOIDS, 1, 0, true) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
-  R(SOFTMAX_ATTENTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
+  R(SOFTMAX_ATTENTION, 1, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(CAUSAL_PRODUCT, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
   R(SHORT_CONVOLUTION, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(CUSTOM, 1, 0xffff, false) \
@@ -1628,9 +1830,11 @@ typedef struct luna_op {
     struct { bool rms; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
-    struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul; /* a: outer * inner matrices, b: inner */
+    /* a: outer * inner matrices, b: inner */
+    struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul;
     struct { bool recompute; } feed_forward;
-    struct { float smoothing, factor; } cross_entropy; /* and linear cross-entropy: factor 1, or 1 / labels that count */
+    /* and linear cross-entropy: factor 1, or 1 / labels that count */
+    struct { float smoothing, factor; } cross_entropy;
     struct {
       int64_t heads, batch, queries, keys;
       float scale;
@@ -1647,11 +1851,14 @@ typedef struct luna_op {
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
-  struct luna_op *loss;              /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
-                                        is asked again; or null */
-  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and updates; else null */
-  double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
-  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
+  /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
+     is asked again; or null */
+  struct luna_op *loss;
+  /* Streaming: the state of CAUSAL_LUNA and SHORT_CONVOLUTION after the rows before these, which forward reads and
+     updates; else null */
+  /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
+  double *mean_ka, *mean_av;
+  const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
   void *kept;                        /* kept_size bytes, from forward to backward */
@@ -1661,6 +1868,7 @@ typedef struct luna_op {
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
+  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
   bool kept_again;                   /* kept was released and computed again */
@@ -1668,8 +1876,10 @@ typedef struct luna_op {
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
 #define LUNA_SETS_GRAD(i) (1 << (i))         /* backward sets in[i]'s gradient where luna_op.sets has bit i */
-#define LUNA_GRAD_IN_PLACE(i) (256 << (i))   /* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
-#define LUNA_ADDS_IN_PLACE(i) (65536 << (i)) /* in[i] may be that input too: its part is added there, and not read again */
+/* in[i] is only added to the result: its gradient may be out[0]'s, unchanged */
+#define LUNA_GRAD_IN_PLACE(i) (256 << (i))
+/* in[i] may be that input too: its part is added there, and not read again */
+#define LUNA_ADDS_IN_PLACE(i) (65536 << (i))
 #define LUNA_FORWARD_IN_PLACE (1 << 24)      /* forward may write the result where in[0] lies */
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
@@ -1679,20 +1889,25 @@ typedef struct luna_op {
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
+#ifndef LUNA_ONLY_STREAM
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
+#endif
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
   uint64_t seed;
   uint64_t step;                     /* begin_step calls; the Philox counter's last word */
-  uint64_t updates, skipped;         /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
+  /* optimiser steps made, and skipped for a NaN or Inf (in the context's own state: by all its optimisers) */
+  uint64_t updates, skipped;
   float lr, factor, norm;            /* this step's learning rate, clip factor, gradient norm */
   int nonfinite;
   uint64_t skipped_in_row;           /* an optimiser's: up to its last step */
 } luna_step_state;
 
-typedef enum luna_optimizer_kind { LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO } luna_optimizer_kind;
+typedef enum luna_optimizer_kind {
+  LUNA_OPTIMIZER_SGD = 0, LUNA_OPTIMIZER_ADAM, LUNA_OPTIMIZER_ADAMW, LUNA_OPTIMIZER_APOLLO
+} luna_optimizer_kind;
 /* An optimiser's step of many parameters at once: the rule of all, and each one's part. In the table of all parts
    parameters are cut into pieces of LUNA_UPDATE_PIECE elements, which are numbered. */
 #define LUNA_UPDATE_PIECE 16384
@@ -1704,7 +1919,8 @@ typedef struct luna_rule {           /* reads and writes the state */
 } luna_rule;
 typedef struct luna_update {
   float *value, *grad;
-  float *moment[3];                  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
+  float *moment[3];
   int64_t count, first;              /* elements; the number of its first piece */
   float decay, lr;                   /* lr: factor on the state's */
   bool frozen;                       /* its gradient is zeroed, and counts for nothing */
@@ -1714,20 +1930,27 @@ struct luna_backend {
   uint32_t version, size;            /* 1, sizeof(luna_backend) */
   int device;
   size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
-  luna_status (*open)(luna_ctx *ctx, int device, void **self); /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail
-                                        says why) the context exists and every call in it fails with that sentence */
+  /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
+     and every call in it fails with that sentence */
+  luna_status (*open)(luna_ctx *ctx, int device, void **self);
   void (*close)(void *self);
-  void *(*allocate)(void *self, size_t bytes); /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
+  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
+  void *(*allocate)(void *self, size_t bytes);
   void (*release)(void *self, void *pointer, size_t bytes);
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction); /* 0 within (never overlapping), 1 to the device, 2 to the host */
+  /* 0 within (never overlapping), 1 to the device, 2 to the host */
+  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
   luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
   luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
                                         what `other` has queued; null: work is done when a call returns */
-  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped); /* counts a training step; `stepped`: clears nonfinite */
-  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state); /* sets nonfinite when the loss is */
+  /* counts a training step; `stepped`: clears nonfinite */
+  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
+  /* sets nonfinite when the loss is */
+  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
   /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
-  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
-  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count);
+  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                      int64_t count);
+  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+                        int64_t count);
   /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
      update, zero, and copies within the device. run queues what was kept. Null: a device without. */
   luna_status (*record)(luna_ctx *ctx);
@@ -1748,9 +1971,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #endif /* LUNA_H */
 
-/* ======================================================================================================================
+/* =====================================================================================================================
    2. Implementation
-   ====================================================================================================================== */
+   ================================================================================================================== */
 #if (defined(LUNA_IMPLEMENTATION) && !defined(LUNAI_IMPLEMENTED)) || defined(LUNAI_PASS)
 
 #ifndef LUNAI_PASS
@@ -1779,8 +2002,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #include <math.h>
 #include <string.h>
 
-/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for Windows
-   with gcc and this macro (tests/cross.sh), never yet by that compiler. */
+/* Visual C++ takes every intrinsic without a target, and has atomics and CPUID of its own. Checked by a build for
+   Windows with gcc and this macro (tests/cross.sh), never yet by that compiler. */
 #if defined(_MSC_VER) && !defined(__clang__) && !defined(LUNAI_MSVC)
 #define LUNAI_MSVC
 #endif
@@ -1839,12 +2062,14 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return (lunai_int64)a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+/* a caller's size; -1 when it is negative or too large */
+LUNAI_FN int64_t lunai_size(lunai_int64 size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : (int64_t)size; }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
@@ -1873,7 +2098,9 @@ LUNAI_INLINE int64_t lunai_floats(int64_t count) { return (int64_t)lunai_round((
 /* The last `past` rows of those in history and x [rows, d] become the history. */
 LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
   int64_t i;
-  for (i = 0; i < past; i++) memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d, (size_t)d * sizeof(float));
+  for (i = 0; i < past; i++)
+    memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d,
+           (size_t)d * sizeof(float));
 }
 
 /* A task runs once for each thread in [0, threads); it takes its share of the work by its number, and its own part
@@ -1906,12 +2133,38 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
-/* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step) under key
-   `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no dropout. */
-typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+/* Which piece of a call a thread takes next: the first that nobody has taken, so that a thread which the system has
+   stopped holds up one piece and not its whole share; without atomics, or on one thread, every `threads`-th. Whose
+   a piece is never changes a bit of it. piece < 0: its first; taken: 0 before the call. */
+#define LUNAI_PIECES 4               /* of a thread */
+LUNAI_INLINE int64_t lunai_claim(uint32_t *taken, int64_t piece, int64_t thread, int64_t threads) {
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
+    (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
+  if (threads > 1) return (int64_t)__atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+#endif
+  (void)taken;
+  return piece < 0 ? thread : piece + threads;
+}
 
-/* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats and
-   resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
+/* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
+   under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
+   dropout. */
+typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
+
+/* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
+   and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
   const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
@@ -1923,20 +2176,23 @@ typedef struct lunai_gemm {
   int activation;                    /* luna_activation */
   bool accumulate;
   const float *residual;             /* added, in C's layout; null: none. Without `accumulate`, activation or pre */
-  bool dots;                         /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
+  /* few rows, rows of A by rows of B^T: each element a sum by lanes, other bits than without */
+  bool dots;
 } lunai_gemm;
 
-/* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts of a row in order, and with
-   the last one writes loss and lse; backward meets them in any. A negative label is ignored. */
-typedef struct lunai_row_sums { double exps, logits; float shift, label; } lunai_row_sums; /* so far: sum of exp(logit - shift), of logits;
-                                        the largest logit; that of the label */
+/* Cross-entropy of `rows` rows of logits, of which columns [first, first + columns) are here. Forward meets the parts
+   of a row in order, and with the last one writes loss and lse; backward meets them in any. A negative label is
+   ignored. */
+/* so far: sum of exp(logit - shift), of logits; the largest logit; that of the label */
+typedef struct lunai_row_sums { double exps, logits; float shift, label; } lunai_row_sums;
 typedef struct lunai_cross_entropy {
   const float *logits;               /* [rows, columns] in rows of logits_row */
   const int32_t *labels;             /* [rows] */
   int64_t rows, classes, first, columns, logits_row, grad_row;
   float smoothing, factor;           /* factor: of the gradient */
   lunai_row_sums *sums;              /* [rows] from one part to the next; null: one part is all */
-  float *loss, *lse;                 /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
+  /* [rows]; lse: log-sum-exp of each row, which forward writes (may be null) and backward reads */
+  float *loss, *lse;
   float *grad;                       /* [rows, columns] in rows of grad_row; may be the logits themselves */
   bool add;                          /* to what is in grad, which is else set */
 } lunai_cross_entropy;
@@ -1952,30 +2208,19 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
-   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
-   when ragged. */
-typedef struct lunai_attention {
-  const float *q, *k, *v;
-  float *out;
-  float *lse;                        /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
-  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
-  int64_t batch, heads, queries, keys, head_dim, value_dim;
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
-  float scale;
-  bool causal;                       /* query i sees keys j <= i */
-  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
-  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  const luna_attention_pattern *patterns; /* null: dense */
-  int64_t pattern_count;
-  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
-} lunai_attention;
+/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
+   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
+   when ragged. grad_k may equal grad_v. */
+typedef luna_attention_args lunai_attention;
+typedef luna_causal_args lunai_causal;
+LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
+  return lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+}
+LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
-/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h + out_bias.
-   x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows, dim_out = dim], dense. */
+/* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
+   out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
+   dim_out = dim], dense. */
 typedef struct lunai_unpack {
   const float *x, *k, *bias, *v, *out_bias, *residual; /* out_bias [dim], residual (out's shape, added): or null */
   float *out;
@@ -1985,19 +2230,9 @@ typedef struct lunai_unpack {
   lunai_dropout dropout;             /* element ((b heads + head) rows + i) slots + j */
   lunai_dropout last;                /* of the sum, before the residual is added: element of out */
   const float *grad_out;
-  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias; /* backward adds; any may be null; grad_x may be grad_out: added in place */
+  /* backward adds; any may be null; grad_x may be grad_out: added in place */
+  float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
-
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out [batch, rows, heads,
-   value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
-typedef struct lunai_causal {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
-  const float *grad_out;
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-} lunai_causal;
 
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
@@ -2007,19 +2242,23 @@ typedef struct lunai_causal_luna {
   int64_t batch, rows, heads, head_dim, slots;
   const int32_t *lengths;            /* [batch] real memory slots; null: all */
   float scale;
-  int activation;                    /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
-  int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
-  double *mean_ka, *mean_av;         /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]
-                                        running means of k^T A and A^T v over the tokens so far; read and updated by forward */
+  /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
+  int activation;
+  lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
+  /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
+     and A^T v over the tokens so far; read and updated by forward */
+  double *mean_ka, *mean_av;
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
 } lunai_causal_luna;
 
-/* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an argument. */
+/* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
+   argument. */
 typedef struct lunai_update {
   float *value, *grad, *moment[3];   /* as in luna_update */
   int64_t count;
-  float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor; /* factor: gradients times this (clipping) */
+  /* factor: gradients times this (clipping) */
+  float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
   float alpha, curvature;            /* Apollo's, the same for a whole parameter */
   bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } lunai_update;
@@ -2067,8 +2306,9 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
 #define LUNAI_TRAINS true
 #endif
 
-/* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does, R the rest. The pass
-   below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so nothing refers to it. */
+/* Every kernel of an instruction set, as K(result, name, arguments) when streaming needs it, T when only training does,
+   R the rest. The pass below defines lunai_<name>_<isa> for each; what a build leaves out is null in its table, and so
+   nothing refers to it. */
 #define LUNAI_KERNELS(K, R, T) \
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
@@ -2089,19 +2329,26 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
-  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y, float *mean, float *rstd)) \
-  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
+                       float *y, float *mean, float *rstd)) \
+  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
       float *mean, float *rstd)) \
   T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
       const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
-  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
-  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x, float *y)) \
+  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, \
+                               const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
+  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, \
+                     const float *x, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
   T(void, cross_entropy_backward, (const lunai_cross_entropy *a)) \
-  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight, const float *bias, float *y)) \
-  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx)) \
-  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x, const float *dy, float *dweight, float *dbias)) \
-  R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate)) \
+  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, \
+                              const float *weight, const float *bias, float *y)) \
+  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, \
+                                       float *dx)) \
+  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, \
+                                      const float *x, const float *dy, float *dweight, float *dbias)) \
+  R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
+                    bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
   T(void, adam, (const lunai_update *update)) \
   T(void, apollo_sums, (const lunai_update *update, double sums[3])) \
@@ -2174,10 +2421,14 @@ LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out
 
 /* sin x and cos x to 1e-14 for |x| < 1e9: x less a multiple of pi/2, then Taylor's polynomials */
 LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
-  const double turns = floor(x * 0.63661977236758134308 + 0.5), r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
-  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q * (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
-  const double c = 1 + q * (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q * (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
+  const double turns = floor(x * 0.63661977236758134308 + 0.5),
+      r = (x - turns * 1.57079632673412561417) - turns * 6.07710050650619224932e-11, q = r * r;
+  const double s = r + r * q * (-1.0 / 6 + q * (1.0 / 120 + q *
+      (-1.0 / 5040 + q * (1.0 / 362880 + q * (-1.0 / 39916800 + q / 6227020800.0)))));
+  const double c = 1 + q *
+      (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
+                                                     (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
+  const int quarter = (int)((lunai_int64)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
@@ -2190,12 +2441,12 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
 }
 #endif /* !LUNAI_PASS */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
    Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to one of the
-   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once
-   and call the loops through the table that they are given.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled
+   once and call the loops through the table that they are given.
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNAI_PASS
 #undef LUNAI_PASS_LOOPS
 #if LUNAI_PASS != LUNAI_ISA_SCALAR || !defined(LUNAI_SIMD) /* else only the vocabulary */
@@ -2206,11 +2457,11 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef LUNAI_FIELD
 #endif
 
-/* ......................................................................................................................
+/* .....................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
    vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/vectors.c.
-   ...................................................................................................................... */
+   .................................................................................................................. */
 #undef VF
 #undef vf
 #undef vm
@@ -2271,7 +2522,8 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
-   scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x > 0 */
+   scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
+   > 0 */
 #if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
@@ -2294,7 +2546,9 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_lt(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ)
 #define vf_le(a, b) _mm512_cmp_ps_mask(a, b, _CMP_LE_OQ)
 #define vf_select(m, a, b) _mm512_mask_blend_ps(m, b, a)
-LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p); }
+LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
+  return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
+}
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
 LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
   const __m256 a = _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
@@ -2302,7 +2556,8 @@ LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
 }
 LUNAI_INLINE float vf_hmax(vf v) {
   const __m256 a = _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)),
+      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
@@ -2343,7 +2598,8 @@ LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LUNAI_K(first_lanes)(n), v); }
 LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
 LUNAI_INLINE float vf_hmax(vf v) {
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)),
+      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -2351,7 +2607,8 @@ LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
   return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
 }
 LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
-  const __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(0x3F3504F3)), 23);
+  const __m256i bits = _mm256_castps_si256(x), n = _mm256_srai_epi32(_mm256_sub_epi32(bits,
+      _mm256_set1_epi32(0x3F3504F3)), 23);
   *e = _mm256_cvtepi32_ps(n);
   return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
 }
@@ -2380,7 +2637,8 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define vf_select(m, a, b) LUNAI_K(select)(m, a, b)
 LUNAI_INLINE vf vf_select(vm m, vf a, vf b) { return _mm_or_ps(_mm_and_ps(m, a), _mm_andnot_ps(m, b)); }
 LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
-  if (n >= 3) return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
+  if (n >= 3)
+    return _mm_movelh_ps(_mm_setr_ps(p[0], p[1], 0, 0), n > 3 ? _mm_setr_ps(p[2], p[3], 0, 0) : _mm_load_ss(p + 2));
   return n == 2 ? _mm_setr_ps(p[0], p[1], 0, 0) : n == 1 ? _mm_load_ss(p) : _mm_setzero_ps();
 }
 LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
@@ -2480,7 +2738,9 @@ LUNAI_INLINE float vf_hmax(vf v) {
   return wasm_f32x4_extract_lane(vf_max(a, wasm_i32x4_shuffle(a, a, 1, 0, 3, 2)), 0);
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return wasm_f32x4_nearest(x); }
-LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return wasm_i32x4_add(x, wasm_i32x4_shl(wasm_i32x4_trunc_sat_f32x4(n), 23)); }
+LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
+  return wasm_i32x4_add(x, wasm_i32x4_shl(wasm_i32x4_trunc_sat_f32x4(n), 23));
+}
 LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   const v128_t n = wasm_i32x4_shr(wasm_i32x4_sub(x, wasm_i32x4_splat(0x3F3504F3)), 23);
   *e = wasm_f32x4_convert_i32x4(n);
@@ -2552,7 +2812,8 @@ LUNAI_INLINE float vf_sum(vf v) {
 }
 LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
   const __m128 a = LUNAI_K(halve)(v[0]), b = LUNAI_K(halve)(v[1]), c = LUNAI_K(halve)(v[2]), d = LUNAI_K(halve)(v[3]);
-  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)), cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+  const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)),
+      cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   _mm_storeu_ps(out, _mm_mul_ps(_mm_set1_ps(alpha), _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab))));
 }
 #else
@@ -2591,7 +2852,8 @@ LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
 }
 
 /* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
-LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to, int64_t step) {
+LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
+                                 int64_t step) {
 #if LUNAI_PASS == LUNAI_ISA_SCALAR
   int i;
   for (i = 0; i < 4; i++, to += step) {
@@ -2617,7 +2879,8 @@ LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const flo
   wasm_v128_store(to + 3 * step, wasm_i32x4_shuffle(ac2, bd2, 2, 6, 3, 7));
 #else
   const __m128 a = _mm_loadu_ps(row0), b = _mm_loadu_ps(row1), c = _mm_loadu_ps(row2), d = _mm_loadu_ps(row3);
-  const __m128 ac = _mm_unpacklo_ps(a, c), bd = _mm_unpacklo_ps(b, d), ac2 = _mm_unpackhi_ps(a, c), bd2 = _mm_unpackhi_ps(b, d);
+  const __m128 ac = _mm_unpacklo_ps(a, c), bd = _mm_unpacklo_ps(b, d), ac2 = _mm_unpackhi_ps(a, c),
+      bd2 = _mm_unpackhi_ps(b, d);
   _mm_storeu_ps(to, _mm_unpacklo_ps(ac, bd));
   _mm_storeu_ps(to + step, _mm_unpackhi_ps(ac, bd));
   _mm_storeu_ps(to + 2 * step, _mm_unpacklo_ps(ac2, bd2));
@@ -2651,7 +2914,8 @@ LUNAI_ONCE vf vf_exp(vf x) {
 }
 LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
   const vf n = LUNAI_K(nearest)(x);
-  const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(), LUNAI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
+  const vf y = vf_select(vf_lt(x, vf_set(-126.0f)), vf_zero(),
+                         LUNAI_K(exp_of)(vf_mul(vf_sub(x, n), vf_set(0.693147181f)), n));
   return vf_select(vf_lt(x, vf_set(128.0f)), y, vf_mul(x, vf_set((float)INFINITY)));
 }
 /* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
@@ -2771,13 +3035,13 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 }
 #endif /* LUNAI_PASS */
 
-/* ......................................................................................................................
+/* .....................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
    in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
    element, so its bits depend on its row of A, its column of B and k alone. Only `dots`, for decoding, sums in another
    order. Guarded by tests/gemm.c.
-   ...................................................................................................................... */
+   .................................................................................................................. */
 #ifndef LUNAI_PASS
 /* The reference: from the definition, sums in double */
 LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
@@ -2817,7 +3081,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #elif LUNAI_PASS == LUNAI_ISA_NEON
 #define LUNAI_MR 8
 #define LUNAI_NV 3
-#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR /* small: single rows, which are neither gathered nor prefetched */
+/* small: single rows, which are neither gathered nor prefetched */
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR
 #define LUNAI_MR 1
 #define LUNAI_NV 4
 #elif LUNAI_PASS == LUNAI_ISA_SCALAR
@@ -2842,7 +3107,8 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
       for (p = 0; p + 4 <= k; p += 4) {
         LUNAI_PREFETCH(next + p + (p / 4 & 3) * b_column); /* one cache line of each of four columns every sixteen k */
-        LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j, LUNAI_NR);
+        LUNAI_K(turn4)(x + p, x + p + b_column, x + p + 2 * b_column, x + p + 3 * b_column, to + p * LUNAI_NR + j,
+                       LUNAI_NR);
       }
       for (; p < k; p++) {
         int64_t i;
@@ -2919,7 +3185,8 @@ LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, cons
   if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
   vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
 }
-LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                     const float *b, int64_t b_row,
                                      const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
   const float *at[5];
@@ -2957,7 +3224,8 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e, i, 0); \
     LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
   }
-LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                                   int64_t b_row,
                                    const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
   const int rows = LUNAI_MR;
@@ -3102,7 +3370,8 @@ LUNAI_INLINE vf LUNAI_K(dot_lanes)(bool whole, int64_t k, const float *a, const 
   return vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3));
 }
 /* by n <= NR columns from b on; a loop, as hardware prefetchers go by the load instruction's address */
-LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column, float alpha, float *out) {
+LUNAI_INLINE void LUNAI_K(dots)(bool whole, int64_t n, int64_t k, const float *a, const float *b, int64_t b_column,
+                                float alpha, float *out) {
   vf dot[LUNAI_NR];
   int64_t i;
   for (i = 0; i < n; i++, b += b_column) dot[i] = LUNAI_K(dot_lanes)(whole, k, a, b);
@@ -3123,7 +3392,8 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
         for (r = 0; r < rows; r++) {
           const int64_t count = lunai_min(columns - l, group);
           float *to = edge + r * LUNAI_NR + l;
-          if (VF > 1 && k % (4 * VF) == 0) LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
+          if (VF > 1 && k % (4 * VF) == 0)
+            LUNAI_K(dots)(true, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
           else LUNAI_K(dots)(false, count, k, x + r * a_row, y + l * b_column, b_column, t->alpha, to);
         }
       LUNAI_K(finish_tile)(t, i, j, rows, columns, edge);
@@ -3184,6 +3454,7 @@ typedef struct lunai_gemm_plan {
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late;
+  uint32_t taken;                                 /* pieces */
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3212,6 +3483,11 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+  /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
+  if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
+    p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
+  else if (parts > 1 && p.row_parts == 1 && !p.a_size)
+    p.column_parts = lunai_min(LUNAI_PIECES * p.column_parts, lunai_max(lunai_divide_up(g->n, nr), 1));
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
@@ -3224,7 +3500,9 @@ typedef struct lunai_gemm_thread {
 } lunai_gemm_thread;
 
 /* the panels of a B that several products read, block of k after block of k */
-typedef struct lunai_panels_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_panels_work;
+typedef struct lunai_panels_work {
+  const lunai_kernels *kernels; const lunai_gemm *g; float *panels;
+} lunai_panels_work;
 LUNAI_FN int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t column, int64_t p) {
   return lunai_panels_size(kernels, g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
@@ -3315,23 +3593,27 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
+/* unit of all batch items' parts */
+LUNAI_FN void lunai_gemm_unit(const lunai_gemm_plan *p, lunai_gemm_thread *own, int64_t unit) {
   const lunai_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
-                panels = lunai_divide_up(g->n, nr);
+  const int64_t parts = p->row_parts * p->column_parts, mr = p->kernels->mr, nr = p->kernels->nr;
+  const int64_t tiles = lunai_divide_up(g->m, mr), panels = lunai_divide_up(g->n, nr);
+  const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
+  lunai_gemm_part(p, own, unit / parts / g->batch[1], unit / parts % g->batch[1],
+                  lunai_share(tiles, r, p->row_parts) * mr,
+                  lunai_min(g->m, lunai_share(tiles, r + 1, p->row_parts) * mr),
+                  lunai_share(panels, c, p->column_parts) * nr,
+                  lunai_min(g->n, lunai_share(panels, c + 1, p->column_parts) * nr));
+}
+LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
+  lunai_gemm_plan *p = (lunai_gemm_plan *)work;
+  const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  int64_t unit, end = lunai_share(units, thread + 1, threads);
-  for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
-    const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-    const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
-                                                                                        p->row_parts) * mr;
-    const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
-                  column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
-    lunai_gemm_part(p, &own, unit / parts / g->batch[1], unit / parts % g->batch[1], row, lunai_min(g->m, row_end),
-                    column, lunai_min(g->n, column_end));
-  }
+  int64_t unit, piece = lunai_claim(&p->taken, -1, thread, threads);
+  for (; piece < pieces; piece = lunai_claim(&p->taken, piece, thread, threads))
+    for (unit = lunai_share(units, piece, pieces); unit < lunai_share(units, piece + 1, pieces); unit++)
+      lunai_gemm_unit(p, &own, unit);
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
@@ -3394,12 +3676,12 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>elementwise: maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout, optimisers
    All arrays dense, of any size and alignment; a map may be computed in place.
-   Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its bits do
-   not depend on which columns are computed with it. Guarded by tests/elementwise.c
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Long sums: short float sums, added up in double in a fixed order. Column sums treat each column alone, so that its
+   bits do not depend on which columns are computed with it. Guarded by tests/elementwise.c
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
 #define LUNAI_MAP_REFERENCE(name, arguments, y, value) \
@@ -3490,7 +3772,8 @@ LUNAI_FN void lunai_rms_norm_reference(int64_t rows, int64_t n, const float *x, 
   }
 }
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
+LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x,
+                                                  const float *weight,
                                                   const float *mean, const float *rstd, const float *dy, float *dx,
                                                   bool add) {
   int64_t row, i;
@@ -3709,7 +3992,8 @@ LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const
 LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
 LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
-LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y, vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
+LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
+          vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
@@ -3745,11 +4029,13 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const
 #define LUNAI_NORM 4               /* g and g (a - shift) factor, where g = b c, or b when c is null */
 
 /* p += and q += the terms of the vector at i, of which `left` floats exist; the others add 0 */
-LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c, vf shift, vf factor,
+LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *a, const float *b, const float *c,
+                                vf shift, vf factor,
                                 vf *p, vf *q) {
   if (kind == LUNAI_SUM) *p = vf_add(*p, LUNAI_K(get)(a + i, left));
   if (kind == LUNAI_PRODUCT) *p = vf_fma(LUNAI_K(get)(a + i, left), LUNAI_K(get)(b + i, left), *p);
-  if (kind == LUNAI_EXP) *p = vf_add(*p, vf_exp(vf_sub(LUNAI_K(get_filled)(a + i, left, vf_set((float)-INFINITY)), shift)));
+  if (kind == LUNAI_EXP)
+    *p = vf_add(*p, vf_exp(vf_sub(LUNAI_K(get_filled)(a + i, left, vf_set((float)-INFINITY)), shift)));
   if (kind == LUNAI_MOMENTS) {
     const vf d = vf_sub(LUNAI_K(get_filled)(a + i, left, shift), shift);
     *p = vf_add(*p, d);
@@ -3765,7 +4051,8 @@ LUNAI_INLINE void LUNAI_K(term)(int kind, int64_t i, int64_t left, const float *
 
 /* returns the first sum; *second gets the other of a kind that has two. Four chains of sixteen float terms, then
    double */
-LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift, float factor,
+LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const float *b, const float *c, float shift,
+                                    float factor,
                                     double *second) {
   const vf s = vf_set(shift), f = vf_set(factor);
   double sum = 0, other = 0;
@@ -3787,7 +4074,9 @@ LUNAI_INLINE double LUNAI_K(reduce)(int kind, int64_t n, const float *a, const f
   return sum;
 }
 
-LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) { return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL); }
+LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) {
+  return LUNAI_K(reduce)(LUNAI_SUM, n, x, NULL, NULL, 0, 0, NULL);
+}
 LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
   return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
@@ -3796,7 +4085,8 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
 
-/* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here: the sum of exp is NaN then */
+/* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
+   the sum of exp is NaN then */
 LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
@@ -3825,7 +4115,8 @@ LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y,
 }
 
 /* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) ---- */
-LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, float *y,
+LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias,
+                                  float epsilon, float *y,
                                   float *mean, float *rstd) {
   int64_t row, i;
   for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
@@ -3883,10 +4174,13 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, co
 #undef LUNAI_COLUMN
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
-  if (vectors > i) sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
+  if (vectors > i) \
+    sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), \
+                        vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
                               : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
 /* part = the sums of up to LUNAI_FLOAT_ROWS rows, of which `left` columns exist */
-LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row, const float *b, int64_t b_row,
+LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row,
+                                       const float *b, int64_t b_row,
                                        const float *mean, const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   int64_t r;
@@ -3902,7 +4196,8 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, 
 }
 
 /* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
-LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b, int64_t b_row,
+LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b,
+                                   int64_t b_row,
                                    const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
@@ -3911,7 +4206,8 @@ LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a
     n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
     for (r = 0; r < rows; r += LUNAI_FLOAT_ROWS) {
-      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL, *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
+      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL,
+          *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
       const int64_t count = lunai_min(rows - r, LUNAI_FLOAT_ROWS);
       if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
       else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
@@ -3922,19 +4218,22 @@ LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a
   }
 }
 
-LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, const float *mean,
+LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
+                                          const float *mean,
                                           const float *rstd, const float *dy, float *dweight, float *dbias) {
   if (dweight) LUNAI_K(column_sums)(rows, last - first, dy + first, n, x + first, n, mean, rstd, 1, dweight + first, 1);
   if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
 }
 
-LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, const float *x,
+LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor,
+                                const float *x,
                                 float *y) {
   last = lunai_min(last, n);
   LUNAI_K(column_sums)(rows, last - first, x + first, row_stride, NULL, 0, NULL, NULL, factor, y + first, 1);
 }
 
-/* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n ---- */
+/* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
+   ---- */
 /* sum of exp(x - shift) */
 LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
   return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
@@ -3954,7 +4253,8 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
     }
     for (i = 0; i < n; i += VF) {
       LUNAI_PREFETCH(next + i);
-      LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base), a->add ? LUNAI_GET(grad) : vf_zero()));
+      LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base),
+                             a->add ? LUNAI_GET(grad) : vf_zero()));
     }
     if (label >= 0 && label < n) grad[label] -= a->factor * (1 - a->smoothing);
   }
@@ -3968,7 +4268,8 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 
 /* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
    A row that does not exist has no term: in both directions that is a lower bound on i */
-LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x, const float *history,
+LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x,
+                                    const float *history,
                                     const float *weight, const float *bias, float *y) {
   float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
   const float *from[LUNAI_TAPS];
@@ -3996,21 +4297,25 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
   }
 }
 
-LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history, const float *weight,
+LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history,
+                                         const float *weight,
                                          const float *bias, float *y) {
   LUNAI_K(convolve)(false, rows, n, width, x, history, weight, bias, y);
 }
 
-LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, float *dx) {
+LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight,
+                                                  const float *dy, float *dx) {
   LUNAI_K(convolve)(true, rows, n, width, dy, NULL, weight, NULL, dx);
 }
 
-LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, const float *x,
+LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last,
+                                                 const float *x,
                                                  const float *dy, float *dweight, float *dbias) {
   int64_t i;
   for (i = 0; dweight && i < width; i++) {
     const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
-    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1, dweight + first * width + i,
+    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1,
+                         dweight + first * width + i,
                          width);
   }
   if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
@@ -4018,8 +4323,9 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
 
 /* ---- dropout ---- */
 
-/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b side by side.
-   VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd ones', lie in order */
+/* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b
+   side by side. VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
+   ones', lie in order */
 #undef VU
 #undef VU_ORDER
 #undef vu
@@ -4064,7 +4370,8 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_
 #define vu_set(x) ((uint64_t)(x))
 #define vu_load(p) (*(p))
 #define vu_store(p, v) \
-  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), (p)[3] = (uint16_t)((v) >> 48))
+  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), \
+   (p)[3] = (uint16_t)((v) >> 48))
 #define vu_add(a, b) ((a) + (b))
 #define vu_xor(a, b) ((a) ^ (b))
 #define vu_mul(a, b) ((uint64_t)(uint32_t)(a) * (uint32_t)(b))
@@ -4094,7 +4401,8 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
   const float keep = d->keep;
   int round, i;
   for (i = 0; i < 8; i += VU) {
-    vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op), c3 = vu_set(d->step);
+    vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
+        c3 = vu_set(d->step);
     vu k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
     for (round = 0; round < 10; round++) {
       const vu p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
@@ -4127,7 +4435,8 @@ LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64
   }
 }
 
-LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, bool accumulate) {
+LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y,
+                               bool accumulate) {
   float mask[512];
   int64_t at, i;
   for (at = 0; at < n; at += 512) {
@@ -4144,7 +4453,8 @@ LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int6
 /* ---- optimisers: consume the gradient and clear it ---- */
 LUNAI_FN void LUNAI_K(sgd)(const lunai_update *update) {
   const int64_t n = update->count;
-  const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum), factor = vf_set(update->factor);
+  const vf lr = vf_set(update->lr), decay = vf_set(update->decay), momentum = vf_set(update->momentum),
+      factor = vf_set(update->factor);
   const bool moving = update->momentum != 0, nesterov = update->nesterov;
   float *value = update->value, *grad = update->grad, *first = update->moment[0];
   int64_t i;
@@ -4165,7 +4475,8 @@ LUNAI_FN void LUNAI_K(adam)(const lunai_update *update) {
   const int64_t n = update->count;
   const vf beta1 = vf_set(update->beta1), rest1 = vf_set(1 - update->beta1);
   const vf beta2 = vf_set(update->beta2), rest2 = vf_set(1 - update->beta2);
-  const vf coupled = vf_set(update->coupled ? update->decay : 0), decay = vf_set(update->coupled ? 0 : update->lr * update->decay);
+  const vf coupled = vf_set(update->coupled ? update->decay : 0),
+      decay = vf_set(update->coupled ? 0 : update->lr * update->decay);
   const vf factor = vf_set(update->factor), epsilon = vf_set(update->epsilon);
   const vf step = vf_set((float)((double)update->lr / (double)update->correction1));
   const vf root = vf_set((float)(1 / sqrt((double)update->correction2)));
@@ -4182,10 +4493,12 @@ LUNAI_FN void LUNAI_K(adam)(const lunai_update *update) {
     LUNAI_PUT(grad, vf_zero());
   }
 }
-/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a part of a parameter of d^4, (g - m) d and B d^2 */
+/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a part of a parameter of d^4, (g - m)
+   d and B d^2 */
 LUNAI_FN void LUNAI_K(apollo_sums)(const lunai_update *update, double sums[3]) {
   const vf factor = vf_set(update->factor), decay = vf_set(update->decay);
-  const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1], *last = update->moment[2];
+  const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
+      *last = update->moment[2];
   int64_t first, i;
   sums[0] = sums[1] = sums[2] = 0;
   for (first = 0; first < update->count; first += 1024) {
@@ -4208,10 +4521,12 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
   const int64_t n = update->count;
   const vf factor = vf_set(update->factor), decay = vf_set(update->decay), lr = vf_set(update->lr);
   const vf alpha = vf_set(update->alpha), curvature = vf_set(update->curvature), one = vf_set((float)1);
-  float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1], *last = update->moment[2];
+  float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
+      *last = update->moment[2];
   int64_t i;
   for (i = 0; i < n; i += VF) {
-    const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v)), before = LUNAI_GET(mean), d = LUNAI_GET(last);
+    const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v)), before = LUNAI_GET(mean),
+        d = LUNAI_GET(last);
     const vf m = vf_fma(alpha, vf_sub(g, before), before), b = vf_fma(curvature, vf_mul(d, d), LUNAI_GET(curve));
     const vf next = vf_div(m, vf_max(vf_abs(b), one));
     LUNAI_PUT(mean, m);
@@ -4266,17 +4581,18 @@ LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_
 
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), and the folded unpack (eq. 4), forward and backward
-   Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial result
-   (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later where the
-   blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each row's log-sum-exp.
-   Guarded by tests/attention.c
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Tiles of 64 queries by blocks of 512 keys; no more than one tile of scores is ever held. A block gives a partial
+   result (maximum, sum, values); partials merge in block order, at once where a thread has all blocks of a tile, later
+   where the blocks went to several threads: the same arithmetic, so the same bits. Backward recomputes P from each
+   row's log-sum-exp. Guarded by tests/attention.c
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* The reference. Offsets of row i of batch row b and head h, and how many keys it sees */
 typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
-LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i, lunai_attention_row *r) {
+LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i,
+                                     lunai_attention_row *r) {
   const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
   const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
   const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
@@ -4298,6 +4614,7 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   int64_t j, e, first;
   for (j = 0; j < r->keys; j++) {
@@ -4310,14 +4627,15 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
     total = kept = 0;
     for (j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
       for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
     for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
@@ -4335,19 +4653,21 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
                      (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
-          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
+          const double p = (double)lunai_exp1_scalar((float)score);
+          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
           const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
           const double ds = (double)a->scale * p * (dp - mean);
           if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
@@ -4378,8 +4698,8 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
   vf_store(x, p);
 }
 
-/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it. The sums
-   go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
+/* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it.
+   The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
 LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
                                           float *stats) {
   int64_t i, j, l;
@@ -4436,7 +4756,8 @@ LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int6
 }
 
 /* merges a block's partial result into that of the blocks before it */
-LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state, float *out,
+LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state,
+                                       float *out,
                                        int64_t out_row) {
   int64_t i, j;
   for (i = 0; i < width; i++) {
@@ -4444,7 +4765,8 @@ LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *
     const float old = LUNAI_K(exp1)(state[i] - top), add = LUNAI_K(exp1)(stats[i] - top);
     float *row = out + i * out_row;
     state[i] = top;
-    for (j = 1; j < 3; j++) state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
+    for (j = 1; j < 3; j++)
+      state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
     for (j = 0; j < dim; j += VF) {
       const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
       LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
@@ -4516,6 +4838,7 @@ typedef struct lunai_attention_work {
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
+  uint32_t taken;                       /* items */
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
@@ -4542,7 +4865,8 @@ LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
 }
 
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
-LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end, int64_t key,
+LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end,
+                                  int64_t key,
                                   int64_t depth) {
   lunai_tile t;
   t.query = query;
@@ -4551,7 +4875,8 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
   t.depth = a->causal ? lunai_min(depth, query + t.width - key) : depth;
   t.lines = head->across ? t.width : t.depth;
   t.length = head->across ? t.depth : t.width;
-  t.step = ((head->across ? depth : t.width) + 15) / 16 * 16 + (head->across ? 16 : 0); /* no power of two: lines would share cache sets */
+  /* no power of two: lines would share cache sets */
+  t.step = ((head->across ? depth : t.width) + 15) / 16 * 16 + (head->across ? 16 : 0);
   t.q_step = head->across ? t.step : 1;
   t.k_step = head->across ? 1 : t.step;
   return t;
@@ -4616,7 +4941,8 @@ LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, in
 /* whether this unit alone writes its keys' gradients */
 LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
 
-/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each query block */
+/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
+   query block */
 LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
   return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
          query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
@@ -4627,9 +4953,10 @@ LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int
 LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK), few = lunai_min(depth, LUNAI_FEW_KEYS);
+  const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
+      few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
@@ -4663,7 +4990,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 
 /* see below */
 LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_lse);
+  return a->patterns || (backward && a->grad_log_sum_exp);
 }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
@@ -4702,10 +5029,11 @@ LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_
 /* keep or 0 for each score of the tile */
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
@@ -4732,8 +5060,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
+    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : lunai_drops(a) ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
@@ -4746,7 +5074,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const int64_t d = a->head_dim, dv = a->value_dim,
                 panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
+  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
     kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
@@ -4781,12 +5109,13 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
    ones cost more */
 LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
-  const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1, items = w->pairs * runs * blocks;
+  lunai_attention_work *w = (lunai_attention_work *)work;
+  const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
+      items = w->pairs * runs * blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads) {
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
@@ -4808,7 +5137,8 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
     const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
     const lunai_head head = lunai_head_at(a, pair);
     const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
-    float *partial = w->partial + pair * w->blocks * w->unit, *state = lunai_stats_of(w, partial, query); /* block 0's */
+    /* block 0's */
+    float *partial = w->partial + pair * w->blocks * w->unit, *state = lunai_stats_of(w, partial, query);
     float *out = a->out + head.out + query * a->out_row;
     if (width <= 0) continue;
     for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
@@ -4848,9 +5178,9 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
-    lse[i] = a->lse[at];
+    lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
-    if (!a->grad_sums || !a->dropout.threshold) continue;
+    if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
   }
@@ -4877,7 +5207,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
@@ -4917,12 +5247,12 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
 }
 
 LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads)
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads))
     lunai_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
@@ -4950,7 +5280,8 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE), same = a->heads * w->blocks;
+  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE),
+      same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
   int64_t item, unit;
   for (item = thread; item < units; item += threads) {
@@ -4983,14 +5314,16 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
+    w.taken = 0;
     lunai_run(parallel, lunai_attention_backward_task, &w);
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
 }
 #endif
 
-/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries at a time by
-   those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by tests/sparse.c. ---- */
+/* ---- sparse attention: runs of a block's queries by parts of at most LUNAI_KEY_BLOCK of their keys, a tile of queries
+   at a time by those keys of the part that it may see. Rows that do not follow one another are copied. Guarded by
+   tests/sparse.c. ---- */
 #ifndef LUNAI_PASS
 #define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
@@ -5040,7 +5373,8 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   }
   return n;
 }
-/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null: counts them. */
+/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null:
+   counts them. */
 LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
                                    lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
   const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
@@ -5081,7 +5415,7 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   int64_t i = s.p->blocks ? 0 : s.queries;
   for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
   }
 }
 
@@ -5106,6 +5440,7 @@ LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
@@ -5119,25 +5454,29 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
+    lunai_scale_add_reference(a->value_dim,
+                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
+                              a->v + s->v + key->row * a->v_row, out);
   }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (a->log_sum_exp) /* -Inf without a key */
+    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                                         int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
+                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5193,7 +5532,8 @@ typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
   lunai_key *key;
 } lunai_sparse_space;
 
-/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n, value_dim] */
+/* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
+   value_dim] */
 typedef struct lunai_sparse_part {
   lunai_sparse s;
   lunai_sparse_run run;
@@ -5279,7 +5619,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
   m->scores = lunai_take(&scratch, w->tile * depth);
   m->slopes = lunai_take(&scratch, back * w->tile * depth);
   m->mask = lunai_take(&scratch, masked * w->tile * depth);
@@ -5393,11 +5733,12 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_ti
 }
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
                                 float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(s->a);
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5420,7 +5761,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
-  float *mask = a->dropout.threshold ? m->mask : NULL;
+  float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
@@ -5472,7 +5813,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -5533,8 +5874,9 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
   for (i = 0; i < q->t.width; i++) {
     const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->lse[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+    lse[i] = a->log_sum_exp[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -5550,7 +5892,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
   memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
@@ -5712,7 +6054,8 @@ LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s
   const vf lowest = vf_set(-INFINITY);
   vf top = lowest, sum = vf_zero(), factor;
   int64_t i;
-  for (i = 0; i < n; i += VF) top = vf_max(top, vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)));
+  for (i = 0; i < n; i += VF)
+    top = vf_max(top, vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)));
   top = vf_set(vf_hmax(top));
   for (i = 0; i < n; i += VF) {
     const vf x = vf_exp(vf_sub(vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)), top));
@@ -5773,8 +6116,11 @@ typedef struct lunai_unpack_work {
   const lunai_unpack *u;
   char *scratch;
   size_t thread_bytes;
-  int64_t blocks, first, last, unit;    /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
-  float *partial;                       /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  /* blocks of LUNAI_KEY_BLOCK rows; backward: units (batch row, block) of this wave */
+  int64_t blocks, first, last, unit;
+  /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
+  float *partial;
+  uint32_t taken;                       /* pieces */
 } lunai_unpack_work;
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
@@ -5830,7 +6176,8 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
   int64_t h;
   m->slots = lunai_unpack_slots(u, b);
   m->n = u->heads * m->slots;
-  for (h = 0; h < u->heads; h++) memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
+  for (h = 0; h < u->heads; h++)
+    memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
   if (m->slots < u->slots) {
     for (h = 0; h < u->heads; h++) {
       memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
@@ -5881,19 +6228,20 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
 }
 
 LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
-  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), items = u->batch * panels;
+  const int64_t pieces = lunai_min(items, LUNAI_PIECES * threads);
   lunai_unpack_space space;
-  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  int64_t item, prepared = -1, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < last; item++) {
-    const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
-    lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
-  }
+  for (; piece < pieces; piece = lunai_claim(&w->taken, piece, thread, threads))
+    for (item = lunai_share(items, piece, pieces); item < lunai_share(items, piece + 1, pieces); item++) {
+      const int64_t first = item % panels * LUNAI_TILE;
+      if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
+      lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+    }
 }
 
 LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_parallel *parallel,
@@ -5931,15 +6279,15 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lu
 }
 
 LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
   lunai_unpack_space space;
-  int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
+  int64_t prepared = -1, row, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; unit < last; unit++) {
-    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK, end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
+  for (; piece < w->last - w->first; piece = lunai_claim(&w->taken, piece, thread, threads)) {
+    const int64_t unit = w->first + piece, b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
+        end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
@@ -5977,19 +6325,20 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
   lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
+    w.taken = 0;
     lunai_run(parallel, lunai_unpack_backward_task, &w);
     lunai_run(parallel, lunai_unpack_gather_task, &w);
   }
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>causal: the causal product and causal Luna, forward and backward, in chunks of LUNAI_CHUNK rows [section 3.3]
      F = diag(1/t) [X_c S + ((X_c Y_c^T) o L) Z_c],   S <- S + Y_c^T Z_c
    The state between chunks is double: S forward, as the running mean M = S / t, and R in reverse; inside a chunk all is
    float. A chunk's outputs depend on its rows and on the state before it alone, and states are summed in chunk order,
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* ---- the reference ---- */
 
@@ -6034,7 +6383,7 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
 /* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
                               double *mean, int64_t mean_row, double factor, float *result) {
   int64_t i, j;
   for (j = 0; j < n; j++) {
@@ -6177,7 +6526,8 @@ LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors,
 }
 
 /* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
-LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z, const float *x, double *mean,
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z,
+                                      const float *x, double *mean,
                                       int64_t mean_row, double *result) {
   double wide[8], sum[8];
   int64_t i, j;
@@ -6190,7 +6540,8 @@ LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, cons
   }
   for (j = 0; j < n; j++) result[j] = sum[j];
 }
-LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, double *mean,
+LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x,
+                                  double *mean,
                                   int64_t mean_row, double *result) {
   int64_t j;
   for (j = 0; j + 8 <= n; j += 8) LUNAI_K(step_block)(8, dim, share, y, z + j, x, mean + j, mean_row, result + j);
@@ -6216,8 +6567,10 @@ typedef struct lunai_sweep {
   const void *args;
   void (*sum)(const void *args, const lunai_causal_chunk *c);
   void (*output)(const void *args, const lunai_causal_chunk *c);
-  void (*exchange)(const void *args, int64_t item, double *state, bool store); /* loads or stores the caller's state; null: starts at 0 */
-  int64_t items, heads, rows, position, dim, value_dim;
+  /* loads or stores the caller's state; null: starts at 0 */
+  void (*exchange)(const void *args, int64_t item, double *state, bool store);
+  int64_t items, heads, rows, dim, value_dim;
+  lunai_int64 position;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
@@ -6381,7 +6734,8 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
 /* the triangle is computed as two triangles of half a chunk and the square below them */
 #define LUNAI_HALF (LUNAI_CHUNK / 2)
 
-/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written nor read */
+/* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written
+   nor read */
 LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, int64_t depth, const float *x, int64_t x_row,
                                  const float *y, int64_t y_row) {
   const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
@@ -6425,8 +6779,9 @@ LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, do
   for (t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
 }
 
-/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
-   but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product, and added from its own row on. */
+/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite
+   z changes no bit but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product,
+   and added from its own row on. */
 LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, int64_t dim, int64_t n, float factor, const float *x,
                                int64_t x_row, const float *mean, const float *z, int64_t z_row, float *out,
                                int64_t out_row, float *buffer) {
@@ -6467,8 +6822,8 @@ LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_
   lunai_causal_apply(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
 }
 
-/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B = R^T) and of Z
-   (A = Y, B = R, X = G) */
+/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B =
+   R^T) and of Z (A = Y, B = R, X = G) */
 LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *a, int64_t a_row,
                                    const float *b, int64_t b_row, int64_t b_column, const float *x, int64_t x_row,
                                    float *grad, int64_t grad_row) {
@@ -6637,7 +6992,9 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
 
-typedef struct lunai_luna_steps { const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch; } lunai_luna_steps;
+typedef struct lunai_luna_steps {
+  const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch;
+} lunai_luna_steps;
 LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
   return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
 }
@@ -6807,9 +7164,9 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>table: the kernels of an instruction set, its loops and the drivers that run on them
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
 /* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
 LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
@@ -6884,9 +7241,9 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #ifndef LUNAI_PASS
 #define LUNAI_IMPLEMENTED
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>dispatch: one pass an instruction set, and the choice among them at run time
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_JOIN2(a, b) a##b
 #define LUNAI_JOIN(a, b) LUNAI_JOIN2(a, b)
 #define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_SUFFIX)
@@ -6967,7 +7324,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 
 #if defined(LUNAI_MSVC)
 #elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
@@ -7028,7 +7386,8 @@ LUNAI_FN int lunai_isa_detect(void) {
   low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
-  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 || (r[1] & (1u << 31)) == 0)
+  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 ||
+      (r[1] & (1u << 31)) == 0)
     return LUNAI_BASELINE > LUNAI_ISA_AVX2 ? LUNAI_BASELINE : LUNA_ISA_AVX2;
   return LUNA_ISA_AVX512;
 }
@@ -7127,18 +7486,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
   return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
 }
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 
 /* --- sparse attention: which keys a query sees --- */
 /* whether patterns are valid for these sizes */
@@ -7181,11 +7528,13 @@ static const char *const lunai_sentences[] = { "", LUNA_ERRORS(LUNAI_ERROR) };
 #define LUNAI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
 static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ERROR) };
 #undef LUNAI_ERROR
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>functions: the context-free calls
    Without scratch they run the reference. Guarded by tests/ops.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) { if (counter && out) lunai_philox(counter, key, out); }
+   ------------------------------------------------------------------------------------------------------------------ */
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
+  if (counter && out) lunai_philox(counter, key, out);
+}
 
 LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
   lunai_parallel p;
@@ -7202,8 +7551,8 @@ LUNAI_FN void *lunai_scratch_of(const luna_run *run, size_t need) {
   return (void *)aligned;
 }
 
-/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach over
-   together; -1 when a size or a stride is negative, or a product too large. */
+/* `count` parts of `extent` floats each, `given` apart (0: `dense`): sets *stride, and returns the floats they reach
+   over together; -1 when a size or a stride is negative, or a product too large. */
 LUNAI_FN int64_t lunai_extent(int64_t extent, int64_t count, int64_t given, int64_t dense, int64_t *stride) {
   const int64_t last = lunai_checked(lunai_max(count, 1) - 1, *stride = given ? given : dense);
   return extent < 0 || count < 0 || last < 0 || dense < 0 || extent > LUNAI_MAX_COUNT - last ? -1 : extent + last;
@@ -7276,58 +7625,47 @@ LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
-                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
-  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
-  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (ragged) *batch_stride = 0;
-  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
-  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row,
+                             int64_t *head) {
+  int64_t extent = lunai_extent(size[3], size[2], *head, size[3], head);
+  extent = lunai_extent(extent, size[1], *row, lunai_checked(size[2], size[3]), row);
+  if (ragged) *batch = 0;
+  else if (shared) extent = lunai_extent_shared(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
+  else extent = lunai_extent(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
   return extent >= 0;
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
-  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head }, k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
-  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
-  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
+  const int64_t pairs = lunai_checked(args->batch, args->heads), d = args->head_dim;
+  const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  int64_t b, queries = args->queries, keys = args->keys;
-  memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1) return LUNA_BAD_ARGUMENT;
-  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (ragged) {
-    queries = lunai_ragged_rows(args->query_offsets, args->batch);
-    keys = lunai_ragged_rows(args->key_offsets, args->batch);
-  }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  const int64_t queries = ragged ? lunai_ragged_rows(args->query_offsets, args->batch) : args->queries;
+  const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
+  const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
+  int64_t b;
+  *a = *args;
+  a->value_dim = dv;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(d, dv) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !lunai_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
+  if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; a->lengths && b < a->batch; b++)
+    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->pattern_count; b++)
-    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+  for (b = 0; b < a->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
-  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
-  a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->causal = args->causal;
-  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
-  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -7353,7 +7691,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
   keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
@@ -7363,28 +7701,23 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   return LUNA_OK;
 }
-LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) { return lunai_attention_call(args, false); }
+LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args) {
+  return lunai_attention_call(args, false);
+}
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args) { return lunai_attention_call(args, true); }
+LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args) {
+  return lunai_attention_call(args, true);
+}
 #endif
 
 /* --- causal product --- */
-/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
-  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
-  memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim)) return LUNA_BAD_ARGUMENT;
-  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
-  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim; c->value_dim = args->value_dim;
-  c->xy_head = args->dim;
-  c->z_head = args->value_dim;
-  c->xy_row = args->heads * args->dim;
-  c->z_row = args->heads * args->value_dim;
-  c->xy_batch = args->rows * c->xy_row;
-  c->z_batch = args->rows * c->z_row;
-  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
-  return LUNA_OK;
+  const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
+  const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
+  *c = *args;
+  return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
+         lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
+         lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
@@ -7405,7 +7738,8 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
   lunai_causal c;
   void *scratch;
   if (!args || lunai_causal_of(args, &c) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out))) return LUNA_BAD_ARGUMENT;
+  if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out)))
+    return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
   parallel = lunai_parallel_of(&args->run);
@@ -7416,18 +7750,20 @@ LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backwa
 }
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { return lunai_causal_call(args, false); }
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) { return lunai_causal_call(args, true); }
+LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) {
+  return lunai_causal_call(args, true);
+}
 #endif
 #endif /* !LUNA_ONLY_STREAM */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>safetensors: reading and writing files of tensors, without allocation or stdio
-   8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype": "F32",
-   "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without holes.
-   lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
-   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n. Guarded
-   by tests/safetensors.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype":
+   "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without
+   holes. lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
+   lunai_st_index, given memory, sorts names and keys: each is found in log n, and a hostile header costs n log n.
+   Guarded by tests/safetensors.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
@@ -7436,7 +7772,8 @@ typedef struct lunai_st {
   const uint8_t *bytes, *data;
   const char *header;
   size_t size, data_size, header_size;
-  size_t meta;                                   /* where the object __metadata__ begins in the header; 0: there is none */
+  /* where the object __metadata__ begins in the header; 0: there is none */
+  size_t meta;
   size_t tensors, pairs;                         /* their number */
   bool contiguous;                               /* each tensor's data begins where the one before ends */
   uint64_t *names, *keys;                        /* the index: hash << 32 | where it opens in the header, sorted */
@@ -7469,7 +7806,8 @@ typedef struct lunai_st_tensor {
 
 /* Text: UTF-8 and the escapes of JSON. */
 
-/* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no character */
+/* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no
+   character */
 LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
   static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
   const uint8_t *s = (const uint8_t *)*at;
@@ -7503,7 +7841,8 @@ LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
   if (end - at < 4) return LUNAI_ST_BAD;
   for (i = 0; i < 4; i++) {
     const char c = at[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' &&
+        c <= 'F' ? c - 'A' + 10 : -1;
     if (digit < 0) return LUNAI_ST_BAD;
     value = value << 4 | (uint32_t)digit;
   }
@@ -7552,8 +7891,8 @@ LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
   return lunai_st_order(text.at, text.at + text.size, string) == 0;
 }
 
-/* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size without
-   the 0, so it was not cut if that is below room. */
+/* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size
+   without the 0, so it was not cut if that is below room. */
 LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
   const char *at = text.at, *end = text.at + text.size;
   char utf8[4];
@@ -7652,7 +7991,8 @@ LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int max) {
     }
     if (j->at == start || (zero && j->at - start > 1))
       return (void)lunai_st_fail(j, "a shape or data_offsets has something other than whole numbers"), -1;
-    if (count == max) return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
+    if (count == max)
+      return (void)lunai_st_fail(j, "a shape has more than 8 dimensions, or data_offsets more than two numbers"), -1;
     out[count++] = value;
   } while (lunai_st_skip(j, ','));
   return lunai_st_take(j, ']') ? count : -1;
@@ -7687,7 +8027,8 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
     if (lunai_st_equal(key, "dtype")) {
       part = 1;
       if (!lunai_st_string(j, &dtype)) return false;
-      for (t->dtype = 0; t->dtype < LUNAI_ST_DTYPES && !lunai_st_equal(dtype, lunai_st_formats[t->dtype].name);) t->dtype++;
+      for (t->dtype = 0; t->dtype < LUNAI_ST_DTYPES && !lunai_st_equal(dtype, lunai_st_formats[t->dtype].name);)
+        t->dtype++;
       if (t->dtype == LUNAI_ST_DTYPES) return lunai_st_fail(j, "a tensor has an unknown dtype");
     } else if (lunai_st_equal(key, "shape")) {
       part = 2;
@@ -7712,7 +8053,7 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
-  if (offsets[1] - offsets[0] != t->count * lunai_st_formats[t->dtype].size)
+  if ((size_t)(offsets[1] - offsets[0]) != (size_t)t->count * (size_t)lunai_st_formats[t->dtype].size)
     return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
   t->data = st->data + (size_t)offsets[0];
   t->bytes = (size_t)(offsets[1] - offsets[0]);
@@ -7722,7 +8063,8 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
 LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lunai_st_tensor *out) {
   int64_t offsets[2];
   for (; lunai_st_member(j, first, &out->name); first = false) {
-    if (!lunai_st_equal(out->name, "__metadata__")) return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
+    if (!lunai_st_equal(out->name, "__metadata__"))
+      return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
     if (!lunai_st_metadata(j)) return false;
   }
   return false;
@@ -7917,7 +8259,8 @@ LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bit
   const uint64_t one = (uint64_t)1 << mantissa_bits, mantissa = bits & (one - 1);
   const double sign = (bits >> (exponent_bits + mantissa_bits)) & 1 ? -1.0 : 1.0;
   if (exponent == max) return mantissa ? (double)NAN : sign * (double)INFINITY;
-  return sign * ldexp((double)(exponent ? mantissa + one : mantissa), (exponent ? exponent : 1) - max / 2 - mantissa_bits);
+  return sign * ldexp((double)(exponent ? mantissa + one : mantissa),
+                      (exponent ? exponent : 1) - max / 2 - mantissa_bits);
 }
 
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
@@ -7952,7 +8295,8 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
 
 /* the tensor's data in place where this machine can read it as float, else null */
 LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
-  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
+  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() &&
+      (uintptr_t)t->data % sizeof(float) == 0;
   return fits ? (const float *)(const void *)t->data : NULL;
 }
 
@@ -8101,7 +8445,8 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
   lunai_st_write_little(w, size, 8);
   lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
   for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  for (i = 0; i < tensor_count && !w->failed; i++) lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
+  for (i = 0; i < tensor_count && !w->failed; i++)
+    lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
   return !w->failed;
 }
 
@@ -8110,10 +8455,12 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
+   wait for one. Guarded by tests/threads.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
+    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
 #define LUNAI_NO_POOL
 #elif defined(_WIN32)
 #ifndef WIN32_LEAN_AND_MEAN
@@ -8134,11 +8481,9 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_close(c) ((void)(c))
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
-#define lunai_yield() SwitchToThread()
 #define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 typedef pthread_t lunai_thread;
 typedef pthread_mutex_t lunai_mutex;
@@ -8151,7 +8496,6 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_close(c) pthread_cond_destroy(c)
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
-#define lunai_yield() sched_yield()
 #define lunai_process() ((int64_t)getpid())
 #endif
 
@@ -8167,14 +8511,17 @@ struct lunai_pool {
   lunai_worker *worker;
   void (*task)(void *work, int64_t index);
   void *work;
-  uint64_t ticket;                   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds nothing left */
+  /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
+     nothing left */
+  uint64_t ticket;
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  uint32_t sleepers;                 /* atomic */
+  uint32_t sleepers;                 /* atomic: workers that wait for a call, */
+  uint32_t waits;                    /* atomic: and whether the call's own thread waits for its end */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
   uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
-  lunai_condition wake;
+  lunai_condition wake, finished;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
@@ -8187,11 +8534,17 @@ LUNAI_INLINE void lunai_pause(void) {
 
 /* atomics, sequentially consistent */
 #ifdef LUNAI_MSVC
-LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v; }
-LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v; }
+LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) {
+  const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v;
+}
+LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
+  const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v;
+}
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) {
+  return (uint32_t)InterlockedExchangeAdd((volatile LONG *)at, (LONG)n) + n;
+}
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
@@ -8203,7 +8556,7 @@ LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __
 LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
@@ -8228,7 +8581,11 @@ LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
     if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    lunai_add32(&pool->done, 1);
+    if (lunai_add32(&pool->done, 1) == lunai_load32(&pool->count) && lunai_load32(&pool->waits)) {
+      lunai_mutex_lock(&pool->mutex);
+      lunai_condition_wake(&pool->finished);
+      lunai_mutex_unlock(&pool->mutex);
+    }
     ticket++;
   }
 }
@@ -8256,11 +8613,15 @@ LUNAI_FN void lunai_worker_run(lunai_worker *self) {
 }
 #ifdef _WIN32
 static DWORD WINAPI lunai_worker_main(LPVOID self) { lunai_worker_run((lunai_worker *)self); return 0; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL; }
+LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
+  return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL;
+}
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { WaitForSingleObject(thread, INFINITE); CloseHandle(thread); }
 #else
 static void *lunai_worker_main(void *self) { lunai_worker_run((lunai_worker *)self); return NULL; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) { return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0; }
+LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
+  return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0;
+}
 LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
 #endif
 
@@ -8291,10 +8652,14 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (lunai_load32(&pool->done) != (uint32_t)count) {
-    lunai_pause();
-    if (++spins > LUNAI_SPINS) lunai_yield();
-  }
+  while (lunai_load32(&pool->done) != (uint32_t)count && spins++ < LUNAI_SPINS) lunai_pause();
+  if (lunai_load32(&pool->done) == (uint32_t)count) return;
+  /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
+  lunai_mutex_lock(&pool->mutex);
+  lunai_store32(&pool->waits, 1);
+  while (lunai_load32(&pool->done) != (uint32_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
+  lunai_store32(&pool->waits, 0);
+  lunai_mutex_unlock(&pool->mutex);
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
@@ -8304,6 +8669,7 @@ LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
+  lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
 }
 
@@ -8316,6 +8682,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
   pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
+  lunai_condition_open(&pool->finished);
   for (i = 0; i < workers; i++) {
     worker[i].pool = pool;
     if (!lunai_thread_start(&worker[i])) break;
@@ -8327,12 +8694,13 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
 }
 #endif /* !LUNAI_NO_POOL */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>context
-   All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin). Both are counted in
-   multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a block must hold: there the step grows up
-   from the block's start and what persists down from its end. Guarded by tests/memory.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   All memory is persistent (parameters, moments: until close) or of the step (activations: a stack, emptied by begin).
+   Both are counted in multiples of 64 bytes, alike in every mode, so that a context that measures knows exactly what a
+   block must hold: there the step grows up from the block's start and what persists down from its end. Guarded by
+   tests/memory.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #include <stdarg.h>
 #if !defined(LUNA_MALLOC) && !defined(LUNA_FREE)
 #include <stdlib.h>
@@ -8361,7 +8729,8 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
-/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began. */
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
+   began. */
 typedef struct lunai_bump {
   char *start[2];                    /* small things of the host; data, null where they are only counted */
   size_t size[2], used[2], peak[2];
@@ -8384,7 +8753,41 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
+   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+#define LUNAI_SLAB 16
+typedef struct lunai_slab {
+  struct lunai_slab *next;
+  luna_tensor of_step[2][LUNAI_SLAB];
+} lunai_slab;
+typedef struct lunai_slabs {
+  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
+  int used;                          /* of that */
+  size_t end;                        /* of the newest, in bytes that persist */
+} lunai_slabs;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
+
+#ifndef LUNA_ONLY_STREAM
+#define LUNAI_PROFILE_ROWS 224
+#define LUNAI_PROFILE_SCOPES 64
+typedef struct lunai_profile_shape { int64_t size[LUNA_MAX_RANK]; int rank, unused; } lunai_profile_shape;
+typedef struct lunai_profile_row {   /* sums of an op's calls */
+  const char *name;
+  lunai_profile_shape in, out;
+  int scope;
+  bool backward;
+  int64_t calls;
+  double seconds, bytes, flops;
+} lunai_profile_row;
+typedef struct lunai_profile {
+  const char *scope_name[LUNAI_PROFILE_SCOPES]; /* 0: outside all */
+  int scope_outer[LUNAI_PROFILE_SCOPES];
+  int scopes, scope, rows;           /* scope: the one under way */
+  int64_t steps;                     /* begins */
+  double start, seconds, peak;       /* peak: flops a second; 0: unknown */
+  lunai_profile_row row[LUNAI_PROFILE_ROWS];
+} lunai_profile;
+#endif
 
 struct luna_ctx {
   luna_options options;
@@ -8402,6 +8805,8 @@ struct luna_ctx {
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  lunai_slabs slabs;
+  bool odd;                          /* which half of the slabs this step has */
   char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -8416,7 +8821,8 @@ struct luna_ctx {
   luna_tensor *reserved;             /* parameters whose first gradient that walk has allocated */
   bool stepped;                      /* an optimiser has made its step since begin */
   uint64_t reported;                 /* skipped steps that options.log has had */
-  luna_status status, last_status;       /* the first failure since begin; that of the last call which returned a status */
+  /* the first failure since begin; that of the last call which returned a status */
+  luna_status status, last_status;
   luna_status open_status;                /* the device could not be opened: every call says so */
   luna_error_id error_id;            /* of: */
   char error[320];
@@ -8429,10 +8835,12 @@ struct luna_ctx {
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
+#ifndef LUNA_ONLY_STREAM
+  lunai_profile *profile, *profiled; /* under way, or null; the last */
+#endif
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
-#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -8445,6 +8853,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   lunai_put(text, digits + i);
 }
+#ifndef LUNA_ONLY_STREAM
 /* to six decimals */
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -8554,7 +8963,9 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
-#else /* no sentences: what a stream runs has been checked */
+#define LUNAI_NAME(name) (name)
+#else /* no sentences, and no names in them: what a stream runs has been checked */
+#define LUNAI_NAME(name) ((void)(name), "")
 LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
   (void)ctx; (void)newest; (void)name; (void)status;
   return NULL;
@@ -8564,8 +8975,12 @@ LUNAI_INLINE luna_status lunai_backend_result(luna_ctx *ctx, const char *name, l
   return status;
 }
 LUNAI_INLINE luna_tensor *lunai_fail(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return NULL; }
-LUNAI_INLINE void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) { (void)ctx; (void)newest; (void)id; (void)values; }
-LUNAI_INLINE luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) { (void)ctx; (void)id; return LUNA_BAD_ARGUMENT; }
+LUNAI_INLINE void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) {
+  (void)ctx; (void)newest; (void)id; (void)values;
+}
+LUNAI_INLINE luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) {
+  (void)ctx; (void)id; return LUNA_BAD_ARGUMENT;
+}
 LUNAI_INLINE void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_status status, const char *sentence) {
   (void)newest; (void)id; (void)sentence;
   ctx->status = status;
@@ -8610,7 +9025,9 @@ LUNAI_FN void lunai_leave(luna_ctx *ctx, const char *outer) { ctx->call = outer;
 LUNAI_FN const char *lunai_file_name(const luna_ctx *ctx) { return ctx->path ? ctx->path : "the file"; }
 
 /* --- memory --- */
-LUNAI_FN void *lunai_raw_allocate(const luna_allocator *a, size_t bytes) { return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes); }
+LUNAI_FN void *lunai_raw_allocate(const luna_allocator *a, size_t bytes) {
+  return a->allocate ? a->allocate(a->user, bytes) : LUNA_MALLOC(bytes);
+}
 LUNAI_FN void lunai_raw_release(const luna_allocator *a, void *at, size_t bytes) {
   if (a->allocate) a->release(a->user, at, bytes);
   else LUNA_FREE(at);
@@ -8628,7 +9045,8 @@ LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
 }
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
-  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes + ctx->arena[1].step_bytes;
+  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes +
+      ctx->arena[1].step_bytes;
 }
 
 #ifndef LUNAI_SEPARATE
@@ -8638,7 +9056,8 @@ LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
 LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t size) {
   const size_t align = !remote && size >= 2 * LUNAI_HUGE_PAGE ? LUNAI_HUGE_PAGE : LUNAI_ALIGN;
   const size_t raw_size = (remote ? 0 : size) + sizeof(lunai_chunk) + align;
-  char *raw = raw_size < sizeof(lunai_chunk) + align ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
+  char *raw = raw_size < sizeof(lunai_chunk) + align ? NULL :
+      (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
   lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
   if (!raw) return NULL;
   chunk->next = NULL;
@@ -8674,7 +9093,8 @@ LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
   if (arena->step_bytes > arena->step_peak) arena->step_peak = arena->step_bytes;
 }
 
-/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context that has one. False: none left. */
+/* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context
+   that has one. False: none left. */
 LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
   const bool remote = data && lunai_on_device(ctx);
@@ -8713,9 +9133,11 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
-    while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
+    while (ctx->arena[i].persistent != mark.newest[i])
+      lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
   }
 }
@@ -8725,6 +9147,8 @@ typedef struct lunai_mark {
   size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
+  lunai_slab *slab;
+  int slab_used;
   char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
@@ -8744,6 +9168,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.slab = ctx->slabs.now;
+  mark.slab_used = ctx->slabs.used;
   mark.small = ctx->small;
   mark.small_end = ctx->small_end;
   return mark;
@@ -8758,7 +9184,12 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     ctx->bump->used[1] = mark.bytes[1];
     return;
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
+    lunai_release(ctx->made);
+    ctx->made->grad = NULL;
+  }
+  ctx->slabs.now = mark.slab;
+  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
@@ -8777,7 +9208,8 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   lunai_arena *arena = &ctx->arena[remote];
   const bool alone = remote && LUNAI_SEPARATE;
   lunai_chunk *chunk = arena->step, **last = &arena->steps;
-  while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size)) chunk = chunk->next;
+  while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size))
+    chunk = chunk->next;
   if (chunk) return chunk;
   chunk = lunai_chunk_open(ctx, remote, alone || size > grown ? size : grown);
   if (!chunk && grown > size) chunk = lunai_chunk_open(ctx, remote, size);
@@ -8786,8 +9218,8 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next begin;
-     of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next
+     begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
@@ -8851,9 +9283,26 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
-/* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step ends.
-   In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count bytes
-   from the step's start, alike in every mode, and so do all decisions. */
+/* room for a tensor of the step */
+LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+  lunai_slabs *slabs = &ctx->slabs;
+  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  void *memory;
+  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      slabs->end = ctx->arena[0].persistent_bytes;
+    }
+    slabs->now = *next;
+    slabs->used = 0;
+  }
+  return &slabs->now->of_step[ctx->odd][slabs->used++];
+}
+
+/* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
+   ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
+   bytes from the step's start, alike in every mode, and so do all decisions. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
   char *at;                          /* null where memory is only counted */
@@ -8873,7 +9322,9 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   return piece;
 }
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
-LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) { return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx); }
+LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) {
+  return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx);
+}
 /* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
@@ -8937,6 +9388,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
+  ctx->odd = !ctx->odd;
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -8975,13 +9427,15 @@ LUNA_API void luna_close(luna_ctx *ctx) {
   for (i = 1; i >= 0; i--) {
     if (i == 0 && self) backend->close(self);
     while (arena[i].steps) lunai_chunk_close(&arena[i].steps, allocator, backend, self);
-    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self); /* the host's oldest holds ctx itself */
+    /* the host's oldest holds ctx itself */
+    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self);
   }
 }
 
 LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
+  int64_t workers;
   void *memory;
   if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
@@ -8990,11 +9444,15 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
   (void)memory;
+  (void)workers;
   ctx->parallel.threads = 1;
 #else
-  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false, &memory)) return false;
-  if (o->measure) return true;
-  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))), threads - 1);
+  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
+                     &memory)) return false;
+  workers = lunai_min(threads, lunai_cores()) - 1; /* the rest of the memory is for a machine with more cores */
+  if (o->measure || workers == 0) return true;
+  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
+                  workers);
   if (((lunai_pool *)memory)->workers == 0) return true;
   ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
@@ -9011,7 +9469,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (options) first.options = *options;
   first.kernels = lunai_kernels_of(first.options.isa);
   first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
-  if (!first.kernels || first.options.threads < 0 || !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
+  if (!first.kernels || first.options.threads < 0 ||
+      !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_on_device(&first)) return NULL;
@@ -9026,7 +9485,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   ctx = (luna_ctx *)memory;
   *ctx = first;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
-  if (ctx->backend->open && !ctx->options.measure) open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
+  if (ctx->backend->open && !ctx->options.measure)
+    open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
   if (open_status != LUNA_OK) {
     if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
     ctx->open_status = open_status;
@@ -9063,6 +9523,12 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) {
+    ctx->profile->scope = 0;
+    ctx->profile->steps++;
+  }
+#endif
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
@@ -9100,10 +9566,10 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
   return now;
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* columns of the table of ops */
 #define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
@@ -9115,6 +9581,16 @@ static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
 static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
+
+/* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL }
+#else
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
 
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
@@ -9131,7 +9607,8 @@ LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
-LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width, void (*body)(luna_op *op, int64_t first, int64_t last)) {
+LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width,
+                          void (*body)(luna_op *op, int64_t first, int64_t last)) {
   lunai_split_work w;
   w.op = op;
   w.body = body;
@@ -9181,11 +9658,17 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
         at += shape[3];
       }
 }
-LUNAI_FN luna_status lunai_permute_forward(luna_op *op) { lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK; }
-LUNAI_FN luna_status lunai_permute_backward(luna_op *op) { lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK; }
+LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
+  lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
+  lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
+}
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
-LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows, int64_t *width, int64_t *stride) {
+LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
+                              int64_t *width, int64_t *stride) {
   int64_t inner = 1;
   int a;
   for (a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
@@ -9197,7 +9680,8 @@ LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
   int64_t rows, width, stride, r, start;
   lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
   start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (r = 0; r < rows; r++) memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
+  for (r = 0; r < rows; r++)
+    memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
@@ -9205,9 +9689,11 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
   float *dx = op->in[0]->grad;
   lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
   start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (r = 0; r < rows; r++) lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
+  for (r = 0; r < rows; r++)
+    lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
@@ -9216,7 +9702,8 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
     for (r = 0; r < rows; r++) {
       float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
       if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
-      else if (op->in[i]->grad) lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
+      else if (op->in[i]->grad)
+        lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
     }
     start += width;
   }
@@ -9224,11 +9711,13 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 }
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
   int64_t i;
-  for (i = 0; i < op->arg.expand.count && n > 0; i++) memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
+  for (i = 0; i < op->arg.expand.count && n > 0; i++)
+    memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
@@ -9236,6 +9725,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -9327,8 +9817,8 @@ LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
   lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
   return LUNA_OK;
 }
-/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is that
-   of the result but for its sign, there already), then the sums over each axis along which it repeats. */
+/* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
+   that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
 #ifdef LUNA_ONLY_STREAM
@@ -9390,15 +9880,22 @@ LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y);
   else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
-LUNAI_FN luna_status lunai_same_forward(luna_op *op) { lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_same_forward(luna_op *op) {
+  lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first, op->in[0]->grad + first);
+  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
+                                 op->in[0]->grad + first);
 }
-LUNAI_FN luna_status lunai_activation_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
+  lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
+}
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
@@ -9416,8 +9913,13 @@ LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_op_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
 }
-LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) { lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
+  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
+  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
+}
+#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -9448,6 +9950,7 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -9471,10 +9974,12 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   int64_t r, at;
   for (r = 0; r < outer * inner; r++) {
     const int64_t start = r / inner * axis * inner + r % inner;
-    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at)) op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
+    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at))
+      op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -9510,9 +10015,12 @@ LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
-LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) { return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]]; }
+LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
+  return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]];
+}
 LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.mask.width;
   int64_t r, i;
@@ -9530,8 +10038,13 @@ LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
     if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
   }
 }
-LUNAI_FN luna_status lunai_mask_forward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_mask_backward(luna_op *op) { lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
+  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
+  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
+}
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -9553,11 +10066,17 @@ LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
     dx[n] -= inverse * lunai_k(op)->dot(n, dy, op->out[0]->data + r * n);
   }
 }
-LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
+}
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
-LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column,
+LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                           int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
   lunai_clear(g, sizeof *g);
   g->a = a; g->b = b; g->c = c;
@@ -9577,13 +10096,15 @@ LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, in
 LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1, br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
+  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1,
+      br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
   if (which == 0) {
     lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
     g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n); /* dA^T = B dC^T */
+    /* dA^T = B dC^T */
+    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n);
     else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
     lunai_matmul_batch(op, g, m * n, k * n, m * k);
     if (op->arg.matmul.transpose_a) {
@@ -9591,7 +10112,8 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
       g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m); /* dB^T = dC^T A */
+    /* dB^T = dC^T A */
+    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m);
     else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
     g->batch[1] = op->arg.matmul.inner;
     g->a_batch[1] = op->arg.matmul.transpose_b ? m * n : m * k;
@@ -9599,7 +10121,8 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
-  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) { /* one b for all: the batch is more rows */
+  /* one b for all: the batch is more rows */
+  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) {
     if (which < 2) g->m *= op->arg.matmul.outer;
     else g->k *= op->arg.matmul.outer;
     g->batch[0] = 1;
@@ -9635,8 +10158,10 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
 
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
+   --- */
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
@@ -9651,12 +10176,15 @@ LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy
   else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
-#define LUNAI_LOGIT_COLUMNS 1024     /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
+/* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
+#define LUNAI_LOGIT_COLUMNS 1024
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward);
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
 LUNAI_FN bool lunai_drops_last(const luna_op *op) { return LUNAI_TRAINS && op->last_dropout > 0; }
 /* whether something comes between the product and y */
-LUNAI_FN bool lunai_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op); }
+LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
+  return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op);
+}
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   int which;
@@ -9697,9 +10225,12 @@ LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
     lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, (float *)op->workspace + first, false);
     return;
   }
-  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, op->out[0]->grad + first, (float *)op->workspace + first);
+  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first,
+                              op->out[0]->grad + first, (float *)op->workspace + first);
 }
-LUNAI_FN const float *lunai_linear_dy(const luna_op *op) { return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad; }
+LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
+  return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
+}
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const int64_t out = lunai_last(op->out[0]);
   lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
@@ -9710,7 +10241,8 @@ LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
 }
 LUNAI_FN void lunai_residual_backward(luna_op *op, int at) {
-  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
+  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad)
+    lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
 }
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
@@ -9729,6 +10261,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LINEAR \
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -9738,7 +10273,8 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
 typedef struct lunai_ffn_work {
   luna_op *op;
   int64_t first, rows, in, hidden, out;
-  float *given, *active, *a, *dh;    /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
+  /* [rows, hidden]: what the slope is found from; after the activation; after its dropout; gradients of a, then of h */
+  float *given, *active, *a, *dh;
   float *dy;                         /* [rows, out]: y's gradient, through its dropout */
   float *sums;                       /* [parts, hidden + out]: columns of dh and dy */
   /* of the weights, made once for all blocks of rows, by the product that reads them */
@@ -9837,7 +10373,8 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   lunai_gemm g;
   int which;
   op->kept_size = 0;
-  if (op->training && !op->arg.feed_forward.recompute) op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
+  if (op->training && !op->arg.feed_forward.recompute)
+    op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
   for (which = 0; which < 6; which++) {
@@ -9890,13 +10427,15 @@ LUNAI_FN void lunai_ffn_before(void *work, int64_t thread, int64_t threads) {
   const lunai_dropout d = lunai_op_last_dropout(op);
   int64_t at, n;
   lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
-  if (op->kept_size && w->given != w->active) lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
+  if (op->kept_size && w->given != w->active)
+    lunai_k(op)->activate((int)op->activation, n, w->given + at, w->active + at);
   if (op->dropout > 0) lunai_ffn_drop(work, thread, threads);
   if (!(op->last_dropout > 0)) return;
   lunai_ffn_part(w, w->out, thread, threads, &at, &n);
   lunai_k(op)->dropout(&d, w->first * w->out + at, n, op->out[0]->grad + w->first * w->out + at, w->dy + at, false);
 }
-/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the biases */
+/* from the gradient of a to that of h, by parts of the block; each leaves its sums of columns in w->sums, for the
+   biases */
 LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
@@ -9927,20 +10466,29 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
-    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU)) lunai_run(parallel, lunai_ffn_before, &w);
+    if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
+      lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
-    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden, op->in[4]->grad);
+    if (lunai_grad(op, 2))
+      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
+    if (lunai_grad(op, 4))
+      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden,
+                            op->in[4]->grad);
     for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
 }
 #endif
+#define LUNAI_CPU_FEED_FORWARD \
+  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
-  return op->lengths ? lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) : lunai_last(op->in[0]);
+  return op->lengths ?
+      lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) :
+          lunai_last(op->in[0]);
 }
 LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
@@ -9955,17 +10503,24 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
   int64_t r;
   for (r = first; r < last; r++)
-    lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n, op->in[0]->grad + r * n);
+    lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
+                                  op->in[0]->grad + r * n);
 }
-LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
+}
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
 #define LUNAI_NORM_ROWS 64
 LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)lunai_rows(op->in[0]) * 2 * sizeof(float);
-  op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 * lunai_last(op->in[0])) * sizeof(float);
+  op->backward_workspace_size = (size_t)(lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS) * 2 *
+                                         lunai_last(op->in[0])) * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
@@ -9987,7 +10542,8 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
     float *sums = (float *)op->workspace + first * 2 * n;
     if (lunai_grad(op, 1) || lunai_grad(op, 2)) {
       memset(sums, 0, (size_t)(2 * n) * sizeof(float));
-      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy, lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
+      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy,
+                                      lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
     }
     if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
         kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
@@ -9998,15 +10554,20 @@ LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last)
   const float *sums = (const float *)op->workspace;
   int i;
   for (i = 0; i < 2; i++)
-    if (lunai_grad(op, 1 + i)) lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
+    if (lunai_grad(op, 1 + i))
+      lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
 }
-LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) { lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK; }
+LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
   lunai_split(op, blocks, LUNAI_NORM_ROWS * n, lunai_layer_norm_back);
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LAYER_NORM \
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -10021,13 +10582,19 @@ LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, in
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
   int64_t i;
-  for (i = first; i < last; i++) memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
+  for (i = first; i < last; i++)
+    memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
-LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) { lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK; }
-LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) { lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK; }
+LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
+  lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
+}
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10053,6 +10620,8 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
       lunai_scatter_through);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCATTER_ADD \
+  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10097,7 +10666,8 @@ LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LU
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
-LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes, const float *logits) {
+LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t rows, int64_t classes,
+                                                    const float *logits) {
   lunai_cross_entropy a;
   memset(&a, 0, sizeof a);
   a.logits = logits;
@@ -10108,7 +10678,10 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
-LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) { return op->arg.cross_entropy.factor * op->out[0]->grad[0]; }
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
+LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
+  return op->arg.cross_entropy.factor * op->out[0]->grad[0];
+}
 LUNAI_FN lunai_cross_entropy lunai_cross_entropy_args(const luna_op *op) {
   return lunai_cross_entropy_of(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), op->in[0]->data);
 }
@@ -10134,16 +10707,20 @@ LUNAI_FN void lunai_cross_entropy_back(luna_op *op, int64_t first, int64_t last)
 LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunai_rows(op->in[0]);
   lunai_split(op, rows, lunai_last(op->in[0]), lunai_cross_entropy_body);
-  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) * (double)op->arg.cross_entropy.factor);
+  op->out[0]->data[0] = (float)(lunai_k(op)->sum(rows, (const float *)op->workspace) *
+                                (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_CROSS_ENTROPY \
+  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
-/* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel to panel and no logits kept, and
-   backward, where also LINEAR makes the gradient of logits that a cross-entropy alone reads, to the bits of the whole products. --- */
+/* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
+   to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
+   reads, to the bits of the whole products. --- */
 typedef struct lunai_logits {
   luna_op *op;                       /* with x, W and b */
   lunai_cross_entropy part;          /* of the panel */
@@ -10154,12 +10731,14 @@ typedef struct lunai_logits {
 /* a panel's products: 0 logits, 1 for x's gradient, 2 for W's */
 LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm *g) {
   const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
-  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first, stride = w->part.grad_row;
+  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
+      stride = w->part.grad_row;
   if (which == 0) {
     lunai_matrix(g, x->data, in, 1, lunai_offset(weight->data, first * in), 1, in, w->panel, rows, columns, in);
     g->c_row = stride;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad, rows, in, columns);
+  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad,
+                                      rows, in, columns);
   else {
     lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, lunai_offset(weight->grad, first * in), columns, in, rows);
     g->b_panels = w->panels;
@@ -10185,7 +10764,8 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *
   memset(w, 0, sizeof *w);
   w->op = op;
   w->part = lunai_cross_entropy_of(loss, rows, op->in[1]->shape[0], NULL);
-  w->part.grad_row = w->part.logits_row = LUNAI_LOGIT_COLUMNS + 16; /* no power of two, or rows would share cache sets */
+  /* no power of two, or rows would share cache sets */
+  w->part.grad_row = w->part.logits_row = LUNAI_LOGIT_COLUMNS + 16;
   lunai_logits_next(w, 0);
   w->panel = lunai_take(&at, rows * w->part.grad_row);
   w->part.logits = w->part.grad = w->panel;
@@ -10216,7 +10796,8 @@ LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool ba
   return bytes + gemm;
 }
 LUNAI_FN lunai_cross_entropy lunai_logits_rows(const lunai_logits *w, int64_t thread, int64_t threads) {
-  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads), lunai_share(w->part.rows, thread + 1, threads));
+  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads),
+                                  lunai_share(w->part.rows, thread + 1, threads));
 }
 LUNAI_FN void lunai_logits_sums(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
@@ -10231,7 +10812,8 @@ LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads)
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
   const int64_t n = w->part.columns;
-  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads), lunai_share(n, thread + 1, threads), 1.0f, w->panel,
+  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads),
+                           lunai_share(n, thread + 1, threads), 1.0f, w->panel,
                            w->op->in[2]->grad + w->part.first);
 }
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
@@ -10270,6 +10852,9 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
+#define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
+  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
 
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
@@ -10295,15 +10880,17 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
-   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head, scale 1, keys = values --- */
+   log-sum-exp, of sparse attention the second output or null. pack is the same with in weights, context; one head,
+   scale 1, keys = values --- */
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->lse = (float *)op->kept;
+  a->log_sum_exp = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
-  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries; a->keys = op->arg.attention.keys;
+  a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
+  a->keys = op->arg.attention.keys;
   a->q_row = lunai_last(q); a->k_row = lunai_last(k); a->v_row = lunai_last(v);
   a->q_head = a->k_head = a->head_dim = a->q_row / a->heads;
   a->v_head = a->out_head = a->value_dim = a->v_row / a->heads;
@@ -10315,26 +10902,33 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
-  a->dropout = lunai_op_dropout(op);
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
-  a->lse = op->out[1]->data;
+  a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
   /* sizes are asked before that gradient is there */
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_log_sum_exp = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
+#define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   memset(u, 0, sizeof *u);
-  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4); u->residual = lunai_data(op, 5);
+  u->x = x->data; u->k = k->data; u->bias = op->in[2]->data; u->v = op->in[3]->data; u->out_bias = lunai_data(op, 4);
+  u->residual = lunai_data(op, 5);
   u->out = op->out[0]->data;
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
@@ -10342,13 +10936,16 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->dropout = lunai_op_dropout(op);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
-  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad; u->grad_out_bias = lunai_grad(op, 4);
+  u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
+  u->grad_out_bias = lunai_grad(op, 4);
 }
 LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
 }
+#define LUNAI_CPU_UNPACK \
+  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -10365,6 +10962,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
 LUNAI_KERNEL_OP(causal, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
    kept: W --- */
@@ -10386,6 +10984,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -10394,7 +10993,8 @@ LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t la
   for (b = first; b < last; b++) {
     const float *x = op->in[0]->data + b * rows * n;
     float *history = op->history ? op->history + b * (width - 1) * n : NULL;
-    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2), op->out[0]->data + b * rows * n);
+    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2),
+                                   op->out[0]->data + b * rows * n);
     if (history) lunai_history_move(history, width - 1, x, rows, n);
   }
 }
@@ -10402,13 +11002,15 @@ LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
   for (b = first; b < last; b++)
-    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data, op->out[0]->grad + b * size, op->in[0]->grad + b * size);
+    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data,
+                                            op->out[0]->grad + b * size, op->in[0]->grad + b * size);
 }
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
   for (b = 0; b < op->in[0]->shape[0]; b++)
-    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last, op->in[0]->data + b * size, op->out[0]->grad + b * size,
+    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last,
+                                           op->in[0]->data + b * size, op->out[0]->grad + b * size,
                                            lunai_grad(op, 1), lunai_grad(op, 2));
 }
 LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
@@ -10417,10 +11019,12 @@ LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   const int64_t rows = op->in[0]->shape[0] * op->in[0]->shape[1];
-  if (op->in[0]->grad) lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
+  if (op->in[0]->grad)
+    lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -10438,6 +11042,7 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
@@ -10465,12 +11070,15 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LUNAI_SUM_BLOCK 65536
-typedef struct lunai_norm_work { const lunai_kernels *kernels; const float *x; int64_t count; double partial[64]; } lunai_norm_work;
+typedef struct lunai_norm_work {
+  const lunai_kernels *kernels; const float *x; int64_t count; double partial[64];
+} lunai_norm_work;
 LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   lunai_norm_work *w = (lunai_norm_work *)work;
   int64_t i;
   for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
-    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK), w->x + i * LUNAI_SUM_BLOCK);
+    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK),
+                                            w->x + i * LUNAI_SUM_BLOCK);
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                     const luna_update *table, int64_t count) {
@@ -10499,7 +11107,9 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   return LUNA_OK;
 }
 
-typedef struct lunai_update_work { const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3]; } lunai_update_work;
+typedef struct lunai_update_work {
+  const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
+} lunai_update_work;
 LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
   lunai_update u = *whole;
   int i;
@@ -10515,17 +11125,21 @@ LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT;
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
-  if (first < last) (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd : w->kernels->adam)(&u);
+  if (first < last)
+    (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
+     w->kernels->adam)(&u);
 }
 LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
   lunai_update_work *w = (lunai_update_work *)work;
   int64_t i;
   for (i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
-    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK, lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
+    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
+                                             lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
     w->kernels->apollo_sums(&u, w->partial[i]);
   }
 }
-/* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4 */
+/* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
+   D^4 */
 LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   const lunai_update whole = w->update;
   double sums[3] = { 0, 0, 0 }, d;
@@ -10577,57 +11191,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
-#define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
-#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-#define LUNAI_CPU_REST(query, forward, backward, can) \
-  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
-static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,
-  {
-    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
-    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
-    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
-    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
-    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
-  }
-};
-#undef LUNAI_CPU_EACH
-#undef LUNAI_CPU_OP
-#undef LUNAI_CPU_REST
-LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
-
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
@@ -10639,16 +11202,389 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>tensors and the tape
-   An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the step (lunai_finish), the
-   backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes everything. Guarded by
-   tests/ops.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-LUNA_API int64_t luna_count(const luna_tensor *t) { return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0; }
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
+   Guarded by tests/profile.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifndef LUNA_ONLY_STREAM
+#if defined(_WIN32)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#include <sys/time.h>
+#endif
+/* seconds; 0 where there is no clock */
+LUNAI_FN double lunai_clock(void) {
+#if defined(_WIN32)
+  LARGE_INTEGER now, second;
+  QueryPerformanceFrequency(&second);
+  QueryPerformanceCounter(&now);
+  return (double)now.QuadPart / (double)second.QuadPart;
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+  struct timeval now;                /* clock_gettime is hidden where only C99 is asked for */
+  gettimeofday(&now, NULL);
+  return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
+#else
+  return 0;
+#endif
+}
+/* the same once the device is done */
+LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
+  uint64_t step;
+  if (lunai_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
+  return lunai_clock();
+}
 
-/* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no product
-   of some of its axes overflows */
+/* the scope that begins inside the one under way, which is returned */
+LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
+  const int outer = p->scope;
+  int i;
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == outer && strcmp(p->scope_name[i], name) == 0) break;
+  if (i == LUNAI_PROFILE_SCOPES) return outer; /* no place: counted there */
+  if (i == p->scopes) {
+    p->scope_name[i] = name;
+    p->scope_outer[i] = outer;
+    p->scopes++;
+  }
+  p->scope = i;
+  return outer;
+}
+
+LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
+  lunai_profile_shape s;
+  memset(&s, 0, sizeof s);
+  if (!t) return s;
+  memcpy(s.size, t->shape, sizeof s.size);
+  s.rank = t->rank;
+  return s;
+}
+/* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
+LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
+                                               const luna_tensor *in, const luna_tensor *out) {
+  lunai_profile_row row, *r = p->row;
+  memset(&row, 0, sizeof row);
+  row.name = name;
+  row.scope = scope < p->scopes ? scope : 0;
+  row.backward = backward;
+  row.in = lunai_profile_shape_of(in);
+  row.out = lunai_profile_shape_of(out);
+  for (; r < p->row + p->rows; r++)
+    if (r->name == name && r->scope == row.scope && r->backward == backward &&
+        memcmp(&r->in, &row.in, sizeof row.in) == 0 && memcmp(&r->out, &row.out, sizeof row.out) == 0) return r;
+  if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
+  if (++p->rows == LUNAI_PROFILE_ROWS) {
+    memset(&row, 0, sizeof row);
+    row.name = "others";
+  }
+  *r = row;
+  return r;
+}
+LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
+  r->calls++;
+  r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
+  r->bytes += bytes;
+  r->flops += flops;
+}
+
+/* of an op's products, forward */
+LUNAI_FN double lunai_op_flops(const luna_op *op) {
+  const luna_tensor *a = op->in[0], *b = op->in[1], *c = op->in[2];
+  const double count = (double)luna_count(a), out = (double)luna_count(op->out[0]);
+  double pairs;
+  switch (op->kind) {
+    case LUNA_OP_MATMUL: return 2 * out * (double)op->arg.matmul.k;
+    case LUNA_OP_LINEAR: return 2 * out * (double)lunai_last(a);
+    case LUNA_OP_LINEAR_CROSS_ENTROPY: return 2 * (double)lunai_rows(a) * (double)luna_count(b);
+    case LUNA_OP_FEED_FORWARD:
+      return 2 * (double)lunai_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
+    case LUNA_OP_SOFTMAX_ATTENTION:  /* of a ragged batch: as if its sequences were of one length */
+      pairs = (double)lunai_rows(a) * (double)lunai_rows(b) / (double)lunai_max(op->arg.attention.batch, 1);
+      return 2 * pairs * (double)(lunai_last(a) + lunai_last(c)) * (op->arg.attention.causal ? 0.5 : 1);
+    case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
+    case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
+    case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)lunai_last(c) / (double)op->arg.causal.heads;
+    case LUNA_OP_CAUSAL_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
+    case LUNA_OP_SHORT_CONVOLUTION: return 2 * count * (double)lunai_last(b);
+    default: return 0;
+  }
+}
+/* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
+LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
+  const int reads = lunai_op_reads[op->kind];
+  double floats = 0;
+  int i;
+  for (i = 0; i < op->outputs; i++)
+    floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
+  for (i = 0; i < op->inputs; i++) {
+    const luna_tensor *t = op->in[i];
+    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
+    const double count = (double)luna_count(table ? op->out[0] : t);
+    if (!t) continue;
+    if (!backward || reads & LUNA_READS_IN(i)) floats += count;
+    if (backward && t->needs_grad) floats += count * (op->sets >> i & 1 ? 1 : 2);
+  }
+  return floats * (double)sizeof(float) + (double)op->kept_size;
+}
+#endif
+
+/* an op's forward or backward */
+LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
+  luna_ctx *ctx = op->ctx;
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
+#ifdef LUNA_ONLY_STREAM
+  (void)backward;
+  return functions->forward(op);
+#else
+  if (ctx->profile) {
+    lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+                                                op->out[0]);
+    const double start = lunai_profile_clock(ctx);
+    const luna_status status = backward ? functions->backward(op) : functions->forward(op);
+    lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+                      lunai_op_flops(op) * (backward ? 2 : 1));
+    return status;
+  }
+  return backward ? functions->backward(op) : functions->forward(op);
+#endif
+}
+
+#ifndef LUNA_ONLY_STREAM
+/* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
+enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
+typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
+LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_peak *w = (const lunai_peak *)work;
+  const lunai_kernels *k = w->kernels;
+  char *memory = w->memory + thread * w->bytes;
+  float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
+  float *c = lunai_take(&memory, k->mr * k->nr);
+  int i;
+  (void)threads;
+  for (i = 0; i < LUNAI_PEAK_TILES; i++)
+    lunai_matmul_panels(k, k->mr, k->nr, LUNAI_PEAK_K, a, LUNAI_PEAK_K, 1, b, 1.0f, c, k->nr, false);
+}
+/* flops a second of all threads, in memory of the step that is given back */
+LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
+  const lunai_kernels *k = ctx->kernels;
+  const int64_t threads = lunai_threads(&ctx->parallel);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  double seconds, best = 0;
+  lunai_peak w;
+  void *memory;
+  int i;
+  w.kernels = k;
+  w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
+  if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
+  if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
+    memset(memory, 0, (size_t)(w.bytes * threads));
+    w.memory = (char *)memory;
+    for (i = 0; i < 30; i++) {
+      const double start = lunai_clock();
+      lunai_run(&ctx->parallel, lunai_peak_task, &w);
+      seconds = lunai_clock() - start;
+      if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
+    }
+  }
+  lunai_step_rewind(ctx, mark);
+  return best > 0 ? 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * threads) / best : 0;
+}
+
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
+  lunai_profile *p;
+  void *memory = NULL;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
+    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
+  if (memory) ctx->profiled = (lunai_profile *)memory;
+  p = ctx->profiled;
+  memset(p, 0, sizeof *p);
+  p->scopes = 1;
+  p->peak = lunai_profile_peak(ctx);
+  p->start = lunai_profile_clock(ctx);
+  ctx->profile = p;
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_end");
+  ctx->profile->seconds = lunai_profile_clock(ctx) - ctx->profile->start;
+  ctx->profile = NULL;
+  return LUNA_OK;
+}
+
+/* --- what is written --- */
+typedef struct lunai_profile_text {
+  const lunai_profile *p;
+  void (*write)(void *user, const char *text);
+  void *user;
+  bool json;
+} lunai_profile_text;
+LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format, ...) {
+  char line[400];
+  va_list values;
+  va_start(values, format);
+  lunai_format(line, sizeof line, format, values);
+  va_end(values);
+  w->write(w->user, line);
+}
+/* right-aligned in `width`, to one decimal; nothing for a negative number */
+LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
+  char digits[40];
+  lunai_text text;
+  int64_t n;
+  text.at = digits;
+  text.end = digits + sizeof digits - 1;
+  if (value >= 0) {
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) / 10);
+    lunai_put(&text, ".");
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
+  }
+  *text.at = 0;
+  for (n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  w->write(w->user, digits);
+}
+/* a scope's name without the prefix of luna.h's functions */
+LUNAI_FN const char *lunai_profile_name(const char *name) {
+  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "lunai_", 6) == 0 ? name + 6 : name;
+}
+LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
+  if (scope == 0) return;
+  lunai_profile_path(w, w->p->scope_outer[scope]);
+  lunai_profile_put(w, w->p->scope_outer[scope] ? "/%s" : "%s", lunai_profile_name(w->p->scope_name[scope]));
+}
+LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
+  while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
+  return scope == outer;
+}
+/* sums of a scope's rows and of those inside it */
+LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
+  lunai_profile_row sum;
+  int i;
+  memset(&sum, 0, sizeof sum);
+  for (i = 0; i < p->rows; i++) {
+    if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
+    lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
+    sum.calls += p->row[i].calls - 1;
+  }
+  return sum;
+}
+
+/* calls, ms, share of all time, MB, GFLOP/s and share of the peak; a step's */
+LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_profile_row *r) {
+  const lunai_profile *p = w->p;
+  const double steps = (double)lunai_max(p->steps, 1), rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+  lunai_profile_number(w, 8, (double)r->calls / steps);
+  lunai_profile_number(w, 10, 1e3 * r->seconds / steps);
+  lunai_profile_number(w, 7, p->seconds > 0 ? 100 * r->seconds / p->seconds : -1);
+  lunai_profile_number(w, 10, r->bytes > 0 ? 1e-6 * r->bytes / steps : -1);
+  lunai_profile_number(w, 9, rate > 0 ? 1e-9 * rate : -1);
+  lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
+  w->write(w->user, "  ");
+}
+LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
+  char shapes[2][96];
+  lunai_text text;
+  int i;
+  for (i = 0; i < 2; i++) {
+    const lunai_profile_shape *s = i ? &r->out : &r->in;
+    text.at = shapes[i];
+    text.end = shapes[i] + sizeof shapes[i] - 1;
+    lunai_put_shape(&text, s->rank, s->size);
+    *text.at = 0;
+  }
+  if (w->json)
+    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %s, \"out\": %s, ", r->name,
+                      r->backward ? "backward" : "forward", shapes[0], shapes[1]);
+  else if (r->out.rank)
+    lunai_profile_put(w, "%s %s -> %s%s", r->name, shapes[0], shapes[1], r->backward ? ", backward" : "");
+  else lunai_profile_put(w, "%s", r->name);
+}
+LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
+  const lunai_profile *p = w->p;
+  const lunai_profile_row sum = lunai_profile_sum(p, scope);
+  int i, k;
+  if (scope > 0) {
+    lunai_profile_numbers(w, &sum);
+    for (k = 1; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
+  }
+  for (i = 0; i < p->rows; i++) {
+    if (p->row[i].scope != scope) continue;
+    lunai_profile_numbers(w, &p->row[i]);
+    for (k = 0; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_op(w, &p->row[i]);
+    w->write(w->user, "\n");
+  }
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+}
+LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
+  const lunai_profile *p = w->p;
+  int i;
+  for (i = 0; i < p->rows; i++) {
+    const lunai_profile_row *r = &p->row[i];
+    const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+    w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
+    lunai_profile_path(w, r->scope);
+    w->write(w->user, "\", ");
+    lunai_profile_op(w, r);
+    lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
+                      1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
+    lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
+                      p->peak > 0 ? rate / p->peak : 0);
+  }
+}
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user) {
+  lunai_profile_text w;
+  lunai_profile_row rest;
+  const char *isa;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
+  if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
+  w.p = ctx->profiled;
+  w.write = write;
+  w.user = user;
+  w.json = format == LUNA_PROFILE_JSON;
+  isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  rest = lunai_profile_sum(w.p, 0);
+  rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
+  if (w.json) {
+    lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
+                      w.p->steps, 1e3 * w.p->seconds, 1e3 * rest.seconds, lunai_threads(&ctx->parallel), isa);
+    lunai_profile_put(&w, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * w.p->peak);
+    lunai_profile_json(&w);
+    w.write(user, "\n]}\n");
+    return LUNA_OK;
+  }
+  lunai_profile_put(&w, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", w.p->steps,
+                    1e3 * w.p->seconds, isa, lunai_threads(&ctx->parallel), 1e-9 * w.p->peak);
+  w.write(user, "   calls        ms  share        MB    GF/s   peak\n");
+  lunai_profile_table(&w, 0, 0);
+  rest.calls = 0;
+  rest.bytes = rest.flops = 0;
+  lunai_profile_numbers(&w, &rest);
+  w.write(user, "between ops\n");
+  return LUNA_OK;
+}
+#endif /* !LUNA_ONLY_STREAM */
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>tensors and the tape
+   An op is built on the caller's stack (lunai_start), its outputs, what it keeps and its workspace are taken from the
+   step (lunai_finish), the backend runs it, and it joins the tape when a gradient may be wanted. A failure undoes
+   everything. Guarded by tests/ops.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+LUNA_API int64_t luna_count(const luna_tensor *t) {
+  return t ? t->shape[0] * t->shape[1] * t->shape[2] * t->shape[3] : 0;
+}
+
+/* elements of a shape; -1 when it is none: rank, a negative size, or too many, counted with each 0 as 1, so that no
+   product of some of its axes overflows */
 LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
   int a;
@@ -10693,12 +11629,12 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
     t->data = (float *)data;
     return t;
   }
-  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
+  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory; /* nothing lies somewhere too: null + 0 is undefined */
+  /* nothing lies somewhere too: null + 0 is undefined */
+  if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -10738,20 +11674,24 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
   return true;
 }
 
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
-  scope.recompute = false;
+  scope.recompute = recompute;
+  if (ctx && recompute) ctx->recomputing = true;
   scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
   scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
-  return scope;
-}
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
-  luna_scope scope = luna_scope_begin(ctx);
-  scope.recompute = true;
-  if (ctx) ctx->recomputing = true;
+  scope.outer = scope.self = 0;
+#ifdef LUNA_ONLY_STREAM
+  (void)name;
+#else
+  if (ctx && ctx->profile) {
+    scope.outer = lunai_profile_enter(ctx->profile, name ? name : "scope");
+    scope.self = ctx->profile->scope;
+  }
+#endif
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -10781,7 +11721,8 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   data = x->data;
   b->used[0] = scope.used[0];
   b->used[1] = scope.used[1];
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x; /* from outside */
+  /* from outside */
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x;
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
@@ -10796,6 +11737,9 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   const bool taped = ctx && ctx->training && !ctx->paused;
   luna_tensor *t;
   int i;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx && ctx->profile) ctx->profile->scope = scope.outer;
+#endif
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
@@ -10817,6 +11761,17 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   results[0] = x;
   results[1] = p;
   return luna_scope_end(scope, results, 2);
+}
+/* the same of scopes that go on */
+LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
+  x = lunai_results(scope, x, p);
+#ifndef LUNA_ONLY_STREAM
+  if (scope.ctx && scope.ctx->profile) scope.ctx->profile->scope = scope.self;
+#endif
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
+  return lunai_results_so_far(scope, x, NULL);
 }
 /* whether a tensor's data were released: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
@@ -10875,7 +11830,8 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->reported = now.skipped;
   ctx->unread = false;
   if (!skipped || !ctx->options.log) return;
-  lunai_print(sentence, sizeof sentence, "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
+  lunai_print(sentence, sizeof sentence,
+              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
               (int64_t)now.skipped, (int64_t)now.step);
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
@@ -11044,27 +12000,32 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
-  s->name = name;
+  s->name = LUNAI_NAME(name);
   if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
   else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) s->op.scope = ctx->profile->scope;
+#endif
 }
-/* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
-                          luna_tensor *b, luna_tensor *c) {
-  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+/* `count` inputs, of which the first `required` must not be null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                          int count) {
+  static const char *const numbers[] = { "the first input", "the second input", "the third input",
+                                         "the fourth input" };
+  luna_ctx *ctx = NULL;
   int i;
+  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
-  s->op.inputs = inputs;
-  s->op.in[0] = a;
-  s->op.in[1] = inputs > 1 ? b : NULL;
-  s->op.in[2] = inputs > 2 ? c : NULL;
-  for (i = 0; i < inputs; i++)
-    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i]) return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" : "the third input") != NULL;
+  s->op.inputs = count;
+  for (i = 0; i < count; i++) {
+    s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
+    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+  }
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -11081,8 +12042,6 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
-/* one more input, which may be null */
-LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
@@ -11100,7 +12059,8 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
   return NULL;
 }
 /* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
-LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max, const char *what, bool *failed) {
+LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
+                                       const char *what, bool *failed) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
@@ -11130,7 +12090,8 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
-/* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is LUNA_OK */
+/* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
+   LUNA_OK */
 LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *workspace = NULL;
@@ -11146,7 +12107,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
     good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
     op->workspace = workspace ? workspace->at : NULL;
   } else good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-  if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
+  if (good && lunai_is_run(op)) *status = lunai_op_call(op, false);
   if (workspace) lunai_piece_give(ctx, &workspace);
   else lunai_step_rewind(ctx, mark);
   return good && *status == LUNA_OK;
@@ -11175,7 +12136,8 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
 }
 
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
-LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra, int extra_rank, const int64_t *extra_shape) {
+LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
+                                       int extra_rank, const int64_t *extra_shape) {
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
@@ -11237,7 +12199,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   return op->out[0];
 }
-LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) { return lunai_finish_two(s, rank, shape, NULL, 0, NULL); }
+LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) {
+  return lunai_finish_two(s, rank, shape, NULL, 0, NULL);
+}
 /* in[0]'s shape but for the last axis */
 LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
   int64_t shape[LUNA_MAX_RANK];
@@ -11245,7 +12209,9 @@ LUNAI_FN luna_tensor *lunai_finish_rows(lunai_build *s, int64_t last) {
   shape[s->op.in[0]->rank - 1] = last;
   return lunai_finish(s, s->op.in[0]->rank, shape);
 }
-LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) { return lunai_finish(s, t->rank, t->shape); }
+LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) {
+  return lunai_finish(s, t->rank, t->shape);
+}
 
 /* --- backward --- */
 #ifndef LUNA_NO_TRAIN
@@ -11258,7 +12224,8 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
     if (owner->maker && !owner->keep_grad && !t->keep_grad) {
       if ((owner->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
       memory = owner->grad_piece->at;
-    } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) : lunai_step(ctx, bytes, true, &memory))) return false;
+    } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) :
+                 lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->has_grad = true;
     if (owner->parameter) {
@@ -11300,7 +12267,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       first->data_piece = NULL;
-    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) == NULL) return false;
+    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) ==
+               NULL) return false;
     owner->data = (float *)owner->data_piece->at;
     owner->released = false;
     owner->recomputed = true;
@@ -11315,8 +12283,8 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
   return true;
 }
 
-/* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and backward
-   does not need is released at once. */
+/* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and
+   backward does not need is released at once. */
 LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
   luna_ctx *ctx = newest->ctx;
   luna_op *op = newest->recompute_from;
@@ -11385,8 +12353,9 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   }
 }
 
-/* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a time. False where that op cannot,
-   or where the gradient is kept or has other parts: something has reached it, or an op between the two reads the logits and still may. */
+/* Leaves the gradient of a cross-entropy's logits to the LINEAR op that made them, which stores only parts of it at a
+   time. False where that op cannot, or where the gradient is kept or has other parts: something has reached it, or an
+   op between the two reads the logits and still may. */
 LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   const luna_tensor *logits = lunai_owner(loss->in[0]);
   luna_op *maker = logits->maker;
@@ -11435,7 +12404,8 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (i = 0; i < op->outputs; i++)
     if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status)) return false;
+    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
+      return false;
   op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (i = 0; i < op->inputs; i++)
     if (op->sets >> i || lunai_grad_in_place(op, i)) {
@@ -11451,7 +12421,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-  if (lunai_is_run(op)) *status = ctx->backend->op[op->kind].backward(op);
+  if (lunai_is_run(op)) *status = lunai_op_call(op, true);
   lunai_step_rewind(ctx, mark);
   lunai_op_done(op);
   if (op->loss) lunai_op_done(op->loss);
@@ -11507,8 +12477,8 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   t->recomputed = false;
 }
 
-/* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients of parameters
-   included: they stay, zero. On failure nothing has changed. */
+/* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients
+   of parameters included: they stay, zero. On failure nothing has changed. */
 LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
@@ -11562,6 +12532,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
+  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
@@ -11575,13 +12547,19 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
 
 #endif /* !LUNA_NO_TRAIN */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>graphs
    Between begin and end the context's backend is a graph's own table, which notes calls: each is a record of a copy of
-   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At the
-   end the records are run: as they are; or while the device records them, with those copies made from one place there;
-   or not at all, where a recording with their hash exists: then that place alone is written. Guarded by tests/cuda.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   its arguments, tensors and all, and goes into a hash of everything but the values that are copied to the device. At
+   the end the records are run: as they are; or while the device records them, with those copies made from one place
+   there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
+   tests/cuda.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
+LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+#else
 typedef enum lunai_call_kind {
   LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
   LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
@@ -11629,7 +12607,9 @@ LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
   }
 }
 LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
-LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) { lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value); }
+LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) {
+  lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value);
+}
 
 /* room for `size` bytes more; null where there is none, or where it would not be used */
 LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
@@ -11760,7 +12740,8 @@ LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, 
   if (bytes == 0) return LUNA_OK;
   if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
   if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
-  if (direction == 1 && !value) lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
+  if (direction == 1 && !value)
+    lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
   c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
   if (!c) return g->device->copy(ctx, to, from, bytes, direction);
   c->to = to;
@@ -11801,7 +12782,8 @@ LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, lu
   return LUNA_OK;
 }
 /* the parts stay as they are, the optimiser's, until it makes another step */
-LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule, const luna_update *parts,
+LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
+                                      const luna_update *parts,
                                       const luna_update *table, int64_t count) {
   lunai_call *c = lunai_note(ctx->graph, kind, 0);
   if (!c) return NULL;
@@ -11936,7 +12918,8 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
   ctx->backend = g->device;
   status = g->status;
   if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
-  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g)) status = lunai_graph_launch(g);
+  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g))
+    status = lunai_graph_launch(g);
   else if (!g->through) {
     g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
     status = lunai_calls_run(g, false);
@@ -11950,10 +12933,11 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
 LUNA_API const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
 }
+#endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_MAX_PARAM_NAME 1024       /* with its end */
 typedef struct lunai_param {
   struct lunai_param *next;          /* in the set */
@@ -11980,7 +12964,8 @@ struct luna_params {
   const luna_params *shared;         /* from this set, */
   lunai_sharing sharing;             /* which ctx->sharing lists where work is queued; */
   lunai_st source;                   /* or from this file */
-  const lunai_st *filling;           /* while a model is loaded: new parameters must be in this file, and take their values from it */
+  /* while a model is loaded: new parameters must be in this file, and take their values from it */
+  const lunai_st *filling;
 };
 
 /* Records the outcome of a call that makes something. The first failure is remembered until the same call succeeds,
@@ -12037,7 +13022,8 @@ LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) 
   params->borrowing = true;
   params->shared = from;
   while (root->shared) root = root->shared;
-  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) || !lunai_queues(root->ctx))
+  if (root->ctx == ctx || luna_backend_of(ctx) != luna_backend_of(root->ctx) || !lunai_queues(ctx) ||
+      !lunai_queues(root->ctx))
     return params;
   params->sharing.owner = root->ctx;
   params->sharing.next = ctx->sharing;
@@ -12083,7 +13069,8 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
   status = params->ctx->options.measure ? LUNA_OK
       : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
   for (p = params->first; p && status == LUNA_OK; p = p->next)
-    if (p->tensor.grad) status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
+    if (p->tensor.grad)
+      status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
 }
 
@@ -12113,7 +13100,8 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
   return status == LUNA_OK && !matched ? lunai_fail_status(ctx, LUNA_ERROR_FREEZE_EMPTY, name ? name : "") : status;
 }
 
-/* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every machine --- */
+/* --- first values: word w of element e out of Philox(counter (e, hash of the name), key = seed), the same on every
+   machine --- */
 LUNAI_FN float lunai_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * (1.0f / 16777216.0f); } /* (0, 1) */
 LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
   for (;; counter[1] += 0x10000u) {
@@ -12126,7 +13114,8 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
     }
   }
 }
-LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width, uint64_t hash, uint64_t seed) {
+LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width,
+                                 uint64_t hash, uint64_t seed) {
   int64_t i;
   for (i = 0; i < count; i++) {
     uint32_t counter[4], word[4];
@@ -12134,7 +13123,8 @@ LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
     counter[2] = (uint32_t)hash;
     counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES) out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
+    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES)
+      out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
     else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
     else {
       lunai_philox(counter, seed, word);
@@ -12167,7 +13157,8 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   lunai_st_tensor t;
   int a, rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
-  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx))
+    *wrong = LUNA_ERROR_BORROW_DEVICE;
   if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
   if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
@@ -12207,7 +13198,9 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   return lunai_backend_result(ctx, "a parameter's values", status);
 }
 
-LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64; }
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
+  return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
+}
 LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
   int a;
   if (t->rank != tensor->rank) return false;
@@ -12216,7 +13209,8 @@ LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor)
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
-LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape, lunai_st_tensor *t) {
+LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape,
+                          lunai_st_tensor *t) {
   luna_tensor like;
   lunai_tensor_set(&like, ctx, rank, shape);
   if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
@@ -12251,7 +13245,8 @@ LUNAI_FN bool lunai_param_named(const luna_params *params, const char *name) {
   else return true;
   return false;
 }
-LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, int rank, const int64_t *shape,
+                                       luna_init init) {
   luna_ctx *ctx = params->ctx;
   const int64_t count = lunai_shape_count(rank, shape);
   lunai_persistent_mark mark;
@@ -12297,7 +13292,8 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   lunai_param_join(params, p);
   return &p->tensor;
 }
-LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape, luna_init init) {
+LUNA_API luna_tensor *luna_param(luna_params *params, const char *name, int rank, const int64_t *shape,
+                                 luna_init init) {
   luna_tensor *t = params ? lunai_param_make(params, name, rank, shape, init) : NULL;
   if (params) lunai_remember(params->ctx, params, lunai_hash(name ? name : ""), t ? LUNA_OK : params->ctx->last_status);
   return t;
@@ -12335,6 +13331,12 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   params->ctx->last_status = params->ctx->open_status;
   if (params->ctx->open_status != LUNA_OK) return false;
   return lunai_is_given(params->ctx, name, "the layer or model", made != NULL);
+}
+/* zeroes the struct but for its config, its first member */
+LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_t size) {
+  memset(s->made, 0, s->size);
+  memcpy(s->made, config, size);
+  return true;
 }
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
@@ -12421,9 +13423,9 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
   return lunai_params_put(params, key, value);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>ops: shape checks, then a call of the backend
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* of a stream or its layer: memories, and whether each is of a source, as in a decoder */
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_SOURCES(s) ((int64_t)1)
@@ -12435,10 +13437,11 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
-  const int64_t *position;           /* tokens before */
+  const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
-  int64_t sources;                   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
+  int64_t sources;
   luna_tensor scores;                /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots,
                                         head_dim]; of one source without its axis */
   luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], of several sources [sources, batch / sources,
@@ -12450,11 +13453,87 @@ typedef struct lunai_past {
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
+/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
+   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+typedef struct lunai_pattern {
+  int64_t sizes[128];                /* of the letters; -1: not met */
+  const luna_tensor *leading;        /* the first input with leading axes */
+  int after;                         /* its axes after them */
+} lunai_pattern;
+/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
+   '[' for their number */
+LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+  const bool open = axes[1] == '.';
+  const char *first = axes + (open ? 5 : 1), *at = first;
+  int a, rank, before;
+  while (at[0] && at[1] == ',') at += 2;
+  rank = (int)(at - first) / 2 + 1;
+  before = t->rank - rank;
+  if (open ? before < 0 : before != 0) return '[';
+  for (a = 0; a < rank; a++) {
+    const char letter = first[2 * a];
+    const int64_t size = t->shape[before + a];
+    int64_t *known = &p->sizes[letter & 127];
+    if (*known < 0) *known = size;
+    if (size != *known || (size < 1 && letter < 'a')) return letter;
+  }
+  if (open && !p->leading) p->leading = t, p->after = rank;
+  return !open || (p->leading->rank - p->after == before &&
+                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+  const char *at = pattern;
+  lunai_pattern p;
+  int i;
+  memset(&p, -1, sizeof p.sizes);
+  p.leading = NULL;
+  for (i = 0; *at; i++) {
+    const luna_tensor *t = s->op.in[i];
+    char name[16], wrong[2] = { 0, 0 }, why[40];
+    size_t length = 0;
+    bool optional;
+    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+    name[length] = 0;
+    optional = *at == '?';
+    while (*at != '[') at++;
+    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
+      const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
+                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+    }
+    while (*at != ']') at++;
+    at += 1 + (at[1] == ' ');
+  }
+  return true;
+}
+LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
+  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
+}
+LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+  if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
+  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+}
+/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
+  int i;
+  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+    const int64_t dim = lunai_last(s->op.in[i]);
+    if (heads < 1 || dim % heads != 0)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+    if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
+  }
+  return true;
+}
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory;
+  void *memory = NULL;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
+  else memory = lunai_slab_take(x->ctx);
+  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
@@ -12469,7 +13548,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -12486,7 +13565,8 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ? lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
+      lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
 }
@@ -12494,7 +13574,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
@@ -12510,7 +13590,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -12535,7 +13615,8 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL)) return NULL;
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
+    return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
   for (i = 1; i < count; i++) {
@@ -12543,7 +13624,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
-    lunai_input(&s, x[i]);
   }
   s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
@@ -12553,7 +13633,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
@@ -12580,8 +13660,9 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { a, b };
   lunai_build s;
-  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, kind, name, in, 2, 2) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -12596,13 +13677,13 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   lunai_build s;
-  if (condition && condition->needs_grad) condition = luna_detach(condition);
-  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? lunai_elementwise(&s) : NULL;
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
   if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -12610,14 +13691,14 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 }
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return lunai_elementwise(&s);
 }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
@@ -12627,7 +13708,7 @@ LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, lun
 }
 LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, &x, 1, 1)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -12648,7 +13729,8 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
+    return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
@@ -12659,7 +13741,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
@@ -12671,8 +13753,12 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
   return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
 }
-LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum"); }
-LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean"); }
+LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
+}
+LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean");
+}
 LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
   const int64_t count = luna_count(x);
   return x ? luna_reshape(x, 1, &count) : NULL;
@@ -12686,17 +13772,21 @@ LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
 LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
 }
-LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) { return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max"); }
+LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
+  return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
+}
 
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  luna_tensor *const in[] = { a, b };
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
-  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++) good = a->shape[a->rank - i] == b->shape[b->rank - i];
+  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
+    good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
   m = a->shape[a->rank - (transpose_a ? 1 : 2)];
   k = a->shape[a->rank - (transpose_a ? 2 : 1)];
@@ -12722,80 +13812,48 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* whether a vector, where it is there, has that size; a weight [out, in] */
-LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
-}
-LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
-}
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t, (int64_t)rank) != NULL;
-}
-
-/* whether x, weight and bias go together; false: the failure is reported */
-LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
-  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
-  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
-         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
-}
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
-LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation, luna_tensor *residual, float dropout) {
+LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                        luna_activation activation, luna_tensor *residual, float dropout) {
+  luna_tensor *const in[] = { x, weight, bias, residual };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
-  lunai_input(&s, bias);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
-  lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
-LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, luna_activation activation) {
+LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                             luna_activation activation) {
   return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
-LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) { return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE); }
+LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
+  return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
+}
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is reported */
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
-                                      const luna_tensor *b2, luna_activation activation,
-                                      const luna_feed_forward_config *c) {
-  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
-  luna_ctx *ctx = x->ctx;
-  luna_tensor want;
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+  luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
-  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(activation))
     return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
-  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
-  lunai_tensor_set(&want, ctx, x->rank, x->shape);
-  want.shape[x->rank - 1] = w2->shape[0];
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
-  if (!c->gate) return true;
-  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
-      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
-  return c->gate->shape[0] == w1->shape[0] ||
-         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+  return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
+         lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
-LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2, luna_tensor *b2, const luna_feed_forward_config *config) {
+LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
+                                        luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
-      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -12803,10 +13861,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
-  lunai_input(&s, b1);
-  lunai_input(&s, w2);
-  lunai_input(&s, b2);
-  lunai_input(&s, c->residual);
+  s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -12818,8 +13873,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -12828,8 +13883,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -12845,7 +13900,7 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   lunai_build s;
   shape[0] = luna_count(x);
   shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
@@ -12855,21 +13910,19 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "x [...,N]")) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
+      !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
   s.op.arg.norm.rms = rms;
-  lunai_input(&s, weight);
-  lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -12883,8 +13936,8 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -12898,7 +13951,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   int64_t shape[2];
   if (!x || x->rank == 2) return x;
-  if (!lunai_has_rank(name, x, 1)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   shape[0] = x->shape[0];
   shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
   return luna_reshape(x, 2, shape);
@@ -12921,16 +13974,18 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
       count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
   luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
       "luna_scatter_add_rows") : NULL;
+  luna_tensor *in[2];
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  in[0] = flat, in[1] = added;
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
@@ -12938,7 +13993,8 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
 }
 
 /* Labels of `rows` rows and the config into an op; false: the failure is reported */
-LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const int32_t *labels,
+                           const luna_cross_entropy_config *config) {
   luna_ctx *ctx = s->op.ctx;
   luna_cross_entropy_config c;
   int64_t i, counted = 0;
@@ -12947,7 +14003,8 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (!labels) return lunai_fail_null(ctx, s->name, "labels") != NULL;
-  if (!(c.smoothing >= 0 && c.smoothing <= 1)) return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
+  if (!(c.smoothing >= 0 && c.smoothing <= 1))
+    return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
   if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(s, (size_t)rows * sizeof(int32_t)) != NULL;
   kept = (int32_t *)memory;
@@ -12964,30 +14021,93 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return rows == 0 || s->op.index != NULL;
 }
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) { return luna_cross_entropy_with(logits, labels, NULL); }
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) {
+  return luna_cross_entropy_with(logits, labels, NULL);
+}
+LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
+                                              const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
-  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
+  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
+      lunai_abandon(&s);
 }
 
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
   return t->ctx->backend->op[kind].forward != NULL;
 }
-LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, const int32_t *labels, const luna_cross_entropy_config *config) {
+LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                                const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
-  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY)) /* a panel is all the logits, or the backend has none */
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
+  /* a panel is all the logits, or the backend has none */
+  if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
-  lunai_input(&s, bias);
-  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
-    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
-    return lunai_abandon(&s);
+  if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
+      lunai_abandon(&s);
+}
+
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  float part[256], number;
+  int64_t r, i, at;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
+    double sum = 0;
+    (void)lunai_first_max(in[0], n, 1, &at);
+    number = in[0][at];
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
+    }
+    number = lunai_log1_scalar((float)sum);
+    in[0] = y;
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
   }
-  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) : lunai_abandon(&s);
+}
+LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)lunai_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    lunai_k(op)->add(n, dx, dy, dx);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
+  return LUNA_OK;
+}
+#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  luna_tensor *z;
+  int axis;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
+  axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -13002,7 +14122,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   lunai_build s;
   void *memory;
   int32_t *given;
-  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
@@ -13053,19 +14173,16 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
   no = luna_add_scalar(luna_scale(y, -1), 1);
-  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") :
+                 NULL);
   no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
   return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
 
 /* --- attention --- */
-LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
-                    s->op.arg.attention.heads);
-}
-
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
-LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows, const char *what, bool *failed) {
+LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
+                                      const char *what, bool *failed) {
   int64_t i;
   const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
   for (i = 0; i <= count && !*failed; i++)
@@ -13081,31 +14198,29 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
-  const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = ragged ? 0 : 1;
-  int64_t batch, longest = 0, b;
-  s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k)) return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 || k->shape[axis] != v->shape[axis]) return false;
-  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (ragged) {
-    for (b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->sequences;
-    s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.arg.attention.keys = longest;
-    return true;
+/* the longest sequence of a ragged batch */
+LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0, b;
+  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
+}
+LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  int i;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+    if (own != 1) batch = own;
   }
-  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
-  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) || (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.arg.attention.batch = batch;
-  s->op.arg.attention.queries = q->shape[1];
-  s->op.arg.attention.keys = k->shape[1];
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? lunai_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? lunai_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
   return true;
 }
 
@@ -13153,23 +14268,26 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
   return to;
 }
 
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, const luna_attention_config *config) {
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
+  luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
-                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
+                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
   if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths", &failed);
+  if (!lunai_attention_fits(&s, c)) return NULL;
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
+                                &failed);
   if (ragged) {
     s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets", &failed);
     s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
@@ -13187,7 +14305,8 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
     return NULL;
   s.op.arg.attention.causal = c->causal;
-  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) : c->scale;
+  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) :
+      c->scale;
   s.op.dropout = c->dropout;
   shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
   shape[1] = ragged ? lunai_last(v) : q->shape[1];
@@ -13199,27 +14318,21 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  luna_tensor *const in[] = { x, y, z };
   lunai_build s;
-  bool good;
-  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
-  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] && x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 && z->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
+      !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
   return lunai_finish_like(&s, z);
 }
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                               const lunai_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (!lunai_is_checked(x->ctx) &&
-      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
-  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
-  lunai_input(&s, bias);
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -13227,13 +14340,14 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
   return lunai_short_convolution(x, weight, bias, NULL);
 }
 
-LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout, luna_tensor **sums) {
+LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
+                                luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
+  luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] || weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
   if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
@@ -13255,7 +14369,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
 }
 
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
-LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                            luna_tensor *out_bias, const int32_t *lengths, float dropout) {
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
   const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
   int64_t flat[3], grouped[4], rows[2];
@@ -13273,35 +14388,31 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   return out_bias ? luna_add(s, out_bias) : s;
 }
 
-LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  bool good, failed = false;
-  int a;
+LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+    luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
+  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
+  bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] && k->shape[3] == x->shape[2] && x->shape[2] > 0;
-  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
-  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
-  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
+      !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
-  lunai_input(&s, v);
-  lunai_input(&s, out_bias);
-  lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
-LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v, luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
+                                  luna_tensor *out_bias, const int32_t *lengths, float dropout) {
   return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout, 0);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega,
+LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+                                            int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
   luna_tensor *a = luna_activate(s, omega), *w;
   int64_t grouped[4];
@@ -13317,25 +14428,20 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                          int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
                                          const lunai_past *past) {
-  bool good, failed = false;
+  luna_tensor *const in[] = { q, k, v, s };
+  bool failed = false;
   float scale;
-  int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) || lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] && s->shape[1] == q->shape[1];
-  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
-    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
+      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
+      !lunai_heads_fit(&build, heads) ||
+      !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
@@ -13347,19 +14453,20 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
   }
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
 }
-LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s, int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
+    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
   return lunai_causal_nested(q, k, v, s, heads, omega, lengths, dropout, NULL);
 }
 
-LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape, const luna_custom *custom) {
+LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
+                                     const luna_custom *custom) {
   void *memory;
-  int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL, NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+    return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
-  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
@@ -13381,9 +14488,63 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+  {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
+
+/* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
+/* A field of a config, and what it may hold; a fraction is a float from 0 to below 1. Tables of them check configs, and
+   write and read a model's in a checkpoint's metadata as luna.NAME: there a field whose min is 0 may be absent, and a
+   fraction is in units of 10^-9, which give the same float again. */
+typedef struct lunai_field { const char *key; uint16_t at; uint8_t size; bool fraction; int32_t min, max; } lunai_field;
+#define LUNAI_FIELD_OF(config, name, field, min, max) \
+  { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), false, min, max },
+#define LUNAI_FRACTION_OF(config, name) \
+  { "luna." #name, (uint16_t)offsetof(config, name), (uint8_t)sizeof(float), true, 0, 999999999 },
+LUNAI_FN int64_t lunai_field_get(const lunai_field *f, const void *config) {
+  const char *at = (const char *)config + f->at;
+  int64_t number;
+  int32_t word;
+  float fraction;
+  if (f->size == 1) return *(const int8_t *)(const void *)at; /* bool, or a short enum */
+  if (f->size == sizeof number) return memcpy(&number, at, sizeof number), number;
+  if (f->fraction) return memcpy(&fraction, at, sizeof fraction), (int64_t)((double)fraction * 1e9 + 0.5);
+  return memcpy(&word, at, sizeof word), word;
+}
+LUNAI_FN void lunai_field_set(const lunai_field *f, void *config, int64_t value) {
+  char *at = (char *)config + f->at;
+  const int32_t word = (int32_t)value;
+  const float fraction = (float)((double)value * 1e-9);
+  if (f->size == 1) *at = (char)value;
+  else if (f->size == sizeof value) memcpy(at, &value, sizeof value);
+  else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
+  else memcpy(at, &word, sizeof word);
+}
+/* whether all of them hold what they may; false with a sentence */
+LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, const void *config) {
+  const lunai_field *f;
+  float fraction;
+  for (f = fields; f < fields + count; f++) {
+    if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
+    if (f->fraction ? !lunai_is_probability(ctx, ctx->call, f->key + 5, fraction) :
+                      !lunai_in(ctx, ctx->call, f->key + 5, lunai_field_get(f, config), f->min, f->max)) return false;
+  }
+  return true;
+}
+
 #define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
@@ -13403,28 +14564,41 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   init.scale = scale;
   return init;
 }
-LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a, int64_t b, luna_init init) {
-  char full[LUNAI_MAX_NAME];
+/* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
+   ".weight", and beside it is ".bias" [rows], zeros. */
+#define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
+#define LUNAI_MAX_PARTS 16
+typedef struct lunai_part {
+  bool has;                          /* whether this layer has it */
+  luna_tensor **weight, **bias;      /* where they go; bias may be null */
+  const char *name;
+  int64_t rows, columns;
+  luna_init init;
+} lunai_part;
+#define LUNAI_BOTH(layer) &(layer).weight, &(layer).bias
+#define LUNAI_ALONE(tensor) &(tensor), NULL
+LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char *name, const luna_layer_config *c) {
+  luna_tensor **bias = c->norm == LUNA_NORM_RMS ? NULL : &norm->bias;
+  const lunai_part part = { has, &norm->weight, bias, name, c->dim, LUNAI_VECTOR, lunai_init(LUNA_INIT_ONES, 0) };
+  return part;
+}
+LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
+  char name[LUNAI_MAX_NAME];
+  const lunai_part *p;
   int64_t shape[2];
-  shape[0] = a;
-  shape[1] = b;
-  return lunai_name(params, full, prefix, name) ? luna_param(params, full, rank, shape, init) : NULL;
-}
-
-/* "prefix" + "name" + ".weight" and ".bias" */
-LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t in, int64_t out, luna_init init) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-  return layer->bias != NULL;
-}
-LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name, int64_t dim) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-  return layer->bias != NULL;
+  for (p = parts; p < parts + count; p++) {
+    if (!p->has) continue;
+    if (!lunai_name(params, name, prefix, p->name)) return false;
+    shape[0] = p->rows;
+    shape[1] = p->columns;
+    *p->weight = luna_param(params, name, p->columns == LUNAI_VECTOR ? 1 : 2, shape, p->init);
+    if (!*p->weight) return false;
+    if (!p->bias) continue;
+    memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
+    *p->bias = luna_param(params, name, 1, shape, lunai_init(LUNA_INIT_ZEROS, 0));
+    if (!*p->bias) return false;
+  }
+  return true;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
 LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]) {
@@ -13443,41 +14617,61 @@ LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, co
   return x && made;
 }
 
-LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix, int64_t in, int64_t out, luna_init init) {
+LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
+  bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
+  if (good) {
+    const lunai_part part = { true, LUNAI_BOTH(*layer), ".weight", out, in, init };
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
   return luna_linear(x, layer->weight, layer->bias);
 }
 
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim) {
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind) {
   char name[LUNAI_MAX_NAME];
+  luna_layer_config c;
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
+              lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  if (good) {
+    lunai_part part;
+    memset(layer, 0, sizeof *layer);
+    c.dim = dim;
+    c.norm = kind;
+    part = lunai_norm_part(true, layer, ".weight", &c);
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return luna_layer_norm(x, layer->weight, layer->bias);
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
-/* --- features --- */
-LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
-                               int64_t dim, luna_init init) {
+LUNAI_FN int lunai_input_parts(luna_input_layer *layer, int64_t features, int64_t dim, luna_init init,
+                               lunai_part *parts) {
   const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
-  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
-         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
-         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+  const lunai_part all[] = {
+    { features != 0, LUNAI_ALONE(layer->mean), "input_norm.mean", features, LUNAI_VECTOR, zeros },
+    { features != 0, LUNAI_ALONE(layer->scale), "input_norm.scale", features, LUNAI_VECTOR, ones },
+    { features != 0, LUNAI_BOTH(layer->projection), "input_proj.weight", dim, features, init } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
+  return lunai_setup_end(&s, good);
 }
 /* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
    that returns a status. */
@@ -13590,6 +14784,12 @@ LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
   if (*heads == 0) *heads = 4;
 }
 
+/* a caller's config, or zeros for the defaults */
+LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
+  if (config) memcpy(own, config, size);
+  else memset(own, 0, size);
+}
+
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
@@ -13610,36 +14810,40 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
+LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_nested_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->pk), "pk_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pv), tied ? "pc_proj.weight" : "pv_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), tied ? "c_proj.weight" : "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (tied) { layer->pk = layer->pv; layer->k = layer->v; }
+  if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
+  return true;
+}
+LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_attention_layer_config *config,
+                                              luna_nested_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->pack_heads == 0) c->pack_heads = c->heads;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
+}
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config) {
   luna_nested_attention_layer_config c;
-  const luna_linear_layer none = { NULL, NULL };
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_divides(params->ctx, "pack_heads", c.pack_heads, c.dim) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_QK))
-    return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  layer->pk = layer->k = none;
-  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
-  if (c.sharing == LUNA_SHARING_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
-  if (c.sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -13656,11 +14860,13 @@ LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) 
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
   if (x && x->shape[1] == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, x->shape[2] / heads);
-  return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) : NULL;
+  return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) :
+      NULL;
 }
 LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
   if (x && x->shape[2] == 1) return lunai_reshape(x, 3, x->shape[0], 1, x->shape[1] * x->shape[3], 1);
-  return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) : NULL;
+  return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) :
+      NULL;
 }
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
 LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
@@ -13670,15 +14876,19 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
   luna_status status = LUNA_OK;
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++) status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
+  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
+    status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
   if (status != LUNA_OK) return lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
 }
 
-LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) { return layer->weight ? luna_linear_layer_forward(layer, x) : x; }
+LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) {
+  return layer->weight ? luna_linear_layer_forward(layer, x) : x;
+}
 
 /* lengths of a memory of `max` slots, in the step, on the host */
-LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max, bool *failed) {
+LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max,
+                                             bool *failed) {
   void *memory;
   int64_t i;
   if (!lengths) return NULL;
@@ -13688,15 +14898,20 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h bpv_h */
-LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context, const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0, l = pq ? pq->shape[1] : 0;
+/* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
+   bpv_h */
+LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
+                                        const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0,
+      l = pq ? pq->shape[1] : 0;
   luna_tensor *sums = NULL, *g, *z, *bias;
   if (!pq) return NULL;
-  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h), lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
+                  lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
-  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false, false);
+  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
+                     false);
   return lunai_merge_heads(luna_add(z, bias));
 }
 
@@ -13712,10 +14927,12 @@ LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *lay
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
   k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
-  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias, residual, lengths, layer->config.dropout, dropout);
+  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias,
+                           residual, lengths, layer->config.dropout, dropout);
 }
 
-/* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of the long side and 4 l d */
+/* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of
+   the long side and 4 l d */
 LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int64_t projections) {
   const double d = (double)dim, l = (double)slots, n = (double)rows;
   if (ctx->options.form != LUNA_FORM_CHEAPEST) return ctx->options.form == LUNA_FORM_FOLDED;
@@ -13723,12 +14940,14 @@ LUNAI_FN bool lunai_fold(luna_ctx *ctx, int64_t rows, int64_t dim, int64_t heads
 }
 
 /* the first half: Y_P */
-LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer, luna_tensor *p, luna_tensor *context,
+                                        const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
   luna_attention_config a;
-  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key)) return lunai_pack_folded(layer, pq, context, lengths);
+  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key))
+    return lunai_pack_folded(layer, pq, context, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
   a.heads = c->pack_heads;
@@ -13809,32 +15028,40 @@ LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
   return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
          lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
 }
+LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lunai_part *parts) {
+  const luna_causal_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pc), "pc_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), full ? "v_proj.weight" : "c_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
+}
+LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_attention_layer_config *config,
+                                              luna_causal_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
+         lunai_is_omega(ctx, c->omega);
+}
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config) {
   luna_causal_attention_layer_config c;
-  luna_init init;
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
-    return lunai_setup_end(&s, false);
-  if (!lunai_is_omega(params->ctx, c.omega)) return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL) good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
+  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   return lunai_setup_end(&s, good);
 }
 
@@ -13845,14 +15072,15 @@ LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *la
   return lunai_split_heads(lunai_reshape(pq, 3, p->rank == 2 ? 1 : p->shape[0], p->shape[p->rank - 2], d, 1), h);
 }
 /* folded: pq_h Wpc_h [b, h, l, d]; *bias, unless null: pq_h bpc_h [b, h, l, 1] */
-LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq, luna_tensor **bias) {
+LUNAI_FN luna_tensor *lunai_causal_folded(const luna_causal_attention_layer *layer, luna_tensor *pq,
+                                          luna_tensor **bias) {
   const int64_t d = layer->config.dim, h = layer->config.heads;
   luna_tensor *g = luna_matmul(pq, lunai_reshape(layer->pc.weight, 3, h, d / h, d, 1), false, false);
   if (bias) *bias = luna_matmul(pq, lunai_reshape(layer->pc.bias, 3, h, d / h, 1, 1), false, false);
   return g;
 }
-/* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key bias stays, for omega is
-   no softmax. */
+/* Raw pack scores s [batch, n, h l] = k_p pq^T, k_p = X Wpc + bpc. Folded: X (pq_h Wpc_h)^T + pq_h bpc_h; here the key
+   bias stays, for omega is no softmax. */
 LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer, luna_tensor *x, lunai_past *past) {
   const int64_t h = layer->config.heads, n = LUNAI_SOURCES(past), rows = x->shape[0] * x->shape[1];
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -13867,7 +15095,8 @@ LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer
   return lunai_result(scope, s);
 }
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
-  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 || p->shape[0] == 1;
+  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 ||
+      p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
   luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
   if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
@@ -13899,34 +15128,41 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
   scope = luna_scope_begin(x->ctx);
-  if (!LUNAI_BUMPS(x->ctx)) lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
+  if (!LUNAI_BUMPS(x->ctx))
+    lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
   s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
   v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
-  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout));
+  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
+                                               dropout));
 }
-LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                                          luna_tensor *p, const int32_t *lengths) {
   return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
 /* from the first of `count` to the last, evenly; 0: all the same */
-LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t count) { return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1); }
+LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t count) {
+  return last == 0 || count < 2 ? first : first + (last - first) * i / (count - 1);
+}
 LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
 
-/* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one kernel [1, w] that starts as the
-   mean; false when it could not be made. No projection to learn: null, true */
-LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name, const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
+/* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one
+   kernel [1, w] that starts as the mean. Other projections have no parameters. */
+LUNAI_FN lunai_part lunai_linformer_part(bool has, luna_tensor **e, const char *name, const luna_linformer_config *c,
+                                         int64_t last_layer) {
+  const bool linear = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR;
+  const bool learned = linear || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION;
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
-  *e = NULL;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
-  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION) *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
-  else return true;
-  return *e != NULL;
+  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), min = lunai_min(c->k, lunai_min(head, layer));
+  const int64_t rows = linear ? max : 1, columns = linear ? c->max_length : has ? lunai_window(c, min) : 1;
+  const luna_init init = linear ? lunai_init(LUNA_INIT_XAVIER, 1) : lunai_init(LUNA_INIT_ONES, 1.0f / (float)columns);
+  const lunai_part part = { has && learned, e, NULL, name, rows, columns, init };
+  return part;
 }
 LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->max_length == 0) c->max_length = 512;
@@ -13940,44 +15176,48 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
                   LUNA_LINFORMER_PROJECTION_CONVOLUTION);
 }
 
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix, const luna_attention_layer_config *config) {
+LUNAI_FN bool lunai_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_attention_layer_config *c = &layer->config;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const bool e = c->kind == LUNA_ATTENTION_LINFORMER && c->linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE;
+  const bool f = e && c->linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE;
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_linformer_part(e, &layer->e, "e_proj", &c->linformer, 0),
+    lunai_linformer_part(f, &layer->f, "f_proj", &c->linformer, 0) };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (!f) layer->f = layer->e;
+  return true;
+}
+LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer_config *config,
+                                       luna_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  if (!config) c->kind = LUNA_ATTENTION_SOFTMAX;
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (!lunai_attention_good(ctx, c->dim, c->heads, c->dropout) ||
+      !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
+    return false;
+  if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
+  if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
+  return lunai_linformer_config(ctx, &c->linformer);
+}
+LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
+    const luna_attention_layer_config *config) {
   luna_attention_layer_config c;
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(&c, 0, sizeof c);
-  c.kind = LUNA_ATTENTION_SOFTMAX;
-  if (config) c = *config;
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)c.kind, LUNA_ATTENTION_SOFTMAX,
-                LUNA_ATTENTION_LINFORMER))
-    return lunai_setup_end(&s, false);
-  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LINFORMER_CAUSAL, params->ctx->call);
-    return lunai_setup_end(&s, false);
-  }
-  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim, lunai_projection_init(c.bert_init, true));
-  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE) {
-    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
-    layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE) good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
-  }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
-/* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1], divided by its last column */
-LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal, const int32_t *lengths) {
+/* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
+   divided by its last column */
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal,
+                                             const int32_t *lengths) {
   luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
@@ -13998,7 +15238,8 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, lun
 }
 
 /* lengths of each sequence in windows, or in rows (w = 1); without lengths all are `n` */
-LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n, int64_t w) {
+LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n,
+                                             int64_t w) {
   void *memory;
   int64_t i;
   if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory))
@@ -14008,8 +15249,10 @@ LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengt
 }
 
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
-LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k, const int32_t *lengths) {
-  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k), windows = lunai_divide_up(n, w);
+LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k,
+                                    const int32_t *lengths) {
+  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k),
+      windows = lunai_divide_up(n, w);
   const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
   luna_tensor *parts[2];
   int64_t shape[3];
@@ -14023,7 +15266,8 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
     parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
     x = luna_concat(parts, 2, 1);
   }
-  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL) return NULL;
+  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL)
+    return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
@@ -14031,9 +15275,11 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
-LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k,
+                                            luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  const int64_t width = layer->config.dim / layer->config.heads * heads, from = first * (layer->config.dim / layer->config.heads);
+  const int64_t width = layer->config.dim / layer->config.heads * heads,
+      from = first * (layer->config.dim / layer->config.heads);
   const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
   luna_attention_config a;
   memset(&a, 0, sizeof a);
@@ -14045,17 +15291,21 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
     v = luna_slice(v, 2, from, width);
   }
   if (!q || !k || !v) return NULL;
-  if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths && (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
-  return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths), lunai_shorten(c, v, layer->f, size, lengths), &a);
+  if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
+      (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+  return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
+                                lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
-LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                      const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   luna_tensor *parts[2] = { NULL, NULL };
   int64_t h;
   if (!q || !k || !v) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
-  if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
+  if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
+                                   c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
@@ -14065,7 +15315,8 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
   return parts[0];
 }
 
-LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x, luna_tensor *context, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
+                                                   luna_tensor *context, const int32_t *lengths) {
   const luna_attention_layer_config *c;
   luna_attention_config a;
   luna_tensor *q, *k, *v, *y;
@@ -14085,7 +15336,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   a.causal = c->causal;
   a.dropout = c->dropout;
   y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) : lunai_linformer(layer, q, k, v, lengths);
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) :
+          lunai_linformer(layer, q, k, v, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -14125,6 +15377,17 @@ LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna
   layer->heads = *heads;
   layer->ffn = *ffn;
 }
+#define LUNAI_DROPOUTS 3                /* the rows of lunai_layer_fields that are in every model's metadata */
+static const lunai_field lunai_layer_fields[] = {
+  LUNAI_FRACTION_OF(luna_layer_config, dropout) LUNAI_FRACTION_OF(luna_layer_config, attention_dropout)
+  LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
+#define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
+  LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
+  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
+  LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
+  LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
+#undef LUNAI_LAYER_FIELD
+};
 /* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
@@ -14136,15 +15399,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return lunai_in(ctx, ctx->call, "dim", c->dim, 1, 1 << 24) && lunai_in(ctx, ctx->call, "ffn", c->ffn, 1, 1 << 26) &&
-         lunai_in(ctx, ctx->call, "layer.convolution", c->convolution, 0, 1024) &&
-         lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
-         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_TANH) &&
-         lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
-         lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
-         lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
+  return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
 }
@@ -14168,13 +15423,15 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3,
-    luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
-  memset(fc3, 0, sizeof *fc3);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix,
-      "fc2", c->ffn, c->dim, init) &&
-         (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->fc1), "fc1.weight", c->ffn, c->dim, init },
+    { true, LUNAI_BOTH(layer->fc2), "fc2.weight", c->dim, c->ffn, init },
+    { c->gated, LUNAI_BOTH(layer->fc3), "fc3.weight", c->ffn, c->dim, init },
+    lunai_norm_part(true, &layer->norm, "final_layer_norm.weight", c) };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 
 /* the end of a half-layer: its sum, normed when post-norm */
@@ -14182,7 +15439,8 @@ LUNAI_FN luna_tensor *lunai_sum_normed(const luna_layer_config *c, luna_tensor *
   return c->pre_norm || !sum ? sum : luna_norm_layer_forward(norm, sum);
 }
 /* x + y after y's dropout, normed when post-norm */
-LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y, const luna_norm_layer *norm) {
+LUNAI_FN luna_tensor *lunai_residual(const luna_layer_config *c, luna_tensor *x, luna_tensor *y,
+                                     const luna_norm_layer *norm) {
   return lunai_sum_normed(c, luna_add(x, luna_dropout(y, c->dropout)), norm);
 }
 /* the input of a half-layer: normed when pre-norm */
@@ -14190,23 +15448,24 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
   return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
 }
 
-/* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1,
-    const luna_linear_layer *fc2, const luna_linear_layer *fc3,
-                                const luna_norm_layer *norm) {
+/* x + FFN(x), not normed when post-norm */
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
-  f.gate = fc3->weight;
-  f.gate_bias = fc3->bias;
-  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE; /* of a layer that is computed again as well: it need not hold a hidden layer then either */
-  return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
+  f.gate = layer->fc3.weight;
+  f.gate_bias = layer->fc3.bias;
+  /* of a layer that is computed again as well: it need not hold a hidden layer then either */
+  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
+  return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
+                           layer->fc2.bias, &f);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
-LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params, const char *prefix, const luna_layer_config *c, bool causal) {
+LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
+                               const char *prefix, const luna_layer_config *c, bool causal) {
   luna_attention_layer_config a;
   if (c->hook) {
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
@@ -14249,40 +15508,47 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
-LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
-  return c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(ctx) : luna_scope_begin(ctx);
+LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
+  return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
 
 /* a learned P */
-LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
-  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim, lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
+LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
+  const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
+                            lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))) };
+  return part;
 }
-
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
+LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config attention = lunai_nested_config(c);
+  const bool is_luna = lunai_is_luna(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config attention;
+  int count = 0;
+  parts[count++] = lunai_memory_part(is_luna && c->own_memory, &layer->memory, c->own_memory, c->dim);
+  parts[count++] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 1) &&
+         (is_luna ? luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                    lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  is_luna = lunai_is_luna(&layer->config);
-  if (good && is_luna && layer->config.own_memory) good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
-  attention = lunai_nested_config(&layer->config);
-  if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  if (is_luna) good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
 /* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
-LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention, luna_tensor *x,
-                                luna_tensor *p, luna_tensor *context, const int32_t *lengths, const luna_norm_layer *norm,
+LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
+                                luna_tensor *x,
+                                luna_tensor *p, luna_tensor *context, const int32_t *lengths,
+                                    const luna_norm_layer *norm,
                                 const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
   const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
   luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
@@ -14301,7 +15567,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   luna_tensor *y;
   luna_scope scope;
   bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
   c = &layer->config;
   is_luna = lunai_is_luna(c);
   if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
@@ -14320,43 +15586,48 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
   }
   if (!next_p) p = NULL;
   if (next_x) {
-    x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+    x = lunai_results_so_far(scope, x, p);
+    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
     if (x) *next_x = x;
   } else (void)lunai_result(scope, p);
   if (x && p) *next_p = p;
   return x != NULL;
 }
-LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 const int32_t *lengths) {
   luna_tensor *y = NULL;
   return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
 }
 
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix, const luna_layer_config *config) {
+LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
+  return lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, what) == LUNA_OK;
+}
+LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config cross = lunai_nested_config(c);
+  const luna_causal_attention_layer_config self = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config cross;
-  luna_causal_attention_layer_config self;
+  int count = 0;
+  parts[count++] = lunai_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") &&
+         luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts, 1) && lunai_name(params, name, prefix, "encoder_attn.") &&
+         luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config && !lunai_is_luna(config)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LUNA_ONLY, params->ctx->call, "a decoder layer");
-    return lunai_setup_end(&s, false);
-  }
-  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  cross = lunai_nested_config(&layer->config);
-  self = lunai_causal_config(&layer->config);
-  good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  good = good && lunai_name(params, name, prefix, "encoder_attn.");
-  good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -14368,55 +15639,63 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_
   const luna_layer_config *c;
   luna_tensor *y;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->self_norm);
   x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (past) {
     y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
     x = lunai_sum_normed(c, y, &layer->cross_norm);
-  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm, &layer->memory_norm, &x,
+  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm,
+                                &layer->memory_norm, &x,
                          next_p ? &p : NULL)) return NULL;
   if (!next_p) p = NULL;
-  x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
+  x = lunai_results_so_far(scope, x, p);
+  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
   if (x && p) *next_p = p;
   return x;
 }
-LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
+                                                 luna_tensor *context, const int32_t *lengths) {
   return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
 }
 
-LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix, int64_t memory, const luna_layer_config *config) {
+/* its own parameters, in front of the attention's memory and kernel */
+LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, int64_t memory, lunai_part *parts) {
+  const luna_layer_config *c = &layer->config;
+  const lunai_part kernel = { c->convolution != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", c->dim,
+                              c->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f) };
+  parts[0] = lunai_memory_part(lunai_is_luna(c), &layer->memory, memory, c->dim);
+  parts[1] = kernel;
+  parts[2] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  return 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
+}
+LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                      int64_t memory) {
+  const luna_layer_config *c = &layer->config;
+  const luna_causal_attention_layer_config attention = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_causal_layer_parts(layer, memory, parts);
   char name[LUNAI_MAX_NAME];
-  luna_causal_attention_layer_config attention;
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 2) &&
+         (lunai_is_luna(c) ? luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                             lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, true)) &&
+         lunai_parts_init(params, prefix, parts + 2, count - 2);
+}
+LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                            int64_t memory, const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  is_luna = !config || lunai_is_luna(config);
-  if (memory == 0) memory = 16;
-  if (is_luna && !lunai_in(params->ctx, params->ctx->call, "memory", memory, 1, LUNAI_MAX_COUNT))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  attention = lunai_causal_config(&layer->config);
-  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, layer->config.dim)) != NULL;
-  if (good && layer->config.convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-    good = layer->kernel_bias != NULL;
-  }
-  if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  const int64_t slots = memory == 0 ? 16 : memory;
+  const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
+                    ((config && !lunai_is_luna(config)) ||
+                     lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_causal_layer_init(layer, params, prefix, slots);
   return lunai_setup_end(&s, good);
 }
 
@@ -14424,9 +15703,9 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   const luna_layer_config *c;
   luna_tensor *y, *p = NULL;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
@@ -14436,9 +15715,9 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
-  y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
-  return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
+  y = lunai_result_so_far(scope, y);
+  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->feed_forward));
+  return lunai_result(scope, lunai_sum_normed(c, y, &layer->feed_forward.norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL);
@@ -14447,66 +15726,91 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 #pragma pop_macro("LUNA_API")
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by tests/golden.c and tests/models.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
-/* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
-   checking. A field whose min is 0 may be absent. */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
+   tests/golden.c and tests/models.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+/* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, 1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
+  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, memory, 1, 1 << 20) \
+  F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
+  F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
+  F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
+  F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
+  F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
+  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
+  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
+}
+#define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
+LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
+  const luna_lm_config *c = &model->config;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
+  const int64_t d = c->layer.dim;
+  const luna_init init = lunai_embedding_init(d, c->layer.bert_init);
+  const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
+  const int inputs = lunai_input_parts(&model->input, c->features, d, projection, parts);
+  const lunai_part all[] = {
+    { !c->features, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", c->max_length, d, init },
+    lunai_norm_part(c->layer.pre_norm, &model->norm, "layer_norm.weight", &c->layer),
+    { c->outputs != 0, LUNAI_BOTH(model->output), "output_projection.weight", c->outputs, d, projection } };
+  memcpy(parts + inputs, all, sizeof all);
+  return inputs + LUNAI_LENGTH(all);
+}
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
+#define LUNAI_NO_LM "it holds no causal language model of luna.h"
 typedef struct lunai_lm_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
+  LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
+#undef LUNAI_LM_SIZE
 } lunai_lm_sizes;
 LUNAI_FN int64_t lunai_lm_outputs(const lunai_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
-
+static const lunai_field lunai_lm_fields[] = {
+#define LUNAI_LM_FIELD(name, field, min, max) LUNAI_FIELD_OF(luna_lm_config, name, field, min, max)
+  LUNAI_LM_FIELDS(LUNAI_LM_FIELD)
+#undef LUNAI_LM_FIELD
+};
+LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
+  int f;
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    ((int64_t *)(void *)s)[f] = lunai_field_get(&lunai_lm_fields[f], c);
+}
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  int f;
   memset(c, 0, sizeof *c);
-  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
-  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions; c->max_length = s->max_length;
-  c->features = s->features; c->outputs = s->outputs;
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
-typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
-static const lunai_field lunai_lm_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_lm_sizes, name), min, max },
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-};
-LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) { return (int64_t *)(void *)((char *)sizes + field->at); }
-
-/* returns the first field that a file's metadata lacks or has out of range, or null */
-LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
-  lunai_st_text value;
+/* a decimal number of at most nine digits, or -1 */
+LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
+  int64_t value = 0;
   size_t i;
-  int f;
-  for (f = 0; f < count; f++) {
-    int64_t *out = lunai_field_of(&fields[f], sizes);
-    *out = 0;
-    if (!lunai_st_meta(st, fields[f].key, &value)) {
-      if (fields[f].min > 0) return fields[f].key;
-      continue;
-    }
-    if (value.size == 0 || value.size > 9) return fields[f].key;
-    for (i = 0; i < value.size; i++) {
-      if (value.at[i] < '0' || value.at[i] > '9') return fields[f].key;
-      *out = *out * 10 + (value.at[i] - '0');
-    }
-    if (*out < fields[f].min || *out > fields[f].max) return fields[f].key;
+  if (text.size == 0 || text.size > 9) return -1;
+  for (i = 0; i < text.size; i++) {
+    if (text.at[i] < '0' || text.at[i] > '9') return -1;
+    value = value * 10 + (text.at[i] - '0');
+  }
+  return value;
+}
+/* returns the first field that a file's metadata lacks or has out of range, or null */
+LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
+  const lunai_field *f;
+  lunai_st_text text;
+  for (f = fields; f < fields + count; f++) {
+    const bool found = lunai_st_meta(st, f->key, &text);
+    const int64_t value = found ? lunai_st_number(text) : 0;
+    if (value < f->min || value > f->max) return f->key;
+    lunai_field_set(f, config, value);
   }
   return NULL;
 }
-LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; } /* not the model's: an optimiser's moments */
+/* not the model's: an optimiser's moments */
+LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
 LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st) { /* the model's */
   lunai_st_tensor t;
@@ -14525,9 +15829,10 @@ LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows
    and as large. */
 LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
   const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
-  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
+  const int64_t norm = s->norm == LUNA_NORM_RMS ? 1 : 2;
+  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 2 * norm;
   if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
-                              s->layers * layer + (s->pre_norm ? 2 : 0))
+                              s->layers * layer + (s->pre_norm ? norm : 0))
     return "its tensors are not those of luna.layers layers";
   if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
                     !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
@@ -14535,24 +15840,31 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
                          "embed_tokens.weight is not [luna.vocab, luna.dim]";
   if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
     return "output_projection.weight is not [luna.outputs, luna.dim]";
-  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim)) return "embed_positions.weight is not [luna.max_length, luna.dim]";
-  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim)) return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim)) return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim)) return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
+  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim))
+    return "embed_positions.weight is not [luna.max_length, luna.dim]";
+  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim))
+    return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
+  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim))
+    return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
+  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim))
+    return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
   return NULL;
 }
 
 /* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
+  luna_lm_config config;
   lunai_st_text kind;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes)) return "a size of the model is missing from the metadata, or out of range";
-  return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return LUNAI_NO_LM;
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
+    return "a size of the model is missing from the metadata, or out of range";
+  lunai_lm_to_sizes(&config, sizes);
+  return sizes->dim % sizes->heads ? LUNAI_NO_HEADS : lunai_lm_claims(st, sizes);
 }
 
 /* one row of sinusoidal positions */
-LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
+LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   int64_t i;
@@ -14579,81 +15891,42 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
-  if (positions == LUNA_POSITIONS_SINUSOIDAL) return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
+  if (positions == LUNA_POSITIONS_SINUSOIDAL)
+    return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
     return lunai_fail(x->ctx, LUNA_ERROR_MAX_LENGTH, "learned positions", x->shape[1], table->shape[0] - first);
   return luna_add(x, luna_slice(table, 0, first, x->shape[1]));
 }
 
 /* --- what all models' inits have in common --- */
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) { return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim))); }
 
-LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, void *sizes) {
-  int f;
-  for (f = 0; f < count; f++)
-    if (!lunai_in(ctx, ctx->call, fields[f].key + 5, *lunai_field_of(&fields[f], sizes), fields[f].min, fields[f].max))
-      return false;
-  return true;
-}
-LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
   int f;
   bool good = true;
   for (f = 0; f < count && good; f++) {
-    lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
+    lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
   return good;
 }
-/* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
-#define LUNAI_DROPOUT_FIELDS(F) F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
-typedef struct lunai_dropouts {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_dropouts;
-static const lunai_field lunai_dropout_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_dropouts, name), min, max },
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-};
-LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
-  lunai_dropouts d;
-  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
-  if (wrong) return wrong;
-#define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return NULL;
-}
 /* the model's pairs: its kind, its sizes, its dropouts */
-LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c, const lunai_field *fields, int count, void *sizes) {
-  lunai_dropouts d;
-  if (c->hook) return true;          /* a hook cannot be stored */
-#define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
-         lunai_fields_put(params, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
+                                    const lunai_field *fields, int count, const void *config) {
+  if (layer->hook) return true;      /* a hook cannot be stored */
+  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
+         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
 }
-/* memory for a model's layers, zeroed */
-LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
-  return lunai_persist(params->ctx, (size_t)count * size, false, out) ||
-         lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size) == LUNA_OK;
+/* memory for a model's layers, zeroed; null with a sentence */
+LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
+  void *memory;
+  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
+  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
 }
 
 /* --- the causal language model --- */
-LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
-  s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
-  s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
-  s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
-  s->features = c->features; s->outputs = c->outputs;
-}
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  lunai_lm_sizes s;
   luna_layer_config layer;
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
@@ -14671,41 +15944,33 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
       !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
   c->layer = layer;
   c->ffn = layer.ffn;
-  lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
-LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
+  const luna_lm_config *c = &model->config;
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_lm_parts(model, parts);
   char prefix[48];
-  lunai_setup s;
-  lunai_lm_sizes sizes;
-  luna_lm_config c;
-  luna_init projection;
-  void *memory = NULL;
   int64_t i;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&s, false);
-  if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
-  projection = lunai_projection_init(c.layer.bert_init, true);
-  memset(model, 0, sizeof *model);
-  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
-  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  if (good && c.positions == LUNA_POSITIONS_LEARNED) good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim, lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
-  model->layers = (luna_causal_layer *)memory;
-  for (i = 0; i < c.layers && good; i++) {
-    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
-    good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
-  }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
-  if (good && c.outputs)
-    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
-  lunai_lm_to_sizes(&c, &sizes);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
-                                       &sizes);
-  model->config = c;
   model->params = params;
+  if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
+  model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
+  if (!model->layers) return false;
+  for (i = 0; i < c->layers; i++) {
+    lunai_print(prefix, sizeof prefix, "layers.%d.", i);
+    if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
+  }
+  return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
+}
+LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+  luna_lm_config c;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_lm_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_lm_init(model, params) &&
+                    lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields,
+                                          LUNAI_LENGTH(lunai_lm_fields), &c);
   return lunai_setup_end(&s, good);
 }
 
@@ -14715,7 +15980,8 @@ LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *
   if (ctx && !input) lunai_fail_null(ctx, name, "the input");
   return input ? ctx : NULL;
 }
-LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b, const char *name) {
+LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b,
+                                  const char *name) {
   luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
   if (!ctx || a->batch == b->batch) return ctx;
   lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
@@ -14727,10 +15993,11 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
   luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
                                       luna_input_layer_forward(&model->input, input);
   int64_t i;
-  x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
-  x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
-  for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
-  return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
+  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
+  for (i = 0; i < model->config.layers; i++)
+    x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
+  return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
@@ -14751,69 +16018,61 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
-/* --- the fields of models with an encoder --- */
-#define LUNAI_MODEL_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, 1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
-  F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
-  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, 1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
-  F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, 1024) F(max_target_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(per_step, 0, 1)
-typedef struct lunai_model_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_model_sizes;
+/* --- the models with an encoder: what their metadata holds, alike for all: a field of another model is 0 --- */
+typedef struct lunai_model_config {
+  int64_t vocab;
+  luna_encoder_config encoder;       /* of the model below */
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+} lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_model_sizes, name), min, max },
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
+  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
+  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
+  LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
+  LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
+  LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
+  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
+  LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
+  LUNAI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
+  LUNAI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
+  LUNAI_F(classes, classifier.classes, 0, 1 << 24) LUNAI_F(pooling, classifier.pooling, 0, 4)
+  LUNAI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LUNAI_F(pair, classifier.pair, 0, 1)
+  LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
+  LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
+  LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
+  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
+#undef LUNAI_F
 };
-
-LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_sizes *s) {
-  const luna_linformer_config *l = &c->layer.linformer;
-  memset(s, 0, sizeof *s);
-  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory; s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
-  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position; s->embedding_scale = c->embedding_scale;
-  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory; s->keep_padding = c->keep_padding;
-  s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
-  s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
-  s->features = c->features;
+LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
+  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
+                               m);
 }
-LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
-  luna_linformer_config *l = &c->layer.linformer;
-  memset(c, 0, sizeof *c);
-  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory; c->layer.pack_heads = s->pack_heads;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation; c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention;
-  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position; c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
-  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0; c->keep_padding = s->keep_padding != 0;
-  l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
-  l->sharing = (luna_linformer_sharing)s->linformer_sharing; l->projection = (luna_linformer_projection)s->linformer_projection;
-  c->features = s->features;
-}
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
-  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
-}
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer, lunai_model_sizes *s) {
-  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
+/* whether a model's config is good, its encoder's defaults filled in */
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
+                               const luna_encoder_config *encoder) {
+  m->vocab = vocab;
+  m->encoder = *encoder;
+  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), m);
 }
 
 /* --- encoder --- */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *config, luna_encoder_config *c) {
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   luna_layer_config layer;
-  if (config) *c = *config;
-  else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
   if (c->max_length == 0) c->max_length = 512;
-  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE : LUNA_EMBEDDING_SCALE_SQRT_DIM;
+  if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
+    c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
+        LUNA_EMBEDDING_SCALE_SQRT_DIM;
   layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
@@ -14840,63 +16099,65 @@ LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encode
   return true;
 }
 
-/* the learned embeddings and their norms */
-LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
-  const luna_encoder_config *c = &e->config;
-  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
-  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory = lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
-                                      lunai_projection_init(c->layer.bert_init, true)) :
-      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
-  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions = lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) == NULL) return false;
-  if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) && (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
-}
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
+  const luna_linformer_config *l = &c->layer.linformer;
   const int64_t count = c->tied_layers ? 1 : c->layers;
-  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook && c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
+  const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook &&
+                         l->sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
   luna_tensor *shared = NULL;
+  const lunai_part part = lunai_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LUNAI_MAX_NAME], number[32];
-  void *memory;
   int64_t i;
-  if (!lunai_layers_memory(params, count, sizeof(luna_encoder_layer), &memory)) return false;
-  e->layers = (luna_encoder_layer *)memory;
-  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer, &shared)) return false;
+  e->layers = (luna_encoder_layer *)lunai_layers_memory(params, count, sizeof(luna_encoder_layer));
+  if (!e->layers || !lunai_parts_init(params, prefix, &part, 1)) return false;
   for (i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
-    layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
-    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
+    layer.linformer.k = lunai_taper(l->k, l->k_last_layer, i, count);
+    if (!lunai_name(params, name, prefix, number) ||
+        luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
     if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
-
-LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab, const luna_encoder_config *config) {
-  lunai_setup setup;
-  lunai_model_sizes s;
-  luna_encoder_config c;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
-    return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
-  if (vocab == 0) vocab = 256;
-  lunai_encoder_to_sizes(&c, &s);
-  s.vocab = vocab;
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
-  memset(e, 0, sizeof *e);
-  e->config = c;
+LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
+  const luna_encoder_config *c = &e->config;
+  const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->own_memory;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
+  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  const lunai_part parts[] = {
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init },
+    { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->dim, init },
+    { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->dim, init },
+    lunai_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm && is_luna, &e->memory_norm, "proj_layer_norm.weight", &c->layer) };
+  lunai_part input[LUNAI_MAX_PARTS];
+  const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
+                                       lunai_projection_init(c->layer.bert_init, true), input);
   e->params = params;
-  good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
-  if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
-    if (lunai_is_luna(&c.layer)) good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
-  }
-  return lunai_setup_end(&setup, good);
+  return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
+         lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
+         lunai_parts_init(params, prefix, parts + 5, 2);
+}
+LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
+    const luna_encoder_config *config) {
+  lunai_setup s;
+  lunai_model_config m;
+  bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e);
+  memset(&m, 0, sizeof m);
+  if (config) m.encoder = *config;
+  good = good && lunai_encoder_defaults(params->ctx, &m.encoder) &&
+         lunai_model_good(params->ctx, &m, vocab ? vocab : 256, &m.encoder) &&
+         lunai_setup_config(&s, &m.encoder, sizeof m.encoder) && lunai_encoder_init(e, params, prefix, m.vocab);
+  return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) { return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f; }
+LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
+  return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f;
+}
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
                                   luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
@@ -14904,12 +16165,12 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
   luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
                            luna_input_layer_forward(features, input);
-  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
-  x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
-  if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
-  x = lunai_result(scope, luna_dropout(x, c->layer.dropout));
-  return c->keep_padding ? x : lunai_result(scope, luna_mask(x, input->lengths));
+  if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
+  if (norm && norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
+  x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
+  return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input) {
   int64_t longest = input->lengths ? 1 : input->n, b;
@@ -14943,8 +16204,8 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
 }
 
-/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is null
-   where its result is not wanted, and what only that needs is not computed. */
+/* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
+   null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
@@ -14964,7 +16225,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
     has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
     if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
                                    has_p ? &p : NULL)) return false;
-    (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
+    (void)lunai_results_so_far(scope, has_x ? x : p, has_p ? p : NULL);
   }
   if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
   if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
@@ -14984,44 +16245,40 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits; s->pair = c->pair;
-  s->per_step = c->per_step;
+LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
+  luna_classifier_config *c = &m->classifier;
+  bool is_luna;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  is_luna = lunai_is_luna(&c->encoder.layer);
+  if (c->vocab == 0) c->vocab = 256;
+  if (c->classes == 0) c->classes = 2;
+  if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
+  if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  return lunai_model_features(ctx, &c->features, &c->encoder) &&
+         (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
+         lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params, const luna_classifier_config *config) {
-  luna_classifier_config c;
-  lunai_model_sizes s;
-  lunai_setup setup;
-  int64_t features;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  is_luna = lunai_is_luna(&c.encoder.layer);
-  if (c.vocab == 0) c.vocab = 256;
-  if (c.classes == 0) c.classes = 2;
-  if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c.pooling)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
-    return lunai_setup_end(&setup, false);
-  }
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
-      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
-    return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_classifier_sizes(&c, &s);
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
-  memset(model, 0, sizeof *model);
-  features = c.encoder.dim * (c.pair ? 4 : 1);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  if (good && c.pre_logits) good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits, lunai_projection_init(c.encoder.layer.bert_init, true));
-  if (good) model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes, c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
-  model->config = c;
+LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
+  const luna_classifier_config *c = &model->config;
+  const int64_t pooled = c->encoder.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
+  const luna_init init = lunai_projection_init(c->encoder.layer.bert_init, true);
+  const lunai_part parts[] = {
+    { c->pre_logits != 0, LUNAI_BOTH(model->pre_logits), "pre_logits.0.weight", c->pre_logits, pooled, init },
+    { true, LUNAI_ALONE(model->projection), "sentence_projection_layer.weight", c->classes, features, init } };
   model->params = params;
-  return lunai_setup_end(&setup, good);
+  return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
+         lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
+LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
+                                          const luna_classifier_config *config) {
+  lunai_model_config m;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
+                    lunai_classifier_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
+                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
+  return lunai_setup_end(&s, good);
 }
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
@@ -15040,7 +16297,8 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
-LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
+                                           const int32_t *lengths) {
   const bool memory = model && lunai_pools_memory(model->config.pooling);
   luna_tensor *rows = memory ? p : x;
   if (!lunai_layer_made(rows ? rows : x, model ? model->projection : NULL, "luna_classifier_pool")) return NULL;
@@ -15049,7 +16307,8 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
     return NULL;
   switch (model->config.pooling) {
     case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
-                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
+                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1,
+                                                               1);
     case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return lunai_mean_rows(x, lengths);
@@ -15064,7 +16323,8 @@ LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, co
   return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
-  if (model->pre_logits.weight) features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
+  if (model->pre_logits.weight)
+    features = lunai_linear_activated(features, model->pre_logits.weight, model->pre_logits.bias, LUNA_ACTIVATION_GELU);
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
@@ -15074,7 +16334,8 @@ LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, cons
     return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
-LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first, const luna_input *second) {
+LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
+                                                   const luna_input *second) {
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
   luna_tensor *part[4];
   if (!ctx) return NULL;
@@ -15087,38 +16348,44 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   return lunai_classifier_logits(model, luna_concat(part, 4, 1));
 }
 
-/* --- masked language model --- */
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params, const luna_masked_lm_config *config) {
-  luna_masked_lm_config c;
-  lunai_model_sizes s;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (c.vocab == 0) c.vocab = 257;
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_encoder_to_sizes(&c.encoder, &s);
-  s.vocab = c.vocab;
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim, lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
-  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  if (good) model->output = !c.features ? model->encoder.embedding :
-                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
-                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
-  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
-  model->config = c;
+LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, const luna_masked_lm_config *config, lunai_model_config *m) {
+  luna_masked_lm_config *c = &m->masked_lm;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  if (c->vocab == 0) c->vocab = 257;
+  return lunai_model_features(ctx, &c->features, &c->encoder) && lunai_encoder_defaults(ctx, &c->encoder) &&
+         lunai_model_good(ctx, m, c->vocab, &c->encoder);
+}
+LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
+  const luna_masked_lm_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const luna_init projection = lunai_projection_init(layer->bert_init, true);
+  const luna_init embedding = lunai_embedding_init(layer->dim, layer->bert_init);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(model->dense), "lm_head.dense.weight", layer->dim, layer->dim, projection },
+    lunai_norm_part(true, &model->norm, "lm_head.layer_norm.weight", layer),
+    { true, LUNAI_ALONE(model->bias), "lm_head.bias", c->vocab, LUNAI_VECTOR, lunai_init(LUNA_INIT_ZEROS, 0) },
+    { c->features != 0, LUNAI_ALONE(model->output), "lm_head.weight", c->vocab, layer->dim, embedding } };
   model->params = params;
-  return lunai_setup_end(&setup, good);
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->output = model->encoder.embedding;
+  return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
+LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
+                                         const luna_masked_lm_config *config) {
+  lunai_model_config m;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
+                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
+  return lunai_setup_end(&s, good);
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
-  return luna_norm_layer_forward(&model->norm, lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU));
+  return luna_norm_layer_forward(&model->norm, lunai_linear_activated(x, model->dense.weight, model->dense.bias,
+                                                                      LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
@@ -15149,11 +16416,13 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
       places[count] = (int32_t)i;
       chosen[count++] = labels[i];
     }
-  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count); /* the rows at those places */
+  /* the rows at those places */
+  x = luna_embedding(lunai_reshape(x, 2, all, model->config.encoder.dim, 1, 1), places, 1, count);
   return luna_linear_cross_entropy(lunai_masked_lm_head(model, x), model->output, model->bias, chosen, NULL);
 }
 
-LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked, int32_t *labels) {
+LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
+                                  int32_t *labels) {
   luna_masking m;
   double p;
   int64_t b, i, count = 0;
@@ -15186,71 +16455,63 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-/* --- encoder-decoder --- */
-LUNAI_FN void lunai_seq2seq_sizes(const luna_seq2seq_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings; s->separate_output = c->separate_output;
-  s->decoder_layers = c->decoder_layers; s->max_target_length = c->max_target_length;
-}
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
-  lunai_model_sizes s;
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *config, lunai_model_config *m) {
+  luna_seq2seq_config *c = &m->seq2seq;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
-  if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT) c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
-    lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, "an encoder-decoder");
-    return false;
-  }
-  if (c->share_embeddings && c->vocab != c->target_vocab) {
-    lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
-    return false;
-  }
-  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+  if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
+    c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory)
+    return lunai_is_luna_only(ctx, "an encoder-decoder");
+  if (c->share_embeddings && c->vocab != c->target_vocab)
+    return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
-  lunai_seq2seq_sizes(c, &s);
-  return lunai_model_good(ctx, &s);
+  return lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
-LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
-  const int64_t d = c->encoder.dim;
-  const luna_init init = lunai_embedding_init(d, c->encoder.layer.bert_init);
+LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
+  const luna_seq2seq_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const int64_t d = layer->dim, places = c->encoder.first_position + c->max_target_length;
+  const luna_init init = lunai_embedding_init(d, layer->bert_init);
+  const bool learned = c->encoder.positions == LUNA_POSITIONS_LEARNED;
+  const lunai_part parts[] = {
+    { !c->share_embeddings, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->target_vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", places, d, init },
+    lunai_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
+    lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
+    { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
   char prefix[48];
-  void *memory;
   int64_t i;
-  model->embedding = c->share_embeddings ? model->encoder.embedding : lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
-  if (!model->embedding) return false;
-  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions = lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d, init)) == NULL) return false;
-  if (!lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
-  model->layers = (luna_decoder_layer *)memory;
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->embedding = model->encoder.embedding;
+  if (!lunai_parts_init(params, "decoder.", parts, 2)) return false;
+  model->output = model->embedding;
+  model->layers = (luna_decoder_layer *)lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
+  if (!model->layers) return false;
   for (i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) && lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
-  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab, d, init) : model->embedding;
-  return model->output != NULL;
+  return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  luna_seq2seq_config c;
-  lunai_model_sizes s;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
-  lunai_seq2seq_sizes(&c, &s);
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK && lunai_decoder_init(model, params, &c);
-  good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_model_config m;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
+                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
+                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
+  return lunai_setup_end(&s, good);
 }
 
-LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source, const luna_input *target) {
+LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
+                                           const luna_input *target) {
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
   luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
@@ -15267,19 +16528,20 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results(inner, x, p);
+    x = lunai_results_so_far(inner, x, p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
 }
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   static const luna_schedule constant = { LUNA_DECAY_CONSTANT, 0, 0, 0, 0, { 0, 0, 0, 0 }, 0 };
   const luna_schedule *s = schedule ? schedule : &constant;
-  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor, from = (double)s->warmup_from;
+  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor,
+      from = (double)s->warmup_from;
   const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
   double factor = 1, done;
   int i;
@@ -15289,7 +16551,8 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++) if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
+  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
+    if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
 
@@ -15433,7 +16696,8 @@ LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *co
   return lunai_optimizer_open(params, &o, "luna_sgd");
 }
 
-LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind, const char *name) {
+LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind,
+                                    const char *name) {
   luna_optimizer o;
   memset(&o, 0, sizeof o);
   if (config) o.config = *config;
@@ -15448,7 +16712,9 @@ LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config
 LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
   return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
 }
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) { return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw"); }
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
+  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw");
+}
 
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
   luna_optimizer o;
@@ -15573,6 +16839,25 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts) return LUNA_OK;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
+/* the backend's norm or update of all parts */
+LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
+  luna_ctx *ctx = o->params->ctx;
+  const double start = ctx->profile ? lunai_profile_clock(ctx) : 0;
+  const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
+                                                                                  o->reached);
+  double floats = 0;
+  int64_t i;
+  int k;
+  if (!ctx->profile) return status;
+  for (i = 0; i < o->reached; i++) {
+    int passes = update ? 4 : 1;     /* values and gradients are read and written */
+    for (k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    floats += (double)o->parts[i].count * passes;
+  }
+  lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
+                                       NULL), lunai_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
+  return status;
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_rule rule;
@@ -15594,8 +16879,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   rule.clip = o->config.clip;
   rule.state = o->state;
   status = lunai_optimizer_parts(o);
-  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
-  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
@@ -15633,9 +16918,9 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *o) { return lunai_optim
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx, (void)skipped; }
 #endif /* !LUNA_NO_TRAIN */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 typedef struct lunai_saving { luna_ctx *ctx; luna_io io; } lunai_saving;
 LUNAI_FN bool lunai_save_write(void *user, const void *bytes, size_t size) {
   const luna_io *io = &((lunai_saving *)user)->io;
@@ -15647,7 +16932,9 @@ LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_
 }
 
 /* what a file holds besides a set's parameters and pairs */
-typedef struct lunai_extras { const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count; } lunai_extras;
+typedef struct lunai_extras {
+  const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
+} lunai_extras;
 
 LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
                                 const char *name) {
@@ -15662,7 +16949,8 @@ LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *e
   lunai_saving saving;
   if (params->ctx->call) name = params->ctx->call;
   for (m = params->metas; m; m = m->next) pair_count++;
-  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) || !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
+  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) ||
+      !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
     lunai_step_rewind(params->ctx, mark);
     return lunai_fail_memory(params->ctx, name, (size_t)(params->size + count) * sizeof *sources);
   }
@@ -15711,6 +16999,21 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
+/* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
+   differ, and so may the longest sequence, which a learned table has as its shape. */
+LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_meta *m;
+  char in_file[40];
+  lunai_st_text value;
+  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+    if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
+    if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
+    lunai_st_decode(value, in_file, sizeof in_file);
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, lunai_file_name(ctx), m->value);
+  }
+  return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -15718,6 +17021,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   int64_t matched = 0;
   lunai_param *p;
+  const luna_status status = lunai_load_config(params, st);
+  if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
@@ -15825,6 +17130,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   luna_error_id wrong;
   void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
@@ -15904,7 +17210,8 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna
   }
   return status;
 }
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size, const luna_inspection *inspection) {
+LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
+                                        const luna_inspection *inspection) {
   lunai_file file;
   luna_status status;
   if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
@@ -15921,7 +17228,8 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
   if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ? "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
+    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
+        "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
     if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
     if (why) m->missing++;
@@ -15964,94 +17272,107 @@ LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_stat
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
+LUNAI_FN bool lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why) == LUNA_OK;
+}
+/* a model's config from a file; false with a sentence */
+LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count, void *config,
+                                luna_layer_config *layer) {
+  const char *wrong = lunai_fields_read(st, fields, count, config);
+  if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
+  return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
+}
+/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+   memory comes first, are at most as many as tensors. */
+LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
+  return layers <= lunai_st_tensors(st) || lunai_not_a_model(ctx, "its tensors are not those of luna.layers layers");
+}
 LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
   luna_ctx *ctx = s->params->ctx;
-  lunai_lm_sizes sizes;
-  luna_lm_config config;
-  const char *wrong = lunai_lm_read(st, &sizes);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), wrong) == LUNA_OK;
-  lunai_lm_from_sizes(&sizes, &config);
-  wrong = lunai_dropouts_read(st, &config.layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
-  lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
-}
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
-  if (good) {
-    good = lunai_lm_load_st(model, &s, &file.st);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
-}
-
-LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind, const lunai_model_sizes *s, const luna_layer_config *dropouts) {
-  luna_classifier_config classifier;
-  luna_masked_lm_config masked_lm;
-  luna_seq2seq_config seq2seq;
-  luna_encoder_config encoder;
-  lunai_encoder_from_sizes(s, &encoder);
-  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout; encoder.layer.activation_dropout = dropouts->activation_dropout;
-  memset(&classifier, 0, sizeof classifier);
-  memset(&masked_lm, 0, sizeof masked_lm);
-  memset(&seq2seq, 0, sizeof seq2seq);
-  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
-  classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
-  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits; classifier.pair = s->pair != 0;
-  classifier.per_step = s->per_step != 0;
-  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0; seq2seq.separate_output = s->separate_output != 0;
-  seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
-  if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
-  if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
-  return luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
-}
-LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
-  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
-  luna_params *params = s->params;
-  luna_ctx *ctx = params->ctx;
-  const char *file = lunai_file_name(ctx);
-  lunai_model_sizes sizes;
+  luna_lm_config c;
   lunai_st_text kind;
-  luna_layer_config dropouts;
-  const char *wrong;
-  int64_t count;
-  int k = 0;
-  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
-  if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
-  model->kind = LUNA_MODEL_LM;
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
-  while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &sizes);
-  if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
-  count = lunai_st_tensors(st);
-  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
-                             "its tensors are not those of luna.layers layers") == LUNA_OK;
-  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
-  lunai_fill_begin(params, st);
-  return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
+  memset(&c, 0, sizeof c);
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
+  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
+      !lunai_has_layers(ctx, st, c.layers)) return false;
+  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
+  lunai_fill_begin(s->params, st);
+  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
+  m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
+  m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
+  if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
+  return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
+}
+/* wanted: the kind that the file must have; 0: any */
+LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+  static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
+  luna_ctx *ctx = s->params->ctx;
+  lunai_model_config m;
+  lunai_st_text kind;
+  int k = 0;
+  memset(&m, 0, sizeof m);
+  if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
+  while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
+  if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
+  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (wanted && wanted != model->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
+                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
+  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
+  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
+      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  lunai_fill_begin(s->params, st);
+  return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
+}
+/* into `model`, `size` bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
+  const lunai_kind_load *k = (const lunai_kind_load *)load;
+  luna_model any;
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
-  if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
+  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
+              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
+  memset(&any, 0, sizeof any);
   if (good) {
-    good = lunai_model_load_st(model, &s, &file.st);
+    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
+    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
     lunai_file_close(&file, LUNA_OK);
   }
   return lunai_setup_end(&s, good);
 }
+#define LUNAI_KIND_LOADS(F) \
+  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
+  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
+  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
+  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
+LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
+  lunai_kind_load k;
+  k.name = name;
+  k.kind = (luna_model_kind)kind;
+  k.model = model;
+  k.at = at;
+  k.size = size;
+  return k;
+}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
+    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
+    return lunai_load_kind_bytes(&k, params, bytes, size); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 
-/* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16 hexadecimal digits each --- */
+/* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
+   hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
 static const char *const lunai_training_keys[] = { "luna.optimizer", "luna.attempts", "luna.updates", "luna.skipped",
                                                  "luna.lr", "luna.step", "luna.seed", "luna.skipped_in_row" };
@@ -16243,8 +17564,6 @@ LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const vo
   (void)into;
   return luna_load_bytes(params, bytes, size);
 }
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) { return luna_lm_load_bytes((luna_lm *)model, params, bytes, size); }
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) { return luna_load_model_bytes((luna_model *)model, params, bytes, size); }
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
   (void)params;
@@ -16311,8 +17630,12 @@ ssize_t readlink(const char *path, char *to, size_t room);
 #endif
 #endif
 
-LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) { return fwrite(bytes, 1, size, (FILE *)user) == size; }
-LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) { return fread(bytes, 1, size, (FILE *)user) == size; }
+LUNAI_FN bool lunai_file_write(void *user, const void *bytes, size_t size) {
+  return fwrite(bytes, 1, size, (FILE *)user) == size;
+}
+LUNAI_FN bool lunai_file_read(void *user, void *bytes, size_t size) {
+  return fread(bytes, 1, size, (FILE *)user) == size;
+}
 
 /* --- saving: into a new file in the folder of the old one, which then takes its place. Its name, .luna-<n>.tmp, is
    luna.h's: one whose process has ended is removed by a later save in that folder. --- */
@@ -16522,12 +17845,16 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_save
   ctx->call = ctx->path = NULL;
   return status;
 }
-LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) { return luna_save_io((const luna_params *)params, io); }
+LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) {
+  return luna_save_io((const luna_params *)params, io);
+}
 LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
   return params ? lunai_save_path(params->ctx, "luna_save", lunai_save_params, params, path) : LUNA_BAD_ARGUMENT;
 }
 #ifndef LUNA_NO_TRAIN
-LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) { return luna_save_training_io((const luna_optimizer *)optimizer, io); }
+LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) {
+  return luna_save_training_io((const luna_optimizer *)optimizer, io);
+}
 LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) {
   return o ? lunai_save_path(o->params->ctx, "luna_save_training", lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT;
 }
@@ -16561,22 +17888,21 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
   return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
+    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
+    lunai_setup s; \
+    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
+    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
+    return lunai_setup_end(&s, good); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none, params,
+  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none,
+                         params,
                          path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
@@ -16594,51 +17920,72 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what lunai_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
-   the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in a
-   block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
    tests/cuda.c.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
-    LUNAI_SLOT_MATRIX };
-/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
-typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
+    LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
+/* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
+   norm's are both [rows], an RMS norm has no bias; one that is alone has its whole name. rows and columns are offsets in
+   lunai_lm_sizes. */
+typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; bool alone; } lunai_slot;
 #define LUNAI_NO_COLUMNS 0xFFFF
-#define LUNAI_SLOT(type, field, name, rows, columns, when) \
-  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
+#define LUNAI_SLOT(type, field, name, rows, columns, when, alone) \
+  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when, alone },
 #define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
 static const lunai_slot lunai_causal_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
-  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
-  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
-  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
-  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
+#define LUNAI_FIELD(field, name, rows, columns, when) \
+  LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), FULL)
+  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), TIED)
+  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc1, "fc1", ffn, LUNAI_SIZE(dim), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc2, "fc2", dim, LUNAI_SIZE(ffn), ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, "fc3", ffn, LUNAI_SIZE(dim), GATED)
+  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), CONVOLUTION)
+  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_FIELD(feed_forward.norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
+  LUNAI_SLOT(luna_causal_layer, memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS, true)
+#undef LUNAI_FIELD
+};
+/* what a model has beside its layers, as in luna_lm */
+typedef struct lunai_stream_tables {
+  luna_tensor *embedding, *positions;
+  luna_input_layer input;
+  luna_norm_layer norm;
+  luna_linear_layer output;
+} lunai_stream_tables;
+static const lunai_slot lunai_table_slots[] = {
+#define LUNAI_FIELD(field, name, rows, columns, when, alone) \
+  LUNAI_SLOT(lunai_stream_tables, field, name, rows, columns, LUNAI_SLOT_##when, alone)
+  LUNAI_FIELD(embedding, "embed_tokens.weight", vocab, LUNAI_SIZE(dim), TOKENS, true)
+  LUNAI_FIELD(positions, "embed_positions.weight", max_length, LUNAI_SIZE(dim), LEARNED, true)
+  LUNAI_FIELD(input.mean, "input_norm.mean", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.scale, "input_norm.scale", features, LUNAI_NO_COLUMNS, FEATURES, true)
+  LUNAI_FIELD(input.projection, "input_proj", dim, LUNAI_SIZE(features), FEATURES, false)
+  LUNAI_FIELD(norm, "layer_norm", dim, LUNAI_NO_COLUMNS, PRE_NORM, false)
+  LUNAI_FIELD(output, "output_projection", outputs, LUNAI_SIZE(dim), OUTPUTS, false)
 #undef LUNAI_FIELD
 };
 #ifndef LUNA_ONLY_STREAM
 static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
-#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
-  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
-  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
-  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
+#define LUNAI_FIELD(field, when) \
+  LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_##when, false)
+  LUNAI_FIELD(self_attention.pq, ALWAYS) LUNAI_FIELD(self_attention.pc, ALWAYS) LUNAI_FIELD(self_attention.q, ALWAYS)
+  LUNAI_FIELD(self_attention.k, FULL) LUNAI_FIELD(self_attention.v, ALWAYS) LUNAI_FIELD(self_attention.out, ALWAYS)
+  LUNAI_FIELD(self_norm, ALWAYS) LUNAI_FIELD(cross_attention.q, ALWAYS) LUNAI_FIELD(cross_attention.out, ALWAYS)
+  LUNAI_FIELD(cross_norm, ALWAYS) LUNAI_FIELD(feed_forward.fc1, ALWAYS) LUNAI_FIELD(feed_forward.fc2, ALWAYS)
+  LUNAI_FIELD(feed_forward.fc3, GATED)
+  LUNAI_FIELD(feed_forward.norm, ALWAYS)
 #undef LUNAI_FIELD
 };
 #endif
@@ -16658,13 +18005,11 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
-  luna_tensor output_bias;           /* of rank 0: none */
-  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
-  float *standard;                   /* mean and scale on the host, [2, features] */
-  luna_tensor norm_weight, norm_bias;
-  luna_norm_layer norm;              /* these, where there are any */
-  int64_t batch, chunk, position, first_position;
+  lunai_stream_tables tables;
+  luna_tensor parameters[9];         /* theirs */
+  float *standard;                   /* mean and scale of features on the host, [2, features] */
+  int64_t batch, chunk;
+  lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
@@ -16682,7 +18027,9 @@ struct luna_stream {
 };
 
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
-LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) { return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim; }
+LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
+  return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
+}
 LUNAI_FN bool lunai_stream_on_device(const luna_stream *s) { return lunai_on_device(&s->ctx); }
 
 /* copies bytes of the stream, or only counts; false: the device has failed, now or before */
@@ -16703,9 +18050,16 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
   return t;
 }
 
+/* the shape of what lies in t->data, [sources, a, b, c], of one source [a, b, c]; so many of a, b, c */
+LUNAI_FN void lunai_stream_shape(luna_stream *s, luna_tensor *t, int64_t sources, int axes, int64_t a, int64_t b,
+                                 int64_t c) {
+  *t = sources > 1 ? lunai_stream_tensor(s, t->data, axes + 1, sources, a, b, c) :
+                     lunai_stream_tensor(s, t->data, axes, a, b, c, 1);
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
-  int64_t *position;                 /* rows before these */
+  lunai_int64 *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
@@ -16714,22 +18068,24 @@ typedef struct lunai_inputs {
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
   lunai_inputs in;
-  in.position = (int64_t *)(void *)at;
+  in.position = (lunai_int64 *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
   in.features = in.angles + angles;
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.size = sizeof(lunai_int64) +
+            (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  const lunai_int64 first = s->first_position + s->position;
+  const int64_t k = s->sizes.features;
   int64_t i, f;
   *in.position = s->position;
   for (i = 0; i < s->batch * rows; i++) {
-    const int64_t row = i / rows * from->n + at + i % rows;
+    const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
     for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
       const float x = from->features[row * k + f];
@@ -16761,8 +18117,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
-  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+    x = y = luna_linear_layer_forward(&s->tables.input.projection, &features);
+  } else x = y = luna_embedding(s->tables.embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -16771,7 +18127,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   angles.data = in.angles;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+    y = luna_add(y, luna_reshape(luna_embedding(s->tables.positions, in.places, 1, rows), 2, shape));
   x = lunai_stream_keep(s, x, y, mark);
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
@@ -16785,8 +18141,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
+  if (s->tables.norm.weight && x) x = luna_norm_layer_forward(&s->tables.norm, x);
+  return luna_linear_layer_forward(&s->tables.output, x);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -16807,12 +18163,14 @@ LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
   for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
     lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means);
     lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means);
-    if (s->sizes.convolution > 1) lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
+    if (s->sizes.convolution > 1)
+      lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
   }
 }
 
 /* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
-LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, int64_t count, float *out) {
+LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias,
+                                     int64_t count, float *out) {
   const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
   int64_t i, j;
   for (i = 0; i < count * hl; i++) {
@@ -16824,23 +18182,28 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
 /* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention : &layer->of.causal.attention;
+  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention :
+      &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
-  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1, hl = z->heads * z->memory;
+  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1,
+      hl = z->heads * z->memory;
   luna_tensor p, *queries, *scores, *bias = NULL;
   int64_t b;
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
     s->bump.used[0] = s->bump.used[1] = 0;
-    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory, z->dim, 1);
+    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
+                            z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
     if (folds) scores = lunai_causal_folded(attention, queries, device ? &bias : NULL);
     if (folds && device) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, each, hl, 1, 1), beam), 1, 0, 2, 3);
     if (!scores || (folds && device && !bias)) return false;
-    if (folds && !device && lunai_computes(&s->ctx)) lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
+    if (folds && !device && lunai_computes(&s->ctx))
+      lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
     if (bias && !lunai_stream_move(s, out_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0)) return false;
-    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data, (size_t)luna_count(scores) * sizeof(float), 0)) return false;
+    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data,
+                           (size_t)luna_count(scores) * sizeof(float), 0)) return false;
   }
   return true;
 }
@@ -16861,8 +18224,8 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
-  s->batch = config && config->batch ? config->batch : 1;
-  s->chunk = config && config->chunk ? config->chunk : 64;
+  s->batch = config && config->batch ? lunai_size(config->batch) : 1;
+  s->chunk = config && config->chunk ? lunai_size(config->chunk) : 64;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
   s->sources = 1;
@@ -16870,54 +18233,86 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0)
-    return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 || lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
-      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
+  if (rows < 0) return "config.batch or config.chunk is negative or too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
+      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 ||
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
-/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as it should be. */
-LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st, const char *prefix, const char *name, const char *suffix,
-                                     int rank, int64_t rows, int64_t columns) {
-  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
-  lunai_st_tensor found;
-  size_t at = strlen(prefix), size = strlen(name);
-  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
-  if (from) {
-    *t = *from;
-    t->ctx = &s->ctx;
+LUNAI_FN bool lunai_slot_exists(const lunai_lm_sizes *z, int when) {
+  switch (when) {
+    case LUNAI_SLOT_FULL: return z->sharing;
+    case LUNAI_SLOT_TIED: return !z->sharing;
+    case LUNAI_SLOT_GATED: return z->gated;
+    case LUNAI_SLOT_CONVOLUTION: return z->convolution;
+    case LUNAI_SLOT_TOKENS: return !z->features;
+    case LUNAI_SLOT_FEATURES: return z->features;
+    case LUNAI_SLOT_OUTPUTS: return z->outputs;
+    case LUNAI_SLOT_LEARNED: return z->positions == LUNA_POSITIONS_LEARNED;
+    case LUNAI_SLOT_PRE_NORM: return z->pre_norm;
+    default: return true;
   }
-  if (from || !st) return true;
-  memcpy(full, prefix, at);
-  memcpy(full + at, name, size);
-  memcpy(full + at + size, suffix, strlen(suffix) + 1);
-  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows || (rank == 2 && found.shape[1] != columns)) return false;
-  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-  return t->data != NULL;
 }
-LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
-  char digits[24];
-  int i = 23, at = 7;
-  memcpy(out, "layers.", 7);
-  digits[23] = 0;
-  do digits[--i] = (char)('0' + layer % 10); while ((layer /= 10) != 0);
-  while (digits[i]) out[at++] = digits[i++];
-  out[at++] = '.';
-  out[at] = 0;
+/* The parameters of a layer or of the model: `from`'s, or the file's by their names; neither: their shapes alone. Their
+   own tensors are stored from `own` on, and pointers to these in `to`. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, int count, const char *prefix,
+                                      const void *from, const lunai_st *st, void *to, luna_tensor *own) {
+  const char *sizes = (const char *)&s->sizes;
+  lunai_st_tensor found;
+  lunai_text name;
+  int i, part;
+  for (i = 0; i < count; i++) {
+    const lunai_slot *slot = &slots[i];
+    const int64_t rows = *(const int64_t *)(const void *)(sizes + slot->rows);
+    if (!lunai_slot_exists(&s->sizes, slot->when)) continue;
+    const int parts = slot->alone || (slot->columns == LUNAI_NO_COLUMNS && s->sizes.norm) ? 1 : 2;
+    for (part = 0; part < parts; part++, own++) {
+      const int rank = part || slot->columns == LUNAI_NO_COLUMNS ? 1 : 2;
+      const int64_t columns = rank == 1 ? 1 : *(const int64_t *)(const void *)(sizes + slot->columns);
+      luna_tensor *const *model = from ? (luna_tensor *const *)(const void *)((const char *)from + slot->at) : NULL;
+      if (model && !model[part]) continue; /* a decoder's output has no bias */
+      *own = model ? *model[part] : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
+      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own; /* which may be where `from` is */
+      own->ctx = &s->ctx;
+      if (!st) continue;
+      name.at = s->ctx.error;
+      name.end = s->ctx.error + sizeof s->ctx.error - 1;
+      lunai_put(&name, prefix);
+      lunai_put(&name, slot->name);
+      if (!slot->alone) lunai_put(&name, part ? ".bias" : ".weight");
+      *name.at = 0;
+      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == rows &&
+          (rank == 1 || found.shape[1] == columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (own->data) continue;
+      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+                       "or this machine is not little-endian");
+      *name.at = 0;
+      return false;
+    }
+  }
+  return true;
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
-  lunai_lm_sizes *z = &s->sizes;
+  const lunai_lm_sizes *z = &s->sizes;
   lunai_stream_layer *layer = &s->layers[index];
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
+  const bool folds = lunai_stream_folds(z);
+  lunai_past *past = &layer->past;
   const lunai_slot *slots = lunai_causal_slots;
-  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
+  int count = LUNAI_LENGTH(lunai_causal_slots);
   luna_lm_config config;
   char prefix[32];
-  lunai_stream_prefix(index, prefix);
+  lunai_text text;
+  text.at = prefix;
+  text.end = prefix + sizeof prefix - 1;
+  lunai_put(&text, "layers.");
+  lunai_put_number(&text, index);
+  lunai_put(&text, ".");
+  *text.at = 0;
   lunai_lm_from_sizes(z, &config);
   layer->of.causal.config = config.layer;
   layer->of.causal.attention.config = lunai_causal_config(&config.layer);
@@ -16928,70 +18323,35 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
     count = LUNAI_LENGTH(lunai_decoder_slots);
   }
 #endif
-  for (i = 0; i < count; i++) {
-    const lunai_slot *slot = &slots[i];
-    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
-    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
-        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
-        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix ? 1 : 2); part++) {
-      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
-      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] : NULL;
-      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name, matrix ? "" : part ? ".bias" : ".weight",
-                                  norm || part ? 1 : 2, rows, norm || part ? 1 : *(int64_t *)(void *)((char *)z + slot->columns))) return false;
-      *at = &layer->parameters[used++];
-    }
-  }
-  if (!lunai_stream_folds(z)) layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads, 1) :
-                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads, z->memory, d / z->heads);
-  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) : lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
-  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
-                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) : lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  if (!lunai_stream_parameters(s, slots, count, prefix, from, st, &layer->of, layer->parameters)) return false;
+  lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
+  if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
-    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+    past->keys = lunai_stream_tensor(s, past->keys.data, 3, n, z->memory, d, 1);
+    past->values = lunai_stream_tensor(s, past->values.data, 3, n, z->memory, d, 1);
   }
-  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
-  layer->past.sources = n;
-  layer->past.slots = s->slots;
-  layer->past.source_slots = s->source_slots;
+  past->position = lunai_stream_inputs(s, s->inputs, 1).position;
+  past->sources = n;
+  past->slots = s->slots;
+  past->source_slots = s->source_slots;
   return true;
 }
-/* the parameters beside the layers'; null, or what is wrong with them */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t k = z->features;
-  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
-                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
-                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab, z->dim);
-  if (!good) return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->outputs) {
-    const char *name = "output_projection";
-    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
-           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
-    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
-  }
-  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "", "embed_positions", ".weight", 2, z->max_length, z->dim))
-    return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim, 1) ||
-                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim, 1))) return "layer_norm is missing or of another shape";
-  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
-  return NULL;
+/* the same of what is beside the layers; of a model s->tables are its */
+LUNAI_FN bool lunai_stream_tables_open(luna_stream *s, const lunai_st *st) {
+  lunai_stream_tables *t = &s->tables;
+  const lunai_stream_tables *from = s->model_ctx ? t : NULL;
+  if (!lunai_stream_parameters(s, lunai_table_slots, LUNAI_LENGTH(lunai_table_slots), "", from, st, t, s->parameters))
+    return false;
+  if (!s->sizes.outputs) t->output.weight = t->embedding;
+  return true;
 }
 
 /* means and scales to the host; false: the device has failed */
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
   const int64_t k = s->sizes.features;
   const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
+  return k == 0 || (lunai_stream_move(s, s->standard, s->tables.input.mean->data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->tables.input.scale->data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -17013,8 +18373,9 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->bump.size[1] = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
-  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1) good = lunai_stream_forward(s, rows, true) != NULL;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_tables_open(s, NULL);
+  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
+    good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
   if (good) lunai_stream_reorder_all(s);
   s->ctx.reserving = false;
@@ -17023,9 +18384,10 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   return good;
 }
 
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  const size_t bytes = lunai_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
   return at;
 }
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
@@ -17033,8 +18395,10 @@ LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, si
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
-  const int64_t means = s->batch * z->dim * z->memory, past = z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1, cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
+  const int64_t means = s->batch * z->dim * z->memory, past =
+      z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
+  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1,
+      cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
   const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
   size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
   int64_t i;
@@ -17061,8 +18425,10 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->state_size = used - state;
   for (i = 0; i < z->layers; i++) {
     if (base) layer = &s->layers[i];
-    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z), sizeof(float));
-    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used, lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
+    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z),
+                                                         sizeof(float));
+    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used,
+        lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
     layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
     layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
   }
@@ -17078,7 +18444,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
 }
 
 /* --- opening from a checkpoint's bytes --- */
-LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size, const luna_stream_config *config) {
+LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
+                                           const luna_stream_config *config) {
   const char *wrong;
   memset(s, 0, sizeof *s);
   s->ctx.backend = luna_cpu_backend();
@@ -17105,7 +18472,8 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
 }
 
-LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config, void *memory, size_t memory_size, const char **error) {
+LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
+                                             void *memory, size_t memory_size, const char **error) {
   luna_stream first, *s = NULL;
   lunai_st st;
   const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
@@ -17122,9 +18490,9 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
     lunai_stream_lay_out(s, (char *)s);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  if (!wrong && !lunai_stream_tables_open(s, &st)) wrong = s->ctx.error;
   for (i = 0; !wrong && i < s->sizes.layers; i++)
-    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
@@ -17161,7 +18529,8 @@ LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, co
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
   return lunai_backend_result(ctx, name, s->ctx.status);
 }
-/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from there */
+/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from
+   there */
 LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const void *layer) {
   luna_stream *s;
   char *raw;
@@ -17190,25 +18559,16 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
     good = true;
   }
   lunai_stream_lay_out(s, (char *)s);
+  good = good && lunai_stream_tables_open(s, NULL);
   if (good) luna_stream_reset(s);
   if (good) return s;
   luna_stream_close(s);
   return NULL;
 }
-/* the stream's own tensors of a model's tables */
-LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output, const luna_tensor *positions, const luna_norm_layer *norm) {
-  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
-  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
-  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  if (!norm->weight) return;
-  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
-  s->norm.weight = &s->norm_weight;
-  s->norm.bias = &s->norm_bias;
-}
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
-  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx); /* of a single token; without memory for it there is none */
+  /* of a single token; without memory for it there is none */
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx);
   if (good) return s;
   (void)lunai_stream_report(ctx, s, "luna_stream_open");
   luna_stream_close(s);
@@ -17228,26 +18588,25 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return NULL;
   }
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
-  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  if (lunai_stream_on_device(&first) &&
+      lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.input = model->input;
+  first.tables.norm = model->norm;
+  first.tables.output = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
-  if (model->output.bias)
-    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
-  if (s->sizes.features) {
-    const luna_input_layer *in = &model->input;
-    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
-  }
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) && lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
+        lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
   return lunai_stream_opened(ctx, s, good);
 }
 
-/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the target changes none of it) */
-LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own, luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
+   target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own,
+                                   luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
@@ -17257,13 +18616,16 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   v = luna_linear_layer_forward(&cross->v, packed_context);
   k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
   *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) && lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
+  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
+      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
 LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
   int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
   int64_t i;
-  for (i = 0; i < count; i++) slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n, s->sizes.memory);
+  for (i = 0; i < count; i++)
+    slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
+                                  s->sizes.memory);
   return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
 LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
@@ -17287,21 +18649,29 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
   first.sizes.omega = c->encoder.layer.omega;
-  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions; first.sizes.max_length = c->max_target_length;
+  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
+  first.sizes.max_length = c->max_target_length;
   if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
   first.sources = source->batch;
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
+  first.tables.embedding = model->embedding;
+  first.tables.positions = model->positions;
+  first.tables.norm = model->norm;
+  first.tables.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
-  good = lunai_stream_real(s, s->slots, s->batch, source) && lunai_stream_real(s, s->source_slots, source->batch, source);
+  good = lunai_stream_real(s, s->slots, s->batch, source) &&
+         lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
            lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
@@ -17334,12 +18704,12 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = input->n;
+  const int64_t n = lunai_size(input->n);
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+  if (input->n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
@@ -17384,7 +18754,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
-LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+LUNA_API lunai_int64 luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
 LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
@@ -17410,7 +18780,9 @@ LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   for (b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
   lunai_copy(order, from, (size_t)s->batch * sizeof(int32_t));
-  if (s->inputs != s->host_inputs) (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t), 1);
+  if (s->inputs != s->host_inputs)
+    (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t),
+                            1);
   if (lunai_stream_ready(s)) lunai_stream_reorder_all(s);
   return lunai_stream_status(s);
 }
@@ -17443,9 +18815,15 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+typedef struct lunai_stream_head {
+  uint64_t magic;
+  lunai_int64 batch, position;
+  lunai_lm_sizes sizes;
+} lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
-LUNA_API size_t luna_stream_state_size(const luna_stream *s) { return s ? sizeof(lunai_stream_head) + s->state_size : 0; }
+LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
+  return s ? sizeof(lunai_stream_head) + s->state_size : 0;
+}
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
   lunai_stream_head head;
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
@@ -17461,7 +18839,8 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   lunai_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
-  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 || head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 ||
+      head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
@@ -17511,26 +18890,27 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   return low;
 }
 
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
+LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
-  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const int64_t n = lunai_size(vocab);
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
-  if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
+  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
-  for (i = 0; i < vocab; i++) {
+  for (i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
-  if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (k < n) limit = lunai_kth(logits, n, k, &above);
   if (top_p < 1) {
-    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
-    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    const float nucleus = lunai_nucleus(logits, n, limit, max, temperature, top_p);
+    if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
   counter[0] = (uint32_t)sampling->drawn;
@@ -17541,8 +18921,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
                                                     limit the first few count */
     double sum = 0;
-    for (ties = k - above, i = 0; i < vocab; i++) {
-      if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
+    for (ties = k - above, i = 0; i < n; i++) {
+      if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
@@ -17554,7 +18934,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first `beam` is a result --- */
+/* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first
+   `beam` is a result --- */
 typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;
 typedef struct lunai_beam {
   luna_beam_config search;
@@ -17583,9 +18964,11 @@ LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *lo
     const double base = s->score[row] - lunai_log_sum(x, s->vocab);
     for (token = 0; token < s->vocab; token++) {
       const double score = base + (double)x[token];
-      if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) || (count == room && score <= s->candidates[count - 1].score)) continue;
+      if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) ||
+          (count == room && score <= s->candidates[count - 1].score)) continue;
       if (count < room) count++;
-      for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--) s->candidates[at] = s->candidates[at - 1];
+      for (at = count - 1; at > 0 && s->candidates[at - 1].score < score; at--)
+        s->candidates[at] = s->candidates[at - 1];
       s->candidates[at].score = score;
       s->candidates[at].row = row;
       s->candidates[at].token = (int32_t)token;
@@ -17616,10 +18999,12 @@ LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int
     s->from[row] = (int32_t)c->row;
     kept++;
   }
-  for (kept = 0, i = 0; i < count && kept < beam; i++) if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
+  for (kept = 0, i = 0; i < count && kept < beam; i++)
+    if (s->candidates[i].token != s->search.end) s->score[b * beam + kept++] = s->candidates[i].score;
   for (i = kept; i < beam; i++) s->score[b * beam + i] = (double)-INFINITY;
   if (kept == 0 || (!s->search.exhaustive && s->finished[b] >= beam)) return false;
-  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(max + 1), s->penalty) > s->best[b];
+  return !s->finished[b] || !s->search.exhaustive || s->score[b * beam] / pow((double)(max + 1), s->penalty) >
+      s->best[b];
 }
 
 LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
@@ -17655,7 +19040,8 @@ LUNAI_FN bool lunai_beam_good(luna_ctx *ctx, const lunai_beam *s, const luna_inp
     lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "length_penalty", (double)c->length_penalty);
   return lunai_is_finite(c->length_penalty);
 }
-LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search, const luna_input *source, int32_t *out,
+LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna_beam_config *search,
+                                           const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
   luna_stream *stream;
@@ -17682,7 +19068,9 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
       !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
   stream = luna_seq2seq_stream_open(model, source, s.search.beam);
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  if (!lunai_beam_memory(ctx, &s)) status = lunai_fail_memory(ctx, "luna_seq2seq_generate", (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
+  if (!lunai_beam_memory(ctx, &s))
+    status = lunai_fail_memory(ctx, "luna_seq2seq_generate",
+                               (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
   for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
@@ -17715,6 +19103,10 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
 #endif
 #endif /* !LUNAI_PASS */
 #endif /* LUNA_IMPLEMENTATION */

@@ -1,11 +1,12 @@
-/* luna_cuda.cuh: the models of luna.h on an NVIDIA GPU. CUDA Toolkit 12 or newer, compute capability 8.0 or newer; nothing else.
+/* luna_cuda.cuh: the models of luna.h on an NVIDIA GPU. CUDA Toolkit 12 or newer, compute capability 8.0 or newer;
+   nothing else.
 
    In one .cu file:      #include "luna_cuda.cuh"
    in the program:       luna_options options = {0};
                          options.backend = luna_cuda_backend(0);
                          luna_ctx *ctx = luna_open(&options);
-   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas. luna.h's implementation may stand in the same .cu file
-   or, faster on the CPU, in a .c file of its own.
+   and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas. luna.h's
+   implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own.
 
    Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back. Pointers of host memory never go
                into an op but through the calls that take host arrays (tokens, lengths, labels, luna_tensor_new).
@@ -18,18 +19,20 @@
                before work of your own on another.
    Shared      sets (luna_params_share): the sharing context's stream waits for the owner's.
    Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
-               The same program gives the same bits on the same device: no kernel adds floats in an order that can change.
+               The same program gives the same bits on the same device: no kernel adds floats in an order that can
+               change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
    Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
                thread of their context.
    Graphs      luna_graph makes a training step one cudaGraphLaunch, and a copy of what changes: tokens, labels, the
-               learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its luna_custom
-               says that it may be: then its launches into luna_cuda_stream are captured, and it must not allocate or wait.
+               learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its
+               luna_custom says that it may be: then its launches into luna_cuda_stream are captured, and it must not
+               allocate or wait.
 
    Chapters: >>base >>context >>maps >>gemm >>rows >>attention >>unpack >>causal >>optimisers >>backend
 
-   The kernels are plain CUDA C++ over a small vocabulary (LUNACU_LAUNCH, LUNACU_SHARED, lunacu_shared), so that tests/cuda_host.h can compile and run
-   them on a machine without a GPU. */
+   The kernels are plain CUDA C++ over a small vocabulary (LUNACU_LAUNCH, LUNACU_SHARED, lunacu_shared), so that
+   tests/cuda_host.h can compile and run them on a machine without a GPU. */
 #ifndef LUNA_CUDA_CUH
 #define LUNA_CUDA_CUH
 #include "luna.h"
@@ -42,17 +45,19 @@
 extern "C" {
 #endif
 typedef enum luna_cuda_math { LUNA_CUDA_F32 = 0, LUNA_CUDA_TF32, LUNA_CUDA_BF16 } luna_cuda_math; /* of products */
-/* Device 0, 1, ... The table is there even when the device is not: luna_open then gives a context whose error says why. */
+/* Device 0, 1, ... The table is there even when the device is not: luna_open then gives a context whose error says
+   why. */
 const luna_backend *luna_cuda_backend(int device);
-const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math); /* null: no such mode, or device not in 0..15 */
+/* null: no such mode, or device not in 0..15 */
+const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math);
 cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this backend; lives as long as the context */
 #ifdef __cplusplus
 }
 #endif
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>base: shared by every chapter below
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -94,7 +99,9 @@ inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, flo
 #else
 #define LUNACU_ROLLED _Pragma("unroll 1")
 __device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
-__device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) { *(float4 *)p = make_float4(x, y, z, w); }
+__device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) {
+  *(float4 *)p = make_float4(x, y, z, w);
+}
 #endif
 
 #define LUNACU_FULL 0xFFFFFFFFu
@@ -189,7 +196,8 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
 static luna_status lunacu_row_done(const luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
 
 static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-/* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be fewer */
+/* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be
+   fewer */
 static inline unsigned lunacu_blocks(int64_t count, int64_t unit) {
   const int64_t blocks = lunacu_divide_up(count, unit);
   return (unsigned)(blocks < 1 ? 1 : blocks > (1 << 20) ? (1 << 20) : blocks);
@@ -256,14 +264,19 @@ static lunacu_dropout lunacu_dropout_of(const luna_op *op, float probability, ui
   }
   return d;
 }
-static inline lunacu_dropout lunacu_op_dropout(const luna_op *op) { return lunacu_dropout_of(op, op->dropout, op->dropout_op); }
-static inline lunacu_dropout lunacu_last_dropout(const luna_op *op) { return lunacu_dropout_of(op, op->last_dropout, op->last_dropout_op); }
+static inline lunacu_dropout lunacu_op_dropout(const luna_op *op) {
+  return lunacu_dropout_of(op, op->dropout, op->dropout_op);
+}
+static inline lunacu_dropout lunacu_last_dropout(const luna_op *op) {
+  return lunacu_dropout_of(op, op->last_dropout, op->last_dropout_op);
+}
 /* the four words that decide for elements 8 block to 8 block + 7: half-word i for the i-th */
 __device__ __forceinline__ void lunacu_philox(const lunacu_dropout &d, int64_t block, uint32_t word[4]) {
   uint32_t c0 = (uint32_t)block, c1 = (uint32_t)((uint64_t)block >> 32), c2 = d.op, c3 = (uint32_t)d.state->step;
   uint32_t k0 = (uint32_t)d.state->seed, k1 = (uint32_t)(d.state->seed >> 32);
   for (int round = 0; round < 10; round++) {
-    const uint32_t h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h2 = __umulhi(0xCD9E8D57u, c2), l2 = 0xCD9E8D57u * c2;
+    const uint32_t h0 = __umulhi(0xD2511F53u, c0), l0 = 0xD2511F53u * c0, h2 = __umulhi(0xCD9E8D57u, c2),
+        l2 = 0xCD9E8D57u * c2;
     c0 = h2 ^ c1 ^ k0;
     c1 = l2;
     c2 = h0 ^ c3 ^ k1;
@@ -339,13 +352,19 @@ __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return 
 #define vf_normal_cdf(x) (0.5f * (1 + erff((x) * 0.70710678118654752f)))
 #define LUNACU_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LUNACU_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const float y = value; (void)y; return slope; }
-__device__ __forceinline__ float lunacu_activation(int kind, float x) { switch (kind) { LUNA_MAPS(LUNACU_VALUE) default: return x; } }
-__device__ __forceinline__ float lunacu_slope(int kind, float x) { switch (kind) { LUNA_MAPS(LUNACU_SLOPE) default: return 1.0f; } }
+__device__ __forceinline__ float lunacu_activation(int kind, float x) {
+  switch (kind) { LUNA_MAPS(LUNACU_VALUE) default: return x; }
+}
+__device__ __forceinline__ float lunacu_slope(int kind, float x) {
+  switch (kind) { LUNA_MAPS(LUNACU_SLOPE) default: return 1.0f; }
+}
 #undef LUNACU_VALUE
 #undef LUNACU_SLOPE
 #define LUNACU_VALUE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
 #define LUNACU_SLOPE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return input == 0 ? (da) : input == 1 ? (db) : (dc);
-__device__ __forceinline__ float lunacu_combine(int kind, float a, float b, float c) { switch (kind) { LUNA_ELEMENTWISE(LUNACU_VALUE) default: return c; } }
+__device__ __forceinline__ float lunacu_combine(int kind, float a, float b, float c) {
+  switch (kind) { LUNA_ELEMENTWISE(LUNACU_VALUE) default: return c; }
+}
 /* input's gradient, for g of the result */
 __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float a, float b, float c, float g) {
   (void)c;
@@ -354,9 +373,9 @@ __device__ __forceinline__ float lunacu_combine_slope(int kind, int input, float
 #undef LUNACU_VALUE
 #undef LUNACU_SLOPE
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>context: one device, its memory, copies
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNACU_STAGING ((size_t)4 << 20)
 #define LUNACU_BLAS_WORKSPACE ((size_t)32 << 20)
 #define LUNACU_PARTIALS_SIZE (1 << 17)
@@ -381,13 +400,19 @@ static const char *lunacu_device_error(int device, int *processors, char *room, 
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count < 1) snprintf(room, size, "luna_open: there is no CUDA device (%s)", error == cudaSuccess ? "none found" : cudaGetErrorString(error));
-  else if (device >= count) snprintf(room, size, "luna_open: there is no CUDA device %d (there are %d, from 0)", device, count);
+  if (error != cudaSuccess || count < 1)
+    snprintf(room, size, "luna_open: there is no CUDA device (%s)",
+             error == cudaSuccess ? "none found" : cudaGetErrorString(error));
+  else if (device >= count)
+    snprintf(room, size, "luna_open: there is no CUDA device %d (there are %d, from 0)", device, count);
   else if ((error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) != cudaSuccess ||
            (error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) != cudaSuccess ||
-           (error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess || (error = cudaSetDevice(device)) != cudaSuccess)
+           (error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess ||
+               (error = cudaSetDevice(device)) != cudaSuccess)
     snprintf(room, size, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
-  else if (major < 8) snprintf(room, size, "luna_open: CUDA device %d has compute capability %d.%d; 8.0 or newer is needed", device, major, minor);
+  else if (major < 8)
+    snprintf(room, size, "luna_open: CUDA device %d has compute capability %d.%d; 8.0 or newer is needed", device,
+             major, minor);
   else if ((error = cudaFuncGetAttributes(&attributes, lunacu_begin_kernel)) != cudaSuccess)
     lunacu_sentence(room, size, "luna_open", device, error);
   else return NULL;
@@ -403,7 +428,9 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   const char *wrong = lunacu_device_error(device, &processors, sentence, sizeof sentence);
   if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
   lunacu *self = (lunacu *)calloc(1, sizeof *self);
-  if (!self) return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY, "luna_open: no memory for what a context keeps of its CUDA device");
+  if (!self)
+    return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY,
+                             "luna_open: no memory for what a context keeps of its CUDA device");
   self->device = device;
   self->processors = processors;
   self->math = lunacu_math_of(ctx);
@@ -416,19 +443,22 @@ static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   else {
     cublasStatus_t status = cublasCreate(&self->blas);
     if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(self->blas, self->stream);
-    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetWorkspace(self->blas, self->blas_workspace, LUNACU_BLAS_WORKSPACE);
+    if (status == CUBLAS_STATUS_SUCCESS)
+      status = cublasSetWorkspace(self->blas, self->blas_workspace, LUNACU_BLAS_WORKSPACE);
     if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetAtomicsMode(self->blas, CUBLAS_ATOMICS_NOT_ALLOWED);
     if (status == CUBLAS_STATUS_SUCCESS) {
       *out = self;
       return LUNA_OK;
     }
-    snprintf(sentence, sizeof sentence, "luna_open: cuBLAS on CUDA device %d: %s", device, cublasGetStatusString(status));
+    snprintf(sentence, sizeof sentence, "luna_open: cuBLAS on CUDA device %d: %s", device,
+             cublasGetStatusString(status));
   }
   lunacu_close(self);
   return luna_backend_fail(ctx, lunacu_status(error), sentence);
 }
 
-/* luna.h takes a steady step's memory once: what it releases goes back to the device, when work that uses it is done. */
+/* luna.h takes a steady step's memory once: what it releases goes back to the device, when work that uses it is
+   done. */
 static void *lunacu_allocate(void *user, size_t bytes) {
   lunacu *self = (lunacu *)user;
   void *memory = NULL;
@@ -450,7 +480,8 @@ __global__ void lunacu_write_kernel(lunacu_carried carried, uint32_t *to, int co
 static luna_status lunacu_carry(luna_ctx *ctx, void *to, const void *from, size_t bytes) {
   lunacu_carried carried;
   memcpy(carried.word, from, bytes);
-  LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_WARP, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)to, (int)(bytes / 4));
+  LUNACU_LAUNCH(lunacu_write_kernel, 1, LUNACU_WARP, 0, lunacu_self(ctx)->stream, carried, (uint32_t *)to,
+                (int)(bytes / 4));
   return lunacu_done(ctx, "copy to the device");
 }
 
@@ -496,9 +527,11 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
   return lunacu_check(ctx, error, "waiting for the context of a shared set");
 }
 
-/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates or waits --- */
+/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates or waits
+   --- */
 static luna_status lunacu_record(luna_ctx *ctx) {
-  return lunacu_check(ctx, cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal), "luna_graph");
+  return lunacu_check(ctx, cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal),
+                      "luna_graph");
 }
 static luna_status lunacu_recorded(luna_ctx *ctx, void **out) {
   cudaGraph_t graph = NULL;
@@ -519,13 +552,15 @@ static void lunacu_forget(void *user, void *graph) {
   (void)lunacu_own(cudaGraphExecDestroy((cudaGraphExec_t)graph));
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>maps: shapes, elementwise rows, sums and maxima over an axis
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 
 /* whether vectors of four floats fit: a row of `unit` floats is whole vectors, and all pointers are aligned to 16
    bytes */
-template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) { return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0; }
+template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) {
+  return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0;
+}
 /* W floats at p, aligned to 16 bytes when W > 1 */
 template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
   if constexpr (W == 1) v[0] = *p;
@@ -550,7 +585,8 @@ template <int W> __device__ __forceinline__ void lunacu_put(float *p, float (&v)
     LUNACU_UNROLL for (int i = 0; i < W; i += 4) *(float4 *)(p + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
 }
 
-/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i, a multiple of W, on. y may be where f reads. */
+/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i, a multiple of W, on. y may be where f
+   reads. */
 template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float *y, bool add, F f) {
   for (int64_t i = lunacu_index(); i < count / W; i += lunacu_stride()) {
     float v[W];
@@ -565,23 +601,29 @@ template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float
   }
 }
 /* `wide`: f's pointers and rows allow vectors */
-template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t count, float *y, bool add, bool wide, const F &f) {
+template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t count, float *y, bool add, bool wide,
+                                                     const F &f) {
   const cudaStream_t stream = lunacu_stream(op);
   if (count == 0) return;
-  if (wide && lunacu_wide(0, y)) LUNACU_LAUNCH((lunacu_map_kernel<W, F>), lunacu_blocks(count, W * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y, add, f);
-  else LUNACU_LAUNCH((lunacu_map_kernel<1, F>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y, add, f);
+  if (wide && lunacu_wide(0, y))
+    LUNACU_LAUNCH((lunacu_map_kernel<W, F>), lunacu_blocks(count, W * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y,
+                  add, f);
+  else LUNACU_LAUNCH((lunacu_map_kernel<1, F>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, count, y,
+                     add, f);
 }
 
-/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns of `lanes` lanes that share the
-   rows, as often as there is room; rows are split among blocks where the columns alone are too few, and the parts then added in order. Sums are of
-   at most 64 floats a lane, then in double. --- */
+/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns
+   of `lanes` lanes that share the rows, as often as there is room; rows are split among blocks where the columns alone
+   are too few, and the parts then added in order. Sums are of at most 64 floats a lane, then in double. --- */
 #define LUNACU_SUMS 5                /* the maximum at once */
 #define LUNACU_ENOUGH (1 << 20)      /* threads that keep a GPU busy for long enough */
 struct lunacu_sums {
   int64_t outer, rows, n, splits, length; /* length: rows of a split */
   int columns, lanes;
-  __host__ __device__ int64_t units() const { return outer * splits * ((n + columns - 1) / columns); } /* one: the columns and lanes that share rows */
-  __host__ __device__ int at_once() const { return LUNACU_BLOCK / (columns * lanes); }                 /* units of a block */
+  /* one: the columns and lanes that share rows */
+  __host__ __device__ int64_t units() const { return outer * splits * ((n + columns - 1) / columns); }
+  /* units of a block */
+  __host__ __device__ int at_once() const { return LUNACU_BLOCK / (columns * lanes); }
   unsigned blocks() const { return lunacu_blocks(units(), at_once()); }
 };
 static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool split) {
@@ -595,7 +637,10 @@ static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool s
   s.splits = lunacu_divide_up(rows, s.length);
   return s;
 }
-static int64_t lunacu_sums_floats(const lunacu_sums &s, int sums) { return s.splits > 1 ? s.splits * s.outer * sums * s.n : 0; } /* of parts */
+/* of parts */
+static int64_t lunacu_sums_floats(const lunacu_sums &s, int sums) {
+  return s.splits > 1 ? s.splits * s.outer * sums * s.n : 0;
+}
 /* what a thread of the block that has units `first` on works at */
 struct lunacu_place {
   int64_t o, split, j;
@@ -637,14 +682,16 @@ template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s,
     if (at.mine)
       for (int64_t r = at.split * s.length + at.lane, end = min(s.rows, (at.split + 1) * s.length); r < end;) {
         float sum[Q] = {};
-        LUNACU_UNROLL for (const int64_t stop = min(end, r + 64 * s.lanes); r < stop; r += s.lanes) f.add(at.o, r, at.j, sum);
+        LUNACU_UNROLL for (const int64_t stop = min(end, r + 64 * s.lanes); r < stop; r += s.lanes) f.add(at.o, r, at.j,
+            sum);
         LUNACU_UNROLL for (int q = 0; q < Q; q++) total[q] += (double)sum[q];
       }
     LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] = total[q];
     __syncthreads();
     for (int half = s.lanes / 2; half > 0; half /= 2) {
       if (at.lane < half)
-        LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] += part[q * LUNACU_BLOCK + me + half * s.columns];
+        LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] +=
+            part[q * LUNACU_BLOCK + me + half * s.columns];
       __syncthreads();
     }
     LUNACU_UNROLL for (int q = 0; q < Q && at.mine && at.lane == 0; q++) {
@@ -661,20 +708,26 @@ struct lunacu_column {               /* f: x[o, r, j] */
   __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += x[(o * rows + r) * n + j]; }
 };
 /* parts [splits, count], added in order */
-static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial, const lunacu_sums_to &to) {
+static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial,
+                            const lunacu_sums_to &to) {
   const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
   const lunacu_column f = {partial, splits, count};
-  LUNACU_LAUNCH((lunacu_sums_kernel<1, lunacu_column>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to, (float *)NULL);
+  LUNACU_LAUNCH((lunacu_sums_kernel<1, lunacu_column>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
+                (float *)NULL);
 }
 /* partial: lunacu_sums_floats */
-template <int Q, class F> static void lunacu_sums_run(const luna_op *op, const lunacu_sums &s, const F &f, const lunacu_sums_to &to, float *partial) {
+template <int Q, class F> static void lunacu_sums_run(const luna_op *op, const lunacu_sums &s, const F &f,
+                                                      const lunacu_sums_to &to, float *partial) {
   if (s.outer * s.n == 0) return;
-  LUNACU_LAUNCH((lunacu_sums_kernel<Q, F>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to, s.splits > 1 ? partial : (float *)NULL);
+  LUNACU_LAUNCH((lunacu_sums_kernel<Q, F>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
+                s.splits > 1 ? partial : (float *)NULL);
   if (s.splits > 1) lunacu_sums_end(op, s.splits, s.outer * Q * s.n, partial, to);
 }
 
-/* --- rows of a part: to[r, c] = (or +=) from[r, c] for c < width, rows to_row and from_row apart: slice, concat, repeat --- */
-template <int W> __global__ void lunacu_part_kernel(int64_t rows, int64_t width, const float *from, int64_t from_row, float *to, int64_t to_row, bool add) {
+/* --- rows of a part: to[r, c] = (or +=) from[r, c] for c < width, rows to_row and from_row apart: slice, concat,
+   repeat --- */
+template <int W> __global__ void lunacu_part_kernel(int64_t rows, int64_t width, const float *from, int64_t from_row,
+                                                    float *to, int64_t to_row, bool add) {
   for (int64_t i = lunacu_index(); i < rows * (width / W); i += lunacu_stride()) {
     const int64_t r = i / (width / W), c = i % (width / W) * W;
     float v[W];
@@ -682,13 +735,16 @@ template <int W> __global__ void lunacu_part_kernel(int64_t rows, int64_t width,
     lunacu_put(to + r * to_row + c, v, add);
   }
 }
-static void lunacu_part(const luna_op *op, int64_t rows, int64_t width, const float *from, int64_t from_row, float *to, int64_t to_row, bool add) {
+static void lunacu_part(const luna_op *op, int64_t rows, int64_t width, const float *from, int64_t from_row, float *to,
+                        int64_t to_row, bool add) {
   const cudaStream_t stream = lunacu_stream(op);
   const int64_t count = rows * width;
   if (count == 0) return;
   if (lunacu_wide(width | from_row | to_row, from, to))
-    LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
-  else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width, from, from_row, to, to_row, add);
+    LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width,
+                  from, from_row, to, to_row, add);
+  else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width,
+                     from, from_row, to, to_row, add);
 }
 /* a part of an axis is rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of
    one of the axis */
@@ -705,12 +761,14 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
 /* slice: arg axis, start */
 static luna_status lunacu_slice_forward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
-  lunacu_part(op, a.rows, a.width, op->in[0]->data + op->arg.slice.start * a.unit, a.stride, op->out[0]->data, a.width, false);
+  lunacu_part(op, a.rows, a.width, op->in[0]->data + op->arg.slice.start * a.unit, a.stride, op->out[0]->data, a.width,
+              false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_slice_backward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
-  lunacu_part(op, a.rows, a.width, op->out[0]->grad, a.width, op->in[0]->grad + op->arg.slice.start * a.unit, a.stride, true);
+  lunacu_part(op, a.rows, a.width, op->out[0]->grad, a.width, op->in[0]->grad + op->arg.slice.start * a.unit, a.stride,
+              true);
   return lunacu_row_done(op);
 }
 
@@ -720,7 +778,9 @@ static luna_status lunacu_concat_run(luna_op *op, bool back) {
   for (int i = 0; i < op->inputs; i++) {
     const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->arg.concat.axis);
     if (!back) lunacu_part(op, a.rows, a.width, op->in[i]->data, a.width, op->out[0]->data + start, a.stride, false);
-    else if (op->in[i]->grad) lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width, !lunacu_sets(op, i));
+    else if (op->in[i]->grad)
+      lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width,
+                  !lunacu_sets(op, i));
     start += a.width;
   }
   return lunacu_row_done(op);
@@ -730,7 +790,8 @@ static luna_status lunacu_concat_backward(luna_op *op) { return lunacu_concat_ru
 
 /* expand: arg count */
 static void lunacu_expand_query(luna_op *op) {
-  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count, luna_count(op->in[0]), true), 1) * sizeof(float);
+  op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(1, op->arg.expand.count,
+      luna_count(op->in[0]), true), 1) * sizeof(float);
 }
 static luna_status lunacu_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -745,14 +806,16 @@ static luna_status lunacu_expand_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- permute: `to` has axes of these sizes, one of which moves by `stride` in `from`. Where the last axis stays, vectors of it are fetched; where it
-   does not, tiles go through shared memory, so that both sides are read and written along their last axes. --- */
+/* --- permute: `to` has axes of these sizes, one of which moves by `stride` in `from`. Where the last axis stays,
+   vectors of it are fetched; where it does not, tiles go through shared memory, so that both sides are read and written
+   along their last axes. --- */
 struct lunacu_permuted {
   const float *from;
   int64_t shape[4], stride[4];
   template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
     const int64_t j = i / shape[3], k = j / shape[2];
-    lunacu_get(from + k / shape[1] * stride[0] + k % shape[1] * stride[1] + j % shape[2] * stride[2] + i % shape[3] * stride[3], v);
+    lunacu_get(from + k / shape[1] * stride[0] + k % shape[1] * stride[1] + j % shape[2] * stride[2] + i % shape[3] *
+               stride[3], v);
   }
 };
 #define LUNACU_TILE 32
@@ -761,12 +824,15 @@ struct lunacu_swapped { int64_t shape[4], from[4], to[4]; };
 __global__ void lunacu_transpose_kernel(const float *from, lunacu_swapped s, float *to, bool add) {
   LUNACU_SHARED(float, tile, LUNACU_TILE * (LUNACU_TILE + 1));
   const int x = threadIdx.x % LUNACU_TILE, y = threadIdx.x / LUNACU_TILE;
-  const int64_t across = (s.shape[0] + LUNACU_TILE - 1) / LUNACU_TILE, down = (s.shape[1] + LUNACU_TILE - 1) / LUNACU_TILE;
+  const int64_t across = (s.shape[0] + LUNACU_TILE - 1) / LUNACU_TILE,
+      down = (s.shape[1] + LUNACU_TILE - 1) / LUNACU_TILE;
   for (int64_t u = blockIdx.x; u < s.shape[2] * s.shape[3] * down * across; u += gridDim.x) {
-    const int64_t i0 = u % across * LUNACU_TILE, i1 = u / across % down * LUNACU_TILE, i2 = u / across / down % s.shape[2], i3 = u / across / down / s.shape[2];
+    const int64_t i0 = u % across * LUNACU_TILE, i1 = u / across % down * LUNACU_TILE,
+        i2 = u / across / down % s.shape[2], i3 = u / across / down / s.shape[2];
     for (int k = y; k < LUNACU_TILE; k += LUNACU_BLOCK / LUNACU_TILE)
       if (i0 + k < s.shape[0] && i1 + x < s.shape[1])
-        tile[k * (LUNACU_TILE + 1) + x] = from[(i0 + k) * s.from[0] + (i1 + x) * s.from[1] + i2 * s.from[2] + i3 * s.from[3]];
+        tile[k * (LUNACU_TILE + 1) + x] = from[(i0 + k) * s.from[0] + (i1 + x) * s.from[1] + i2 * s.from[2] + i3 *
+                                               s.from[3]];
     __syncthreads();
     for (int k = y; k < LUNACU_TILE; k += LUNACU_BLOCK / LUNACU_TILE)
       if (i1 + k < s.shape[1] && i0 + x < s.shape[0]) {
@@ -777,7 +843,8 @@ __global__ void lunacu_transpose_kernel(const float *from, lunacu_swapped s, flo
   }
 }
 /* to's axis i is from's axes[i] */
-static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, const int64_t *axes, const float *from, float *to, bool add) {
+static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, const int64_t *axes, const float *from,
+                               float *to, bool add) {
   const int rank = shape->rank, pad = 4 - rank;
   const int64_t count = luna_count(shape);
   lunacu_permuted f = {from, {1, 1, 1, 1}, {0, 0, 0, 0}};
@@ -801,7 +868,8 @@ static void lunacu_permute_run(const luna_op *op, const luna_tensor *shape, cons
     s.from[k] = f.stride[i];
     s.to[k] = stride;
   }
-  const int64_t tiles = lunacu_divide_up(s.shape[0], LUNACU_TILE) * lunacu_divide_up(s.shape[1], LUNACU_TILE) * s.shape[2] * s.shape[3];
+  const int64_t tiles = lunacu_divide_up(s.shape[0], LUNACU_TILE) * lunacu_divide_up(s.shape[1], LUNACU_TILE) *
+      s.shape[2] * s.shape[3];
   LUNACU_LAUNCH(lunacu_transpose_kernel, lunacu_blocks(tiles, 1), LUNACU_BLOCK, 0, lunacu_stream(op), from, s, to, add);
 }
 static luna_status lunacu_permute_forward(luna_op *op) {
@@ -822,18 +890,22 @@ struct lunacu_each {
   int64_t shape[4], stride[3][4];
   int kind, input;
   template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
-    const int64_t row = i < shape[3] ? 0 : i / shape[3], j = i - row * shape[3], upper = row < shape[2] ? 0 : row / shape[2];
+    const int64_t row = i < shape[3] ? 0 : i / shape[3], j = i - row * shape[3],
+        upper = row < shape[2] ? 0 : row / shape[2];
     float in[3][W];
     LUNACU_UNROLL for (int k = 0; k < 3; k++) {
       const float *from = x[k];
-      if (from && row > 0) from += upper / shape[1] * stride[k][0] + upper % shape[1] * stride[k][1] + (row - upper * shape[2]) * stride[k][2];
+      if (from && row > 0)
+        from += upper / shape[1] * stride[k][0] + upper % shape[1] * stride[k][1] + (row - upper * shape[2]) *
+            stride[k][2];
       if (from && stride[k][3]) lunacu_get(from + j, in[k]);
       else
         LUNACU_UNROLL for (int w = 0; w < W; w++) in[k][w] = from ? *from : scalar[k];
     }
     if (input >= 0) lunacu_get(dy + i, v);
     LUNACU_UNROLL for (int w = 0; w < W; w++)
-      v[w] = input < 0 ? lunacu_combine(kind, in[0][w], in[1][w], in[2][w]) : lunacu_combine_slope(kind, input, in[0][w], in[1][w], in[2][w], v[w]);
+      v[w] = input < 0 ? lunacu_combine(kind, in[0][w], in[1][w], in[2][w]) :
+          lunacu_combine_slope(kind, input, in[0][w], in[1][w], in[2][w], v[w]);
   }
 };
 struct lunacu_each_column {          /* as lunacu_column */
@@ -846,7 +918,9 @@ struct lunacu_each_column {          /* as lunacu_column */
   }
 };
 #define LUNACU_READS(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return reads;
-static int lunacu_each_reads(const luna_op *op) { switch ((int)op->kind) { LUNA_ELEMENTWISE(LUNACU_READS) default: return 0; } }
+static int lunacu_each_reads(const luna_op *op) {
+  switch ((int)op->kind) { LUNA_ELEMENTWISE(LUNACU_READS) default: return 0; }
+}
 #undef LUNACU_READS
 static lunacu_each lunacu_each_of(const luna_op *op, int input) {
   lunacu_each f;
@@ -882,7 +956,8 @@ static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool
     for (int b = 0; b < 4; b++) if (b != a) *(b < a ? &outer : &inner) *= shape[b];
     left /= shape[a];
     const lunacu_sums s = lunacu_sums_of(outer, shape[a], inner, true);
-    float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner), *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
+    float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner),
+        *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
     const lunacu_sums_to to = {{sums}, {1}, inner, 1, 1.0f, left == 1 && !lunacu_sets(op, k)};
     if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from, shape[a], inner}, to, partial);
     else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k), shape[a], inner}, to, partial);
@@ -893,7 +968,8 @@ static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool
 }
 static void lunacu_elementwise_query(luna_op *op) {
   for (int k = 0; k < op->inputs; k++) {
-    const size_t bytes = op->training && op->in[k]->needs_grad && lunacu_is_repeated(op, k) ? lunacu_unbroadcast(op, k, NULL, false) : 0;
+    const size_t bytes = op->training && op->in[k]->needs_grad &&
+        lunacu_is_repeated(op, k) ? lunacu_unbroadcast(op, k, NULL, false) : 0;
     if (bytes > op->backward_workspace_size) op->backward_workspace_size = bytes;
   }
 }
@@ -985,8 +1061,12 @@ static luna_status lunacu_dropout_run(luna_op *op, const float *x, float *y, boo
   lunacu_map<8>(op, luna_count(op->in[0]), y, add, lunacu_wide(0, x), f);
   return lunacu_row_done(op);
 }
-static luna_status lunacu_dropout_forward(luna_op *op) { return lunacu_dropout_run(op, op->in[0]->data, op->out[0]->data, false); }
-static luna_status lunacu_dropout_backward(luna_op *op) { return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0)); }
+static luna_status lunacu_dropout_forward(luna_op *op) {
+  return lunacu_dropout_run(op, op->in[0]->data, op->out[0]->data, false);
+}
+static luna_status lunacu_dropout_backward(luna_op *op) {
+  return lunacu_dropout_run(op, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
+}
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 struct lunacu_masked {
@@ -1006,8 +1086,12 @@ static luna_status lunacu_mask_run(luna_op *op, const float *x, float fill, floa
   lunacu_map(op, luna_count(op->in[0]), y, add, lunacu_wide(f.width, x), f);
   return lunacu_row_done(op);
 }
-static luna_status lunacu_mask_forward(luna_op *op) { return lunacu_mask_run(op, op->in[0]->data, op->arg.mask.fill, op->out[0]->data, false); }
-static luna_status lunacu_mask_backward(luna_op *op) { return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_sets(op, 0)); }
+static luna_status lunacu_mask_forward(luna_op *op) {
+  return lunacu_mask_run(op, op->in[0]->data, op->arg.mask.fill, op->out[0]->data, false);
+}
+static luna_status lunacu_mask_backward(luna_op *op) {
+  return lunacu_mask_run(op, op->out[0]->grad, 0, op->in[0]->grad, !lunacu_sets(op, 0));
+}
 
 /* --- reduce --- */
 struct lunacu_spread {               /* every row of an axis gets the gradient of their sum */
@@ -1020,17 +1104,20 @@ struct lunacu_spread {               /* every row of an axis gets the gradient o
   }
 };
 static void lunacu_reduce_query(luna_op *op) {
-  op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), 1) * sizeof(float);
+  op->workspace_size = (size_t)lunacu_sums_floats(lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis,
+                                                                 op->arg.reduce.inner, true), 1) * sizeof(float);
 }
 static luna_status lunacu_reduce_forward(luna_op *op) {
   const lunacu_column f = {op->in[0]->data, op->arg.reduce.axis, op->arg.reduce.inner};
   const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->arg.reduce.inner, 1, op->arg.reduce.factor, false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), f, to, (float *)op->workspace);
+  lunacu_sums_run<1>(op, lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), f, to,
+                     (float *)op->workspace);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_reduce_backward(luna_op *op) {
   const lunacu_spread f = {op->out[0]->grad, op->arg.reduce.axis, op->arg.reduce.inner, op->arg.reduce.factor};
-  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_sets(op, 0), lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
+  lunacu_map(op, luna_count(op->in[0]), op->in[0]->grad, !lunacu_sets(op, 0),
+             lunacu_wide(f.inner > 1 ? f.inner : f.axis), f);
   return lunacu_row_done(op);
 }
 
@@ -1072,8 +1159,10 @@ __global__ void lunacu_max_kernel(const float *x, lunacu_sums s, float *y, uint3
     __syncthreads();
   }
 }
-__global__ void lunacu_max_back_kernel(int64_t count, int64_t axis, int64_t inner, const uint32_t *where, const float *dy, float *dx) {
-  for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) dx[(i / inner * axis + where[i]) * inner + i % inner] += dy[i];
+__global__ void lunacu_max_back_kernel(int64_t count, int64_t axis, int64_t inner, const uint32_t *where,
+                                       const float *dy, float *dx) {
+  for (int64_t i = lunacu_index(); i < count; i += lunacu_stride())
+    dx[(i / inner * axis + where[i]) * inner + i % inner] += dy[i];
 }
 static void lunacu_max_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(uint32_t);
@@ -1081,19 +1170,21 @@ static void lunacu_max_query(luna_op *op) {
 static luna_status lunacu_max_forward(luna_op *op) {
   const lunacu_sums s = lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, false);
   if (s.outer * s.n > 0)
-    LUNACU_LAUNCH(lunacu_max_kernel, s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), op->in[0]->data, s, op->out[0]->data, (uint32_t *)op->kept);
+    LUNACU_LAUNCH(lunacu_max_kernel, s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), op->in[0]->data, s,
+                  op->out[0]->data, (uint32_t *)op->kept);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_max_backward(luna_op *op) {
   const int64_t count = op->arg.reduce.axis ? luna_count(op->out[0]) : 0;
   if (count > 0)
-    LUNACU_LAUNCH(lunacu_max_back_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), count, op->arg.reduce.axis, op->arg.reduce.inner,
+    LUNACU_LAUNCH(lunacu_max_back_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), count,
+                  op->arg.reduce.axis, op->arg.reduce.inner,
                   (const uint32_t *)op->kept, op->out[0]->grad, op->in[0]->grad);
   return lunacu_row_done(op);
 }
 
-/* --- cumsum, in double: a block a line, by chunks of as many as it has threads, or a thread a line where there are many
-   side by side. back: from the end, added --- */
+/* --- cumsum, in double: a block a line, by chunks of as many as it has threads, or a thread a line where there are
+   many side by side. back: from the end, added --- */
 struct lunacu_line { int64_t lines, axis, inner; bool back; };
 __global__ void lunacu_cumsum_block_kernel(lunacu_line l, const float *x, float *y) {
   LUNACU_SHARED(double, part, 2 * LUNACU_BLOCK);
@@ -1133,12 +1224,17 @@ __global__ void lunacu_cumsum_kernel(lunacu_line l, const float *x, float *y) {
 static luna_status lunacu_cumsum_run(const luna_op *op, const float *x, float *y, bool back) {
   const lunacu_line l = {op->arg.reduce.outer * op->arg.reduce.inner, op->arg.reduce.axis, op->arg.reduce.inner, back};
   const cudaStream_t stream = lunacu_stream(op);
-  if (l.inner >= LUNACU_WARP) LUNACU_LAUNCH(lunacu_cumsum_kernel, lunacu_blocks(l.lines, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, l, x, y);
+  if (l.inner >= LUNACU_WARP)
+    LUNACU_LAUNCH(lunacu_cumsum_kernel, lunacu_blocks(l.lines, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, l, x, y);
   else LUNACU_LAUNCH(lunacu_cumsum_block_kernel, lunacu_blocks(l.lines, 1), LUNACU_BLOCK, 0, stream, l, x, y);
   return lunacu_row_done(op);
 }
-static luna_status lunacu_cumsum_forward(luna_op *op) { return lunacu_cumsum_run(op, op->in[0]->data, op->out[0]->data, false); }
-static luna_status lunacu_cumsum_backward(luna_op *op) { return lunacu_cumsum_run(op, op->out[0]->grad, op->in[0]->grad, true); }
+static luna_status lunacu_cumsum_forward(luna_op *op) {
+  return lunacu_cumsum_run(op, op->in[0]->data, op->out[0]->data, false);
+}
+static luna_status lunacu_cumsum_backward(luna_op *op) {
+  return lunacu_cumsum_run(op, op->out[0]->grad, op->in[0]->grad, true);
+}
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 struct lunacu_ratios {
@@ -1150,7 +1246,8 @@ struct lunacu_ratios {
   }
 };
 /* a warp a row: dx_j (+)= dy_j / last, dlast (+)= -dy . y / last */
-__global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x, const float *y, const float *dy, float *dx, bool add) {
+__global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x, const float *y, const float *dy,
+                                         float *dx, bool add) {
   const int lane = threadIdx.x % LUNACU_WARP;
   for (int64_t r = lunacu_index() / LUNACU_WARP; r < rows; r += lunacu_stride() / LUNACU_WARP) {
     const float last = x[r * (n + 1) + n], inverse = last == 0 ? 0 : 1 / last;
@@ -1172,62 +1269,81 @@ static luna_status lunacu_ratio_forward(luna_op *op) {
 static luna_status lunacu_ratio_backward(luna_op *op) {
   const int64_t rows = lunacu_rows(op->in[0]), n = lunacu_last(op->out[0]);
   if (rows > 0)
-    LUNACU_LAUNCH(lunacu_ratio_back_kernel, lunacu_blocks(rows, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, lunacu_stream(op), rows, n, op->in[0]->data,
+    LUNACU_LAUNCH(lunacu_ratio_back_kernel, lunacu_blocks(rows, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0,
+                  lunacu_stream(op), rows, n, op->in[0]->data,
                   op->out[0]->data, op->out[0]->grad, op->in[0]->grad, !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>gemm: products by cuBLAS, and the rows made of them: matmul, linear, feed-forward
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 
-/* C = alpha A B (+ C) for `batch` products: A [m, k], B [k, n], C [m, n] dense; strides in floats, of which one of a row's and a column's is 1 */
+/* C = alpha A B (+ C) for `batch` products: A [m, k], B [k, n], C [m, n] dense; strides in floats, of which one of a
+   row's and a column's is 1 */
 struct lunacu_product {
   const float *a, *b;
   float *c;
   int64_t m, n, k, a_row, a_column, b_row, b_column, batch, a_batch, b_batch, c_batch;
   bool accumulate;
 };
-static lunacu_product lunacu_matrix(const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float *c,
+static lunacu_product lunacu_matrix(const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
+                                    int64_t b_column, float *c,
                                     int64_t m, int64_t n, int64_t k, bool accumulate) {
   return {a, b, c, m, n, k, a_row, a_column, b_row, b_column, 1, 0, 0, 0, accumulate};
 }
-/* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where there is but one row. */
+/* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where
+   there is but one row. */
 static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
   lunacu *self = lunacu_self(ctx);
   const float one = 1, beta = p.accumulate ? 1.0f : 0.0f;
-  const bool a_flat = p.a_column == 1 && p.a_row >= p.k, b_flat = p.b_column == 1 && p.b_row >= p.n; /* by rows; else by columns */
+  /* by rows; else by columns */
+  const bool a_flat = p.a_column == 1 && p.a_row >= p.k, b_flat = p.b_column == 1 && p.b_row >= p.n;
   const int64_t lda = a_flat ? p.a_row : p.a_column, ldb = b_flat ? p.b_row : p.b_column;
-  const cublasComputeType_t type = self->math == LUNA_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : self->math == LUNA_CUDA_BF16 ? CUBLAS_COMPUTE_32F_FAST_16BF : CUBLAS_COMPUTE_32F;
+  const cublasComputeType_t type = self->math == LUNA_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 :
+      self->math == LUNA_CUDA_BF16 ? CUBLAS_COMPUTE_32F_FAST_16BF : CUBLAS_COMPUTE_32F;
   char sentence[256];
   if (!p.c || p.m == 0 || p.n == 0 || p.batch == 0) return LUNA_OK;
   if (p.k == 0) {
     luna_status status = LUNA_OK;
-    for (int64_t i = 0; i < p.batch && !p.accumulate && status == LUNA_OK; i++) status = lunacu_zero(ctx, p.c + i * p.c_batch, (size_t)(p.m * p.n) * sizeof(float));
+    for (int64_t i = 0; i < p.batch && !p.accumulate && status == LUNA_OK; i++)
+      status = lunacu_zero(ctx, p.c + i * p.c_batch, (size_t)(p.m * p.n) * sizeof(float));
     return status;
   }
-  if (p.m > INT32_MAX || p.n > INT32_MAX || p.k > INT32_MAX || lda > INT32_MAX || ldb > INT32_MAX || p.batch > INT32_MAX)
-    return luna_backend_fail(ctx, LUNA_UNSUPPORTED, "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
+  if (p.m > INT32_MAX || p.n > INT32_MAX || p.k > INT32_MAX || lda > INT32_MAX || ldb > INT32_MAX ||
+      p.batch > INT32_MAX)
+    return luna_backend_fail(ctx, LUNA_UNSUPPORTED,
+                             "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
   const cublasStatus_t status = cublasGemmStridedBatchedEx(
-      self->blas, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, (int)p.n, (int)p.m, (int)p.k, &one, p.b, CUDA_R_32F, (int)ldb, p.b_batch,
-      p.a, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type, CUBLAS_GEMM_DEFAULT);
+      self->blas, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, (int)p.n, (int)p.m, (int)p.k,
+          &one, p.b, CUDA_R_32F, (int)ldb, p.b_batch,
+      p.a, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type,
+          CUBLAS_GEMM_DEFAULT);
   if (status == CUBLAS_STATUS_SUCCESS) return LUNA_OK;
-  snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s", (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
+  snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s",
+           (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
            self->device, cublasGetStatusString(status));
   return luna_backend_fail(ctx, LUNA_DEVICE_FAILED, sentence);
 }
 
-/* --- column sums, for the gradients of biases: to[width] += those of x [rows, width]; scratch: lunacu_columns_floats --- */
-static int64_t lunacu_columns_floats(int64_t rows, int64_t width) { return lunacu_sums_floats(lunacu_sums_of(1, rows, width, true), 1); }
-static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, int64_t width, float *to, float *scratch) {
-  if (to && rows > 0) lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, width, true), lunacu_column{x, rows, width}, {{to}, {1}, width, 1, 1.0f, true}, scratch);
+/* --- column sums, for the gradients of biases: to[width] += those of x [rows, width]; scratch: lunacu_columns_floats
+   --- */
+static int64_t lunacu_columns_floats(int64_t rows, int64_t width) {
+  return lunacu_sums_floats(lunacu_sums_of(1, rows, width, true), 1);
+}
+static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, int64_t width, float *to,
+                               float *scratch) {
+  if (to && rows > 0)
+    lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, width, true), lunacu_column{x, rows, width},
+                       {{to}, {1}, width, 1, 1.0f, true}, scratch);
 }
 
 /* --- epilogues of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
 struct lunacu_ending {
   const float *x, *bias, *residual;
   float *pre;
-  int64_t width, first;              /* floats of a row; the number of x's first element in dropout's counting, a multiple of 8 */
+  /* floats of a row; the number of x's first element in dropout's counting, a multiple of 8 */
+  int64_t width, first;
   int activation;
   bool active_pre;                   /* pre is kept after the activation */
   lunacu_dropout dropout;
@@ -1249,7 +1365,8 @@ struct lunacu_ending {
   }
 };
 static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
-  lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre), e);
+  lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre),
+                e);
 }
 /* backward: slope(given) drop(dy); given null: no activation */
 struct lunacu_beginning {
@@ -1266,7 +1383,9 @@ struct lunacu_beginning {
     LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] *= lunacu_slope(activation, x[k]);
   }
 };
-static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const lunacu_beginning &b) { lunacu_map<8>(op, count, y, false, lunacu_wide(0, b.dy, b.given), b); }
+static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const lunacu_beginning &b) {
+  lunacu_map<8>(op, count, y, false, lunacu_wide(0, b.dy, b.given), b);
+}
 /* a residual input's gradient, where it is not out[0]'s very own */
 static void lunacu_residual_backward(const luna_op *op, int at) {
   const float *dy = op->out[0]->grad;
@@ -1276,7 +1395,8 @@ static void lunacu_residual_backward(const luna_op *op, int at) {
 
 /* --- matmul --- */
 static luna_status lunacu_matmul_product(luna_op *op, int which) {
-  const int64_t outer = op->arg.matmul.outer, inner = op->arg.matmul.inner, m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
+  const int64_t outer = op->arg.matmul.outer, inner = op->arg.matmul.inner, m = op->arg.matmul.m, n = op->arg.matmul.n,
+      k = op->arg.matmul.k;
   const bool ta = op->arg.matmul.transpose_a, tb = op->arg.matmul.transpose_b;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t ar = ta ? 1 : k, ac = ta ? m : 1, br = tb ? 1 : n, bc = tb ? k : 1; /* of A [m, k] and B [k, n] */
@@ -1330,8 +1450,11 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
   return status == LUNA_OK ? lunacu_matmul_product(op, 2) : status;
 }
 
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation --- */
-static bool lunacu_linear_changes(const luna_op *op) { return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0; }
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
+   --- */
+static bool lunacu_linear_changes(const luna_op *op) {
+  return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0;
+}
 static size_t lunacu_logits_bytes(int64_t rows, int64_t classes);
 static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits);
 static void lunacu_linear_query(luna_op *op) {
@@ -1340,7 +1463,8 @@ static void lunacu_linear_query(luna_op *op) {
     op->backward_workspace_size = lunacu_logits_bytes(lunacu_rows(op->in[0]), lunacu_last(op->out[0]));
     return;
   }
-  if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
+  if (op->training && op->activation != LUNA_ACTIVATION_NONE)
+    op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
   (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
   op->backward_workspace_size = (size_t)(uintptr_t)at;
@@ -1348,10 +1472,12 @@ static void lunacu_linear_query(luna_op *op) {
 static luna_status lunacu_linear_forward(luna_op *op) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
-  const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(x->data, in, 1, op->in[1]->data, 1, in, y->data, rows, out, in, false));
+  const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(x->data, in, 1, op->in[1]->data, 1, in, y->data, rows,
+                                                                out, in, false));
   if (status != LUNA_OK) return status;
   if (op->in[2] || op->in[3] || lunacu_linear_changes(op))
-    lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3), op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false, lunacu_last_dropout(op)});
+    lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3),
+        op->kept_size ? (float *)op->kept : NULL, out, 0, (int)op->activation, false, lunacu_last_dropout(op)});
   return lunacu_row_done(op);
 }
 static luna_status lunacu_linear_backward(luna_op *op) {
@@ -1363,18 +1489,21 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   if (op->loss) return lunacu_logits_backward(op, op->loss, y->data);
   if (lunacu_linear_changes(op)) {
     dy = lunacu_take(&at, luna_count(y));
-    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ? (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
+    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ?
+        (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
   }
   status = lunacu_gemm(op->ctx, lunacu_matrix(dy, out, 1, w->data, in, 1, x->grad, rows, in, out, !lunacu_sets(op, 0)));
-  if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, out, x->data, in, 1, w->grad, out, in, rows, true));
+  if (status == LUNA_OK)
+    status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, out, x->data, in, 1, w->grad, out, in, rows, true));
   if (status != LUNA_OK) return status;
   lunacu_column_sums(op, dy, rows, out, lunacu_grad(op, 2), (float *)at);
   lunacu_residual_backward(op, 3);
   return lunacu_row_done(op);
 }
 
-/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks of rows; arg: recompute, which keeps nothing of the
-   hidden layer. kept: what ReLU makes of it, or what another activation is given --- */
+/* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by blocks
+   of rows; arg: recompute, which keeps nothing of the hidden layer. kept: what ReLU makes of it, or what another
+   activation is given --- */
 #define LUNACU_FFN_ROWS 16384
 struct lunacu_ffn {
   int64_t rows, in, hidden, out, block; /* rows in all, and of a block */
@@ -1395,7 +1524,8 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   if (backward) f->dh = lunacu_take(&at, f->block * f->hidden);
   if (backward && op->last_dropout > 0) f->dy = lunacu_take(&at, f->block * f->out);
   for (int i = 0; backward && i < 4; i++) { /* of a whole block and of the last */
-    const int64_t floats = lunacu_columns_floats(i < 2 ? f->block : f->block ? f->rows % f->block : 0, i % 2 ? f->hidden : f->out);
+    const int64_t floats = lunacu_columns_floats(i < 2 ? f->block : f->block ? f->rows % f->block : 0,
+                                                 i % 2 ? f->hidden : f->out);
     if (floats > maximum) maximum = floats;
   }
   if (backward) f->scratch = lunacu_take(&at, maximum);
@@ -1403,19 +1533,25 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
 }
 static void lunacu_feed_forward_query(luna_op *op) {
   lunacu_ffn f;
-  op->kept_size = op->training && !op->arg.feed_forward.recompute ? (size_t)(lunacu_rows(op->in[0]) * lunacu_last(op->in[3])) * sizeof(float) : 0;
+  op->kept_size = op->training && !op->arg.feed_forward.recompute ?
+      (size_t)(lunacu_rows(op->in[0]) * lunacu_last(op->in[3])) * sizeof(float) : 0;
   op->workspace_size = lunacu_ffn_start(op, &f, false, NULL);
   op->backward_workspace_size = lunacu_ffn_start(op, &f, true, NULL);
 }
 /* the hidden layer of `rows` rows from `first` on: given, and a; `again`: given is there already */
-static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, int64_t first, int64_t rows, float *given, float *a, bool again) {
+static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, int64_t first, int64_t rows, float *given,
+                                     float *a, bool again) {
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
   const lunacu_dropout drop = lunacu_op_dropout(op);
   if (!again) {
-    const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(op->in[0]->data + first * f.in, f.in, 1, op->in[1]->data, 1, f.in, given, rows, f.hidden, f.in, false));
+    const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(op->in[0]->data + first * f.in, f.in, 1,
+        op->in[1]->data, 1, f.in, given, rows, f.hidden, f.in, false));
     if (status != LUNA_OK) return status;
-    lunacu_end(op, rows * f.hidden, a, {given, lunacu_data(op, 2), NULL, given, f.hidden, first * f.hidden, (int)op->activation, relu, drop});
-  } else if (a != given) lunacu_end(op, rows * f.hidden, a, {given, NULL, NULL, NULL, f.hidden, first * f.hidden, relu ? LUNA_ACTIVATION_NONE : (int)op->activation, false, drop});
+    lunacu_end(op, rows * f.hidden, a, {given, lunacu_data(op, 2), NULL, given, f.hidden, first * f.hidden,
+                                        (int)op->activation, relu, drop});
+  } else if (a != given) lunacu_end(op, rows * f.hidden, a,
+      {given, NULL, NULL, NULL, f.hidden, first * f.hidden, relu ? LUNA_ACTIVATION_NONE : (int)op->activation, false,
+       drop});
   return LUNA_OK;
 }
 static luna_status lunacu_feed_forward_forward(luna_op *op) {
@@ -1425,11 +1561,15 @@ static luna_status lunacu_feed_forward_forward(luna_op *op) {
   lunacu_ffn_start(op, &f, false, op->workspace);
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
     const int64_t rows = f.rows - first < f.block ? f.rows - first : f.block;
-    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given, *to = y->data + first * f.out;
+    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given,
+        *to = y->data + first * f.out;
     status = lunacu_ffn_hidden(op, f, first, rows, given, a, false);
-    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(a, f.hidden, 1, op->in[3]->data, 1, f.hidden, to, rows, f.out, f.hidden, false));
+    if (status == LUNA_OK)
+      status = lunacu_gemm(op->ctx, lunacu_matrix(a, f.hidden, 1, op->in[3]->data, 1, f.hidden, to, rows, f.out,
+                                                  f.hidden, false));
     if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
-      lunacu_end(op, rows * f.out, to, {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out, first * f.out, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
+      lunacu_end(op, rows * f.out, to, {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL,
+          NULL, f.out, first * f.out, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -1443,21 +1583,34 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
   lunacu_residual_backward(op, 5);
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
     const int64_t rows = f.rows - first < f.block ? f.rows - first : f.block;
-    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given, *dy = op->out[0]->grad + first * f.out;
+    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given,
+        *dy = op->out[0]->grad + first * f.out;
     const float *x = op->in[0]->data + first * f.in;
     status = lunacu_ffn_hidden(op, f, first, rows, given, a, op->kept_size > 0);
     if (op->last_dropout > 0) {
-      lunacu_begin_back(op, rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_NONE, lunacu_last_dropout(op)});
+      lunacu_begin_back(op, rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_NONE,
+                                                 lunacu_last_dropout(op)});
       dy = f.dy;
     }
-    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, f.out, a, f.hidden, 1, lunacu_grad(op, 3), f.out, f.hidden, rows, true));       /* dW2 = dy^T a */
-    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(dy, f.out, 1, w2, f.hidden, 1, f.dh, rows, f.hidden, f.out, false));                    /* da = dy W2 */
+    /* dW2 = dy^T a */
+    if (status == LUNA_OK)
+      status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, f.out, a, f.hidden, 1, lunacu_grad(op, 3), f.out, f.hidden,
+                                                  rows, true));
+    /* da = dy W2 */
+    if (status == LUNA_OK)
+      status = lunacu_gemm(op->ctx, lunacu_matrix(dy, f.out, 1, w2, f.hidden, 1, f.dh, rows, f.hidden, f.out, false));
     if (status != LUNA_OK) break;
     lunacu_column_sums(op, dy, rows, f.out, lunacu_grad(op, 4), f.scratch);
-    lunacu_begin_back(op, rows * f.hidden, f.dh, {f.dh, given, first * f.hidden, (int)op->activation, lunacu_op_dropout(op)});
+    lunacu_begin_back(op, rows * f.hidden, f.dh, {f.dh, given, first * f.hidden, (int)op->activation,
+                                                  lunacu_op_dropout(op)});
     lunacu_column_sums(op, f.dh, rows, f.hidden, lunacu_grad(op, 2), f.scratch);
-    status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, 1, f.hidden, x, f.in, 1, lunacu_grad(op, 1), f.hidden, f.in, rows, true));                              /* dW1 = dh^T x */
-    if (status == LUNA_OK) status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, f.hidden, 1, w1, f.in, 1, dx ? dx + first * f.in : NULL, rows, f.in, f.hidden, !lunacu_sets(op, 0))); /* dx = dh W1 */
+    /* dW1 = dh^T x */
+    status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, 1, f.hidden, x, f.in, 1, lunacu_grad(op, 1), f.hidden, f.in, rows,
+                                                true));
+    /* dx = dh W1 */
+    if (status == LUNA_OK)
+      status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, f.hidden, 1, w1, f.in, 1, dx ? dx + first * f.in : NULL, rows,
+                                                  f.in, f.hidden, !lunacu_sets(op, 0)));
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -1481,12 +1634,12 @@ static luna_status lunacu_custom_backward(luna_op *op) {
   return lunacu_custom_done(op, before);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>rows: softmax, layer norm, embedding, cross-entropy, the short convolution
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 
-/* Rows of n floats, each worked at by a team of 4 to 512 threads of a block: as many as hold the row in 16 registers each, if they can. Lane l has the
-   vectors l, l + team, ... of W floats. */
+/* Rows of n floats, each worked at by a team of 4 to 512 threads of a block: as many as hold the row in 16 registers
+   each, if they can. Lane l has the vectors l, l + team, ... of W floats. */
 #define LUNACU_TEAM 512
 #define LUNACU_HELD 16
 struct lunacu_teams {
@@ -1501,10 +1654,12 @@ static lunacu_teams lunacu_teams_of(int64_t rows, int64_t n) {
   while (t.team < LUNACU_TEAM && t.team * LUNACU_HELD < n) t.team *= 2;
   return t;
 }
-/* kernel<W, K>: a lane holds K vectors of four; or none (K = 0) of a row that is too long or not `wide`, and reads its floats each time */
+/* kernel<W, K>: a lane holds K vectors of four; or none (K = 0) of a row that is too long or not `wide`, and reads its
+   floats each time */
 #define LUNACU_TEAMS(kernel, op, t, blocks, wide, ...) \
   do { \
-    if ((wide) && (t).held()) LUNACU_LAUNCH((kernel<4, LUNACU_HELD / 4>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
+    if ((wide) && (t).held()) \
+      LUNACU_LAUNCH((kernel<4, LUNACU_HELD / 4>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
     else LUNACU_LAUNCH((kernel<1, 0>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
   } while (0)
 /* all of a block's threads must come, and those of a team get its sum or maximum */
@@ -1537,13 +1692,15 @@ template <int W, int K> struct lunacu_held {
   }
 };
 #define LUNACU_EACH_ROW(t, first) \
-  for (int64_t first = (int64_t)blockIdx.x * (blockDim.x / (t).team); first < (t).rows; first += (int64_t)gridDim.x * (blockDim.x / (t).team))
+  for (int64_t first = (int64_t)blockIdx.x * (blockDim.x / (t).team); first < (t).rows; first += \
+       (int64_t)gridDim.x * (blockDim.x / (t).team))
 /* k: number of the lane's vector, c: its first column */
 #define LUNACU_EACH_VECTOR(t, k, c) \
   LUNACU_UNROLL for (int64_t k = 0, c = lane * W; K ? k < K : c < (t).n; k++, c += (t).team * W)
 
 /* --- softmax over the last axis; lengths mask it by axis 0, which has `group` rows a sequence --- */
-__device__ __forceinline__ int64_t lunacu_softmax_width(const lunacu_teams &t, int64_t row, const int32_t *lengths, int64_t group) {
+__device__ __forceinline__ int64_t lunacu_softmax_width(const lunacu_teams &t, int64_t row, const int32_t *lengths,
+                                                        int64_t group) {
   return row >= t.rows ? 0 : lengths ? min(t.n, (int64_t)lengths[row / group]) : t.n;
 }
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
@@ -1571,18 +1728,21 @@ lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, in
     const float factor = sum > 0 ? 1 / sum : sum; /* an empty row stays 0, a NaN spreads */
     LUNACU_EACH_VECTOR(t, k, c) {
       if (K == 0) held.get(k, c, v);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = c + i < width ? factor * (K ? e[K ? k : 0][i] : expf(v[i] - shift)) : 0;
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = c + i < width ?
+          factor * (K ? e[K ? k : 0][i] : expf(v[i] - shift)) : 0;
       if (c < held.n) lunacu_put(y + row * t.n + c, v, false);
     }
   }
 }
 /* dx (+)= y (dy - y . dy) */
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, const int32_t *lengths, int64_t group, float *dx, bool add) {
+lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, const int32_t *lengths, int64_t group,
+                           float *dx, bool add) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
-    const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group), n = row < t.rows ? t.n : 0;
+    const int64_t row = first + threadIdx.x / t.team, width = lunacu_softmax_width(t, row, lengths, group),
+        n = row < t.rows ? t.n : 0;
     const lunacu_held<W, K> ys(y + row * t.n, n, lane, t.team), gs(dy + row * t.n, n, lane, t.team);
     float v[W], g[W], dot = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
@@ -1599,12 +1759,16 @@ lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, cons
     }
   }
 }
-static int64_t lunacu_softmax_group(const luna_op *op) { return op->in[0]->shape[0] ? lunacu_rows(op->in[0]) / op->in[0]->shape[0] : 1; }
+static int64_t lunacu_softmax_group(const luna_op *op) {
+  return op->in[0]->shape[0] ? lunacu_rows(op->in[0]) / op->in[0]->shape[0] : 1;
+}
 static luna_status lunacu_softmax_forward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const float *x = op->in[0]->data;
   float *y = op->out[0]->data;
-  if (t.rows > 0) LUNACU_TEAMS(lunacu_softmax_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, y), x, op->lengths, lunacu_softmax_group(op), y);
+  if (t.rows > 0)
+    LUNACU_TEAMS(lunacu_softmax_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, y), x, op->lengths,
+                 lunacu_softmax_group(op), y);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_softmax_backward(luna_op *op) {
@@ -1612,14 +1776,18 @@ static luna_status lunacu_softmax_backward(luna_op *op) {
   const float *y = op->out[0]->data, *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad;
   const bool wide = lunacu_wide(t.n, y, dy, dx);
-  if (t.rows > 0) LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, dy, op->lengths, lunacu_softmax_group(op), dx, !lunacu_sets(op, 0));
+  if (t.rows > 0)
+    LUNACU_TEAMS(lunacu_softmax_back_kernel, op, t, t.blocks(), wide, y, dy, op->lengths, lunacu_softmax_group(op), dx,
+                 !lunacu_sets(op, 0));
   return lunacu_row_done(op);
 }
 
-/* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of each row --- */
+/* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of each row
+   --- */
 #define LUNACU_NORM_EPSILON 1e-5f
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *bias, float *y, float *kept) {
+lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *bias, float *y,
+                         float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
@@ -1630,7 +1798,8 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
       held.get(k, c, v);
       LUNACU_UNROLL for (int i = 0; i < W; i++) sum += v[i];
     }
-    const float center = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n; /* rounded: the second pass also finds by how much it is off */
+    /* rounded: the second pass also finds by how much it is off */
+    const float center = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
     sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
@@ -1639,14 +1808,16 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
         squares += (v[i] - center) * (v[i] - center);
       }
     }
-    const float off = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n, variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
+    const float off = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n,
+        variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
     const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + LUNACU_NORM_EPSILON);
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= held.n) continue;
       held.get(k, c, v);
       if (weight) lunacu_get(weight + c, w);
       if (bias) lunacu_get(bias + c, b);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = (v[i] - center - off) * r * (weight ? w[i] : 1) + (bias ? b[i] : 0);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = (v[i] - center - off) * r * (weight ? w[i] : 1) +
+          (bias ? b[i] : 0);
       lunacu_put(y + row * t.n + c, v, false);
     }
     if (kept && lane == 0 && row < t.rows) {
@@ -1655,10 +1826,12 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
     }
   }
 }
-/* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2, n], where K > 0, or null: sums over
-   the block's rows of dy xhat and of dy, by each team in registers, then over its teams in turn. */
+/* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2,
+   n], where K > 0, or null: sums over the block's rows of dy xhat and of dy, by each team in registers, then over its
+   teams in turn. */
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept, const float *dy, float *dx, bool add, float *partial) {
+lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept,
+                              const float *dy, float *dx, bool add, float *partial) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   LUNACU_SHARED(float, both, 2 * LUNACU_WARP * LUNACU_HELD);
   const int lane = threadIdx.x % t.team, turns = K && partial ? blockDim.x / t.team : 0;
@@ -1688,7 +1861,8 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const fl
       xs.get(k, c, v);
       gs.get(k, c, g);
       if (weight) lunacu_get(weight + c, w);
-      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = r * ((weight ? g[i] * w[i] : g[i]) - sum - (v[i] - mean) * r * moment);
+      LUNACU_UNROLL for (int i = 0; i < W; i++) v[i] = r *
+          ((weight ? g[i] * w[i] : g[i]) - sum - (v[i] - mean) * r * moment);
       lunacu_put(dx + row * t.n + c, v, add);
     }
   }
@@ -1730,7 +1904,8 @@ static int64_t lunacu_layer_norm_blocks(const lunacu_teams &t) {
 }
 static void lunacu_layer_norm_query(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
-  const int64_t held = t.held() ? lunacu_layer_norm_blocks(t) * 2 * t.n : 0, sums = lunacu_sums_floats(lunacu_sums_of(1, t.rows, t.n, true), 2);
+  const int64_t held = t.held() ? lunacu_layer_norm_blocks(t) * 2 * t.n : 0,
+      sums = lunacu_sums_floats(lunacu_sums_of(1, t.rows, t.n, true), 2);
   if (op->training) op->kept_size = (size_t)t.rows * 2 * sizeof(float);
   if (op->in[1] || op->in[2]) op->backward_workspace_size = (size_t)(held > sums ? held : sums) * sizeof(float);
 }
@@ -1738,20 +1913,26 @@ static luna_status lunacu_layer_norm_forward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
   const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *bias = lunacu_data(op, 2);
   float *y = op->out[0]->data;
-  if (t.rows > 0) LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms, x, weight, bias, y, (float *)op->kept);
+  if (t.rows > 0)
+    LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms, x,
+                 weight, bias, y, (float *)op->kept);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_layer_norm_backward(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
-  const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *dy = op->out[0]->grad, *kept = (const float *)op->kept;
-  float *dx = op->in[0]->grad, *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2), *partial = (float *)op->workspace;
+  const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *dy = op->out[0]->grad,
+      *kept = (const float *)op->kept;
+  float *dx = op->in[0]->grad, *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2),
+      *partial = (float *)op->workspace;
   const bool sums = dweight || dbias, held = lunacu_wide(t.n, x, weight, dy, dx) && t.held();
   const lunacu_sums_to to = {{dweight, dbias}, {1, 1}, t.n, 2, 1.0f, true};
   const int64_t blocks = lunacu_layer_norm_blocks(t);
   if (t.rows == 0) return LUNA_OK;
-  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, op->arg.norm.rms, x, weight, kept, dy, dx, !lunacu_sets(op, 0), sums ? partial : NULL);
+  LUNACU_TEAMS(lunacu_layer_norm_back_kernel, op, t, (unsigned)blocks, held, op->arg.norm.rms, x, weight, kept, dy, dx,
+               !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
-  else if (sums) lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
+  else if (sums)
+    lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
   return lunacu_row_done(op);
 }
 
@@ -1760,15 +1941,18 @@ struct lunacu_embedded {
   const float *table;
   const int32_t *tokens;
   int64_t d;
-  template <int W> __device__ void at(int64_t i, float (&v)[W]) const { lunacu_get(table + tokens[i / d] * d + i % d, v); }
+  template <int W> __device__ void at(int64_t i, float (&v)[W]) const {
+    lunacu_get(table + tokens[i / d] * d + i % d, v);
+  }
 };
 static luna_status lunacu_embedding_forward(luna_op *op) {
   const lunacu_embedded f = {op->in[0]->data, op->index, lunacu_last(op->in[0])};
   lunacu_map(op, luna_count(op->out[0]), op->out[0]->data, false, lunacu_wide(f.d, f.table), f);
   return lunacu_row_done(op);
 }
-/* The gradient: the tokens are sorted with their positions, each token's rows then added in the order of their positions.
-   A key is token 2^32 + position, so that no two are equal. First within chunks of a block, by counting the keys that are less ... */
+/* The gradient: the tokens are sorted with their positions, each token's rows then added in the order of their
+   positions. A key is token 2^32 + position, so that no two are equal. First within chunks of a block, by counting the
+   keys that are less ... */
 __global__ void lunacu_sort_kernel(const int32_t *tokens, int64_t count, uint64_t *keys) {
   LUNACU_SHARED(int, chunk, LUNACU_BLOCK);
   for (int64_t start = (int64_t)blockIdx.x * LUNACU_BLOCK; start < count; start += (int64_t)gridDim.x * LUNACU_BLOCK) {
@@ -1782,7 +1966,8 @@ __global__ void lunacu_sort_kernel(const int32_t *tokens, int64_t count, uint64_
     __syncthreads();
   }
 }
-/* ... then four sorted runs become one: a key's place is its own in its run, and for each of the others the number of keys less than it */
+/* ... then four sorted runs become one: a key's place is its own in its run, and for each of the others the number of
+   keys less than it */
 __global__ void lunacu_merge_kernel(const uint64_t *keys, int64_t count, int64_t run, uint64_t *to) {
   for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
     const uint64_t key = keys[i];
@@ -1800,9 +1985,10 @@ __global__ void lunacu_merge_kernel(const uint64_t *keys, int64_t count, int64_t
     to[place] = key;
   }
 }
-/* Then sums over runs of one token, by tiles of 32 entries. A run that lies within a tile is added to the gradient. One that goes beyond it leaves what the
-   tile has of it as an entry of the next level: the run that was open before the tile is its first entry, the one open after it its second (zeros when that
-   is the same run), -1 for none. So a token's entries stay side by side, and no thread adds more than 32 rows, whatever the tokens. */
+/* Then sums over runs of one token, by tiles of 32 entries. A run that lies within a tile is added to the gradient. One
+   that goes beyond it leaves what the tile has of it as an entry of the next level: the run that was open before the
+   tile is its first entry, the one open after it its second (zeros when that is the same run), -1 for none. So a
+   token's entries stay side by side, and no thread adds more than 32 rows, whatever the tokens. */
 #define LUNACU_ENTRIES 32
 struct lunacu_level {
   int64_t count;                     /* entries */
@@ -1815,10 +2001,12 @@ struct lunacu_level {
   __device__ int64_t row(int64_t i) const { return keys ? (int64_t)(uint32_t)keys[i] : i; }
 };
 template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, int team, float *grad) {
-  const int64_t tiles = (l.count + LUNACU_ENTRIES - 1) / LUNACU_ENTRIES, across = (d + team * W - 1) / (team * W); /* teams over a row */
+  /* teams over a row */
+  const int64_t tiles = (l.count + LUNACU_ENTRIES - 1) / LUNACU_ENTRIES, across = (d + team * W - 1) / (team * W);
   for (int64_t u = lunacu_index() / team; u < tiles * across; u += lunacu_stride() / team) {
     const int64_t tile = u / across, start = tile * LUNACU_ENTRIES, end = min(start + LUNACU_ENTRIES, l.count);
-    const int64_t c = (u % across * team + lunacu_index() % team) * W; /* the thread's columns, of which there may be none */
+    /* the thread's columns, of which there may be none */
+    const int64_t c = (u % across * team + lunacu_index() % team) * W;
     const int before = start > 0 ? l.token(start - 1) : -1, after = end < l.count ? l.token(end) : -1;
     int run = l.token(start), entry[2] = {-1, -1};
     bool opened = run == before;       /* the run was open before the tile */
@@ -1860,16 +2048,20 @@ template <int W> __global__ void lunacu_level_kernel(lunacu_level l, int64_t d, 
 }
 /* Adds rows [count, d] to the table's rows of index. Where the keys and the levels lie in the workspace, and its bytes;
    table null: these alone, no work */
-static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const float *rows, float *table, void *workspace) {
+static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const float *rows, float *table,
+                              void *workspace) {
   const bool run = table != NULL;
   char *at = (char *)workspace;
   uint64_t *keys = (uint64_t *)lunacu_take(&at, 2 * count), *other = (uint64_t *)lunacu_take(&at, 2 * count);
   lunacu_level l = {count, NULL, NULL, rows, NULL, NULL};
   const bool wide = run && lunacu_wide(d, rows, table);
   int team = 8;
-  if (run) LUNACU_LAUNCH(lunacu_sort_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), op->index, count, keys);
+  if (run)
+    LUNACU_LAUNCH(lunacu_sort_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), op->index,
+                  count, keys);
   for (int64_t length = LUNACU_BLOCK; length < count && run; length *= 4) {
-    LUNACU_LAUNCH(lunacu_merge_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), keys, count, length, other);
+    LUNACU_LAUNCH(lunacu_merge_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), keys,
+                  count, length, other);
     uint64_t *merged = other;
     other = keys;
     keys = merged;
@@ -1883,7 +2075,8 @@ static size_t lunacu_add_rows(const luna_op *op, int64_t count, int64_t d, const
     l.next_rows = more ? lunacu_take(&at, 2 * tiles * d) : NULL;
     l.next_tokens = more ? (int32_t *)lunacu_take(&at, 2 * tiles) : NULL;
     if (wide) LUNACU_LAUNCH((lunacu_level_kernel<4>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
-    else if (run) LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
+    else if (run)
+      LUNACU_LAUNCH((lunacu_level_kernel<1>), blocks, LUNACU_BLOCK, 0, lunacu_stream(op), l, d, team, table);
     l = {2 * tiles, NULL, l.next_tokens, l.next_rows, NULL, NULL};
   }
   return (size_t)(at - (char *)workspace);
@@ -1904,7 +2097,8 @@ static void lunacu_scatter_add_query(luna_op *op) {
 static luna_status lunacu_scatter_add_forward(luna_op *op) {
   const luna_tensor *rows = op->in[1];
   lunacu_scaled_run(op, op->in[0]->data, 1, op->out[0]->data, false);
-  if (luna_count(rows) > 0) lunacu_add_rows(op, rows->shape[0], rows->shape[1], rows->data, op->out[0]->data, op->workspace);
+  if (luna_count(rows) > 0)
+    lunacu_add_rows(op, rows->shape[0], rows->shape[1], rows->data, op->out[0]->data, op->workspace);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_scatter_add_backward(luna_op *op) {
@@ -1942,10 +2136,12 @@ static luna_status lunacu_sinusoids_forward(luna_op *op) {
 }
 static luna_status lunacu_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; }
 
-/* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n; index: labels (-1: ignored); number:
-   smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales its sum when it meets a new maximum. --- */
+/* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n;
+   index: labels (-1: ignored); number: smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales
+   its sum when it meets a new maximum. --- */
 template <int W> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *labels, float smoothing, float *loss, float *kept) {
+lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *labels, float smoothing, float *loss,
+                            float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
@@ -2040,13 +2236,15 @@ static luna_status lunacu_cross_entropy_forward(luna_op *op) {
 }
 static luna_status lunacu_cross_entropy_backward(luna_op *op) {
   const luna_tensor *x = op->in[0];
-  const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x), lunacu_rows(x), op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
+  const lunacu_unlikely f = {x->data, (const float *)op->kept, op->out[0]->grad, op->index, lunacu_last(x),
+                             lunacu_rows(x), op->arg.cross_entropy.smoothing, op->arg.cross_entropy.factor};
   lunacu_map(op, luna_count(x), x->grad, !lunacu_sets(op, 0), lunacu_wide(0, f.logits), f);
   return lunacu_row_done(op);
 }
 
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
-   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise the same --- */
+   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise the same
+   --- */
 #define LUNACU_LOGIT_ROWS 512
 static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
   return lunacu_take(at, (rows < LUNACU_LOGIT_ROWS ? rows : LUNACU_LOGIT_ROWS) * classes);
@@ -2117,8 +2315,9 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
 }
 static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) { return lunacu_logits_backward(op, op, NULL); }
 
-/* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias + sum_i weight_i x_(t - width + 1 + i).
-   A thread has four rows of a channel. Backward: dx_t (+)= sum_i weight_i dy_(t + width - 1 - i). A row that does not exist has no term. --- */
+/* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias +
+   sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel. Backward: dx_t (+)= sum_i weight_i dy_(t +
+   width - 1 - i). A row that does not exist has no term. --- */
 #define LUNACU_STRIP 4
 struct lunacu_convolution {
   const float *x, *weight, *bias;    /* x: dy in backward */
@@ -2130,7 +2329,8 @@ __global__ void lunacu_convolution_kernel(lunacu_convolution a) {
   const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP;
   for (int64_t i = lunacu_index(); i < a.batch * strips * a.d; i += lunacu_stride()) {
     const int64_t c = i % a.d, t = i / a.d % strips * LUNACU_STRIP, start = i / a.d / strips * a.n * a.d + c;
-    const int64_t first = a.back ? t : max((int64_t)0, t - a.width + 1), last = min(a.n, t + LUNACU_STRIP + (a.back ? a.width - 1 : 0));
+    const int64_t first = a.back ? t : max((int64_t)0, t - a.width + 1),
+        last = min(a.n, t + LUNACU_STRIP + (a.back ? a.width - 1 : 0));
     float sum[LUNACU_STRIP];
     LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) sum[k] = a.bias ? a.bias[c] : 0;
     for (int64_t s = first; s < last; s++) {
@@ -2160,7 +2360,8 @@ struct lunacu_taps {
     sum[4] += g;
   }
 };
-/* Of a stream: a thread has all rows of a channel; history [batch, width - 1, d] has the rows before them, and then the last of all these */
+/* Of a stream: a thread has all rows of a channel; history [batch, width - 1, d] has the rows before them, and then the
+   last of all these */
 __global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
   const int64_t past = a.width - 1;
   for (int64_t i = lunacu_index(); i < a.batch * a.d; i += lunacu_stride()) {
@@ -2180,16 +2381,22 @@ __global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
     }
   }
 }
-static lunacu_sums lunacu_taps_sums(const luna_op *op) { return lunacu_sums_of(1, op->in[0]->shape[0] * op->in[0]->shape[1], op->in[0]->shape[2], true); }
+static lunacu_sums lunacu_taps_sums(const luna_op *op) {
+  return lunacu_sums_of(1, op->in[0]->shape[0] * op->in[0]->shape[1], op->in[0]->shape[2], true);
+}
 static void lunacu_short_convolution_query(luna_op *op) {
   op->backward_workspace_size = (size_t)lunacu_sums_floats(lunacu_taps_sums(op), 5) * sizeof(float);
 }
 static void lunacu_convolve(const luna_op *op, const float *x, const float *bias, float *y, bool back, bool add) {
   const luna_tensor *in = op->in[0];
-  const lunacu_convolution a = {x, op->in[1]->data, bias, y, in->shape[0], in->shape[1], in->shape[2], lunacu_last(op->in[1]), back, add};
+  const lunacu_convolution a = {x, op->in[1]->data, bias, y, in->shape[0], in->shape[1], in->shape[2],
+                                lunacu_last(op->in[1]), back, add};
   const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d;
-  if (count > 0 && op->history) LUNACU_LAUNCH(lunacu_history_kernel, lunacu_blocks(a.batch * a.d, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a, op->history);
-  else if (count > 0) LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  if (count > 0 && op->history)
+    LUNACU_LAUNCH(lunacu_history_kernel, lunacu_blocks(a.batch * a.d, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
+                  a, op->history);
+  else if (count > 0)
+    LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
 }
 static luna_status lunacu_short_convolution_forward(luna_op *op) {
   lunacu_convolve(op, op->in[0]->data, lunacu_data(op, 2), op->out[0]->data, false, false);
@@ -2201,23 +2408,26 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
   if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_sets(op, 0));
   for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0); base += 4) {
     const lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, d, width, base};
-    lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5, 1.0f, true};
+    lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5,
+                         1.0f, true};
     for (int q = 0; q < 4 && dweight && base + q < width; q++) to.to[q] = dweight + base + q;
     lunacu_sums_run<5>(op, lunacu_taps_sums(op), f, to, (float *)op->workspace);
   }
   return lunacu_row_done(op);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>attention: out = softmax(scale Q K^T) V for every head (eq. 1), forward and backward
-   Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in registers, P = exp(S - the largest so far)
-   in shared memory, O = O exp(the largest before - now) + P V. Where queries are few, several blocks share the keys; what each of them found (largest, sum,
-   O) is merged in the order of the keys. Values wider than a tile go by chunks of columns, with O in memory between.
-   Backward: waves of scores. One kernel makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
-   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as matrix products. A wave is large enough to fill a GPU and small enough to be workspace of one call;
-   products with a long sum and a small result are split, and the parts added in order. Sizes of waves, splits and tiles follow from shapes alone.
-   Causality is exact: a key that a query does not see has weight 0 there, and what is not finite in its value is kept out of the product.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   Forward: a block has a tile of queries and a run of keys, and goes over these a tile at a time: S = Q K^T in
+   registers, P = exp(S - the largest so far) in shared memory, O = O exp(the largest before - now) + P V. Where queries
+   are few, several blocks share the keys; what each of them found (largest, sum, O) is merged in the order of the keys.
+   Values wider than a tile go by chunks of columns, with O in memory between. Backward: waves of scores. One kernel
+   makes P and dS = P (dP - delta) of as many scores as the workspace holds, with P from each row's log-sum-exp and
+   delta = dO O; then dV += P^T dO, dK += dS^T Q, dQ += dS K as matrix products. A wave is large enough to fill a GPU
+   and small enough to be workspace of one call; products with a long sum and a small result are split, and the parts
+   added in order. Sizes of waves, splits and tiles follow from shapes alone. Causality is exact: a key that a query
+   does not see has weight 0 there, and what is not finite in its value is kept out of the product.
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNACU_TILE_THREADS 128
 #define LUNACU_DEPTH 16              /* of a sum, what is in shared memory at a time */
 #define LUNACU_WORKSPACE ((int64_t)8 << 20)  /* floats of workspace for P, for dS and for parts of results, each */
@@ -2228,8 +2438,10 @@ __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t el
   uint32_t w[4], more[4] = {0, 0, 0, 0};
   lunacu_philox(d, element / 8, w);
   if (at > 4) lunacu_philox(d, element / 8 + 1, more);
-  const uint32_t a = first == 0 ? w[0] : first == 1 ? w[1] : first == 2 ? w[2] : w[3], b = first == 0 ? w[1] : first == 1 ? w[2] : first == 2 ? w[3] : more[0];
-  const uint32_t c = first == 0 ? w[2] : first == 1 ? w[3] : first == 2 ? more[0] : more[1], low = at % 2 ? a >> 16 | b << 16 : a, high = at % 2 ? b >> 16 | c << 16 : b;
+  const uint32_t a = first == 0 ? w[0] : first == 1 ? w[1] : first == 2 ? w[2] : w[3],
+      b = first == 0 ? w[1] : first == 1 ? w[2] : first == 2 ? w[3] : more[0];
+  const uint32_t c = first == 0 ? w[2] : first == 1 ? w[3] : first == 2 ? more[0] : more[1],
+      low = at % 2 ? a >> 16 | b << 16 : a, high = at % 2 ? b >> 16 | c << 16 : b;
   factor[0] = (low & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
   factor[1] = low >> 16 < d.threshold ? 0.0f : d.keep;
   factor[2] = (high & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
@@ -2238,10 +2450,12 @@ __device__ __forceinline__ void lunacu_drop4(const lunacu_dropout &d, int64_t el
 
 /* --- products by tiles: C [TALL, WIDE] = A B, of which a thread has rows x columns, fours of neighbours --- */
 template <int TALL, int WIDE> struct lunacu_tile {
-  static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8, columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
+  static constexpr int tall = TALL, wide = WIDE, rows = TALL <= 32 ? 4 : 8,
+      columns = TALL * WIDE / LUNACU_TILE_THREADS / rows, across = WIDE / columns;
   static_assert(TALL / rows * across == LUNACU_TILE_THREADS && columns % 4 == 0, "all threads of a block share a tile");
   static constexpr int a_pitch = TALL + 4, b_pitch = WIDE + 4, room = LUNACU_DEPTH * (a_pitch + b_pitch); /* floats */
-  static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4), wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
+  static constexpr int row_step = TALL / (rows / 4), column_step = WIDE / (columns / 4),
+      wide_log = WIDE == 32 ? 5 : WIDE == 64 ? 6 : WIDE == 128 ? 7 : 8;
   static __device__ __forceinline__ int lane() { return threadIdx.x % across; }
   static __device__ __forceinline__ int first_row() { return threadIdx.x / across * 4; }
   static __device__ __forceinline__ int row(int i) { return i / 4 * row_step + first_row() + i % 4; }
@@ -2251,9 +2465,11 @@ template <int TALL, int WIDE> struct lunacu_tile {
 /* four neighbours of a row of memory that has `width` floats: the one at `c` and what follows */
 __device__ __forceinline__ float4 lunacu_get4(const float *row, int c, int width, bool vector) {
   if (vector && c + 4 <= width) return *(const float4 *)(row + c);
-  return make_float4(c < width ? row[c] : 0, c + 1 < width ? row[c + 1] : 0, c + 2 < width ? row[c + 2] : 0, c + 3 < width ? row[c + 3] : 0);
+  return make_float4(c < width ? row[c] : 0, c + 1 < width ? row[c + 1] : 0, c + 2 < width ? row[c + 2] : 0,
+                     c + 3 < width ? row[c + 3] : 0);
 }
-__device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float x, float y, float z, float w) {
+__device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float x, float y, float z,
+                                            float w) {
   if (vector && c + 4 <= width) *(float4 *)(row + c) = make_float4(x, y, z, w);
   else {
     if (c < width) row[c] = x;
@@ -2269,7 +2485,9 @@ struct lunacu_side {
   int64_t row;
   int rows, width, clean;
   bool vector;                       /* may be read by four */
-  __device__ __forceinline__ bool inside(int last_row, int end) const { return vector && last_row < rows && last_row < clean && end <= width; }
+  __device__ __forceinline__ bool inside(int last_row, int end) const {
+    return vector && last_row < rows && last_row < clean && end <= width;
+  }
 };
 __device__ __forceinline__ float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
 __device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int c) {
@@ -2277,8 +2495,10 @@ __device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int 
   const float4 x = lunacu_get4(s.at + i * s.row, c, s.width, s.vector);
   return i < s.clean ? x : make_float4(lunacu_finite(x.x), lunacu_finite(x.y), lunacu_finite(x.z), lunacu_finite(x.w));
 }
-/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * PITCH + place]. ALONG: the sum goes along rows of the memory */
-template <bool ALONG, int PITCH> __device__ __forceinline__ void lunacu_put4(lunacu_shared<float> to, int i, int c, float4 x) {
+/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * PITCH + place]. ALONG:
+   the sum goes along rows of the memory */
+template <bool ALONG, int PITCH> __device__ __forceinline__ void lunacu_put4(lunacu_shared<float> to, int i, int c,
+    float4 x) {
   if (ALONG) {
     to[c * PITCH + i] = x.x;
     to[(c + 1) * PITCH + i] = x.y;
@@ -2286,8 +2506,10 @@ template <bool ALONG, int PITCH> __device__ __forceinline__ void lunacu_put4(lun
     to[(c + 3) * PITCH + i] = x.w;
   } else lunacu_write4(to + i * PITCH + c, x.x, x.y, x.z, x.w);
 }
-template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, const lunacu_side &s, int first, int k) {
-  constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS, line = ALONG ? LUNACU_DEPTH / 4 : SIZE / 4;
+template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to,
+    const lunacu_side &s, int first, int k) {
+  constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
+      line = ALONG ? LUNACU_DEPTH / 4 : SIZE / 4;
   constexpr int step = LUNACU_TILE_THREADS / line;
   const int own = threadIdx.x / line, c = threadIdx.x % line * 4, row = ALONG ? first : k, column = ALONG ? k : first;
   if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
@@ -2300,12 +2522,14 @@ template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunac
     for (int t = 0; t < turns; t++) lunacu_put4<ALONG, PITCH>(to, own + t * step, c, x[t]);
   } else {
     LUNACU_ROLLED
-    for (int i = own; i < turns * step; i += step) lunacu_put4<ALONG, PITCH>(to, i, c, lunacu_load4(s, row + i, column + c));
+    for (int i = own; i < turns * step; i += step)
+      lunacu_put4<ALONG, PITCH>(to, i, c, lunacu_load4(s, row + i, column + c));
   }
 }
 /* one step of the sum: a and b are a thread's first four of it, the next are a_step and b_step on */
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step, lunacu_shared<const float> b, int b_step) {
+__device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step,
+                                             lunacu_shared<const float> b, int b_step) {
   float x[ROWS], y[COLUMNS];
   LUNACU_UNROLL
   for (int i = 0; i < ROWS; i += 4) {
@@ -2325,7 +2549,8 @@ __device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu
 }
 /* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column) */
 template <class T, bool A_ALONG, bool B_ALONG>
-__device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room, const lunacu_side &a, int row, const lunacu_side &b, int column,
+__device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
+                                                const lunacu_side &a, int row, const lunacu_side &b, int column,
                                                 int from, int end) {
   const lunacu_shared<float> a_room = room, b_room = room + LUNACU_DEPTH * T::a_pitch;
   for (int k = from; k < end; k += LUNACU_DEPTH) {
@@ -2335,7 +2560,8 @@ __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns
     __syncthreads();
     LUNACU_UNROLL
     for (int i = 0; i < LUNACU_DEPTH; i++)
-      lunacu_outer(sum, a_room + i * T::a_pitch + T::first_row(), T::row_step, b_room + i * T::b_pitch + T::lane() * 4, T::column_step);
+      lunacu_outer(sum, a_room + i * T::a_pitch + T::first_row(), T::row_step, b_room + i * T::b_pitch + T::lane() * 4,
+                   T::column_step);
   }
 }
 
@@ -2343,11 +2569,13 @@ __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns
 struct lunacu_attention {            /* as lunai_attention: strides in floats, a batch stride 0 shares */
   const float *q, *k, *v, *grad_out, *grad_sums;
   float *out, *lse, *sums, *grad_q, *grad_k, *grad_v;
-  int64_t batch, queries, keys, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
+  int64_t batch, queries, keys, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch,
+      out_row, out_head;
   int heads, head_dim, value_dim;
   float scale;
   const int32_t *lengths, *query_offsets, *key_offsets;
-  bool causal, q_vector, k_vector, v_vector, out_vector; /* _vector: rows, and those of its gradient, may be read by four */
+  /* _vector: rows, and those of its gradient, may be read by four */
+  bool causal, q_vector, k_vector, v_vector, out_vector;
   lunacu_dropout dropout;            /* element ((b heads + head) queries + i) keys + j */
 };
 struct lunacu_head {
@@ -2366,24 +2594,40 @@ __device__ __forceinline__ lunacu_head lunacu_head_at(const lunacu_attention &a,
   return r;
 }
 /* where its row i lies in each: q, k, v, out; in lse and sums; the number of its first weight for dropout */
-__device__ __forceinline__ int64_t lunacu_q_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.q_batch + r.h * a.q_head + ((int64_t)r.query + i) * a.q_row; }
-__device__ __forceinline__ int64_t lunacu_k_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.k_batch + r.h * a.k_head + ((int64_t)r.key + i) * a.k_row; }
-__device__ __forceinline__ int64_t lunacu_v_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.v_batch + r.h * a.v_head + ((int64_t)r.key + i) * a.v_row; }
-__device__ __forceinline__ int64_t lunacu_out_at(const lunacu_attention &a, const lunacu_head &r, int i) { return r.b * a.out_batch + r.h * a.out_head + ((int64_t)r.query + i) * a.out_row; }
-__device__ __forceinline__ int64_t lunacu_line_at(const lunacu_attention &a, const lunacu_head &r, int i) { return ((a.query_offsets ? r.query : r.b * a.queries) + i) * a.heads + r.h; }
-__device__ __forceinline__ int64_t lunacu_element_at(const lunacu_attention &a, const lunacu_head &r, int i) { return (((int64_t)r.b * a.heads + r.h) * a.queries + i) * a.keys; }
+__device__ __forceinline__ int64_t lunacu_q_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+  return r.b * a.q_batch + r.h * a.q_head + ((int64_t)r.query + i) * a.q_row;
+}
+__device__ __forceinline__ int64_t lunacu_k_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+  return r.b * a.k_batch + r.h * a.k_head + ((int64_t)r.key + i) * a.k_row;
+}
+__device__ __forceinline__ int64_t lunacu_v_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+  return r.b * a.v_batch + r.h * a.v_head + ((int64_t)r.key + i) * a.v_row;
+}
+__device__ __forceinline__ int64_t lunacu_out_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+  return r.b * a.out_batch + r.h * a.out_head + ((int64_t)r.query + i) * a.out_row;
+}
+__device__ __forceinline__ int64_t lunacu_line_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+  return ((a.query_offsets ? r.query : r.b * a.queries) + i) * a.heads + r.h;
+}
+__device__ __forceinline__ int64_t lunacu_element_at(const lunacu_attention &a, const lunacu_head &r, int i) {
+  return (((int64_t)r.b * a.heads + r.h) * a.queries + i) * a.keys;
+}
 
 /* --- forward. Block: pair (batch row, head), tile of queries, run of keys --- */
 struct lunacu_runs {
   int tall, wide;                    /* the tile */
   int64_t units;                     /* pairs * tiles * splits: the blocks */
-  int tiles, splits, keys;           /* of queries; runs of keys, and how many keys a run has: a multiple of the tile's */
+  /* of queries; runs of keys, and how many keys a run has: a multiple of the tile's */
+  int tiles, splits, keys;
   int chunk_log;                     /* 2^this columns of values at a time */
-  float *partial;                    /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
+  /* [units, tall, value_dim] values, then [units, 3, tall] largest, sum, sum after dropout; null: not split */
+  float *partial;
 };
-/* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor of earlier sums */
+/* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor
+   of earlier sums */
 template <class T>
-__device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int first, int key, int keys, float (&s)[T::rows][T::columns], lunacu_shared<float> p,
+__device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int first, int key, int keys,
+                                                         float (&s)[T::rows][T::columns], lunacu_shared<float> p,
                                                          lunacu_shared<float> stats) {
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
@@ -2411,11 +2655,14 @@ __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention 
     }
     if (i % 4 < 3) continue;
     LUNACU_UNROLL
-    for (int j = 0; j < T::columns; j++) lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
+    for (int j = 0; j < T::columns; j++)
+      lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i - 3), s[i - 3][j], s[i - 2][j], s[i - 1][j], s[i][j]);
   }
 }
-/* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth four */
-template <class T> __device__ __forceinline__ float lunacu_attention_drop(const lunacu_dropout &d, int64_t element, int keys, lunacu_shared<float> p) {
+/* Drops weights of row thread % tall, by fours, and returns their sum: the threads of a row have every so manieth
+   four */
+template <class T> __device__ __forceinline__ float lunacu_attention_drop(const lunacu_dropout &d, int64_t element,
+    int keys, lunacu_shared<float> p) {
   float sum = 0;
   for (int k = threadIdx.x / T::tall * 4; k < keys; k += LUNACU_TILE_THREADS / T::tall * 4) {
     const lunacu_shared<float> at = p + k * T::a_pitch + threadIdx.x % T::tall;
@@ -2430,8 +2677,8 @@ template <class T> __device__ __forceinline__ float lunacu_attention_drop(const 
   }
   return sum;
 }
-/* The product with the values, a chunk of 2^chunk_log columns at a time. A chunk that is narrower than the tile has groups of lanes, of which each has every so
-   manieth key. A thread's column j is column(j) of the chunk */
+/* The product with the values, a chunk of 2^chunk_log columns at a time. A chunk that is narrower than the tile has
+   groups of lanes, of which each has every so manieth key. A thread's column j is column(j) of the chunk */
 template <class T> struct lunacu_values {
   int chunk_log, groups, group, lane, step;
   __device__ __forceinline__ explicit lunacu_values(int log) : chunk_log(log) {
@@ -2445,10 +2692,13 @@ template <class T> struct lunacu_values {
 };
 /* sum += P V for the chunk from column `from` on. ahead: the first key's number less the first query's */
 template <class T>
-__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v, int keys, int ahead, int from, lunacu_shared<const float> p,
-                                                            lunacu_shared<float> room, float (&sum)[T::rows][T::columns]) {
+__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v, int keys,
+                                                            int ahead, int from, lunacu_shared<const float> p,
+                                                            lunacu_shared<float> room,
+                                                                float (&sum)[T::rows][T::columns]) {
   constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
-  const int keys_staged = LUNACU_DEPTH * own.groups, line_log = own.chunk_log - 2, key = threadIdx.x >> line_log, c = (threadIdx.x & ((1 << line_log) - 1)) * 4;
+  const int keys_staged = LUNACU_DEPTH * own.groups, line_log = own.chunk_log - 2, key = threadIdx.x >> line_log,
+      c = (threadIdx.x & ((1 << line_log) - 1)) * 4;
   const int key_step = LUNACU_TILE_THREADS >> line_log;
   for (int k = 0; k < keys; k += keys_staged) {
     __syncthreads();
@@ -2460,13 +2710,15 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
       for (int t = 0; t < turns; t++) lunacu_put4<false, 0>(room + ((key + t * key_step) << own.chunk_log), 0, c, x[t]);
     } else {
       LUNACU_ROLLED
-      for (int i = key; i < keys_staged; i += key_step) lunacu_put4<false, 0>(room + (i << own.chunk_log), 0, c, lunacu_load4(v, k + i, from + c));
+      for (int i = key; i < keys_staged; i += key_step)
+        lunacu_put4<false, 0>(room + (i << own.chunk_log), 0, c, lunacu_load4(v, k + i, from + c));
     }
     __syncthreads();
     LUNACU_UNROLL
     for (int i = 0; i < LUNACU_DEPTH; i++) {
       const int at = i * own.groups + own.group;
-      lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step, room + (at << own.chunk_log) + own.lane, own.step);
+      lunacu_outer(sum, p + (k + at) * T::a_pitch + T::first_row(), T::row_step,
+                   room + (at << own.chunk_log) + own.lane, own.step);
     }
   }
   /* what was kept out, where it is seen */
@@ -2480,12 +2732,15 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
     }
   }
 }
-/* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of keys */
-template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
+/* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of
+   keys */
+template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
+    3) lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch]; at the end O by groups */
   const lunacu_shared<float> room = p + T::wide * T::a_pitch, stats = room + T::room;
   const int64_t unit = blockIdx.x, pair = unit / ((int64_t)r.tiles * r.splits);
-  const int tile = (int)(unit / r.splits % r.tiles), first = (a.causal ? r.tiles - 1 - tile : tile) * T::tall; /* causal: the longest rows start first */
+  /* causal: the longest rows start first */
+  const int tile = (int)(unit / r.splits % r.tiles), first = (a.causal ? r.tiles - 1 - tile : tile) * T::tall;
   const lunacu_head head = lunacu_head_at(a, pair);
   const lunacu_values<T> own(WHOLE ? r.chunk_log : T::wide_log);
   const int rows = min(T::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
@@ -2512,9 +2767,11 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
     __syncthreads();
     if (a.dropout.threshold) {       /* values are read after another barrier */
       const int row = threadIdx.x % T::tall;
-      left = left * stats[2 * T::tall + row] + lunacu_attention_drop<T>(a.dropout, lunacu_element_at(a, head, first + row) + key, keys, p);
+      left = left * stats[2 * T::tall + row] + lunacu_attention_drop<T>(a.dropout,
+          lunacu_element_at(a, head, first + row) + key, keys, p);
     }
-    const lunacu_side v = {a.v + lunacu_v_at(a, head, key), a.v_row, keys, a.value_dim, a.causal ? max(first + 1 - key, 0) : INT32_MAX, a.v_vector};
+    const lunacu_side v = {a.v + lunacu_v_at(a, head, key), a.v_row, keys, a.value_dim,
+                           a.causal ? max(first + 1 - key, 0) : INT32_MAX, a.v_vector};
     for (int from = 0; from < (WHOLE ? 1 : a.value_dim); from += T::wide) {
       LUNACU_UNROLL
       for (int i = 0; i < T::rows; i++) {
@@ -2527,13 +2784,16 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
         LUNACU_UNROLL
         for (int i = 0; i < T::rows; i++) {
           const int row = T::row(i);
-          const float fade = stats[2 * T::tall + row], factor = key + T::wide >= end && !r.partial ? 1 / stats[T::tall + row] : 1;
+          const float fade = stats[2 * T::tall + row], factor = key + T::wide >= end &&
+              !r.partial ? 1 / stats[T::tall + row] : 1;
           if (row >= rows) continue;
           LUNACU_UNROLL
           for (int j = 0; j < T::columns; j += 4) {
             const int c = from + own.column(j);
-            const float4 x = key > begin ? lunacu_get4(out + row * out_row, c, a.value_dim, vector) : make_float4(0, 0, 0, 0);
-            lunacu_set4(out + row * out_row, c, a.value_dim, vector, (x.x * fade + sum[i][j]) * factor, (x.y * fade + sum[i][j + 1]) * factor,
+            const float4 x = key > begin ? lunacu_get4(out + row * out_row, c, a.value_dim, vector) :
+                make_float4(0, 0, 0, 0);
+            lunacu_set4(out + row * out_row, c, a.value_dim, vector, (x.x * fade + sum[i][j]) * factor,
+                        (x.y * fade + sum[i][j + 1]) * factor,
                         (x.z * fade + sum[i][j + 2]) * factor, (x.w * fade + sum[i][j + 3]) * factor);
           }
         }
@@ -2547,7 +2807,8 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
     for (int i = 0; i < T::rows; i++) {
       LUNACU_UNROLL
       for (int j = 0; j < T::columns; j += 4)
-        lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j), sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
+        lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j), sum[i][j],
+                      sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
     }
   }
   __syncthreads();
@@ -2581,13 +2842,16 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
 }
 /* Merges the runs of keys: each element of `out` from those that its tile had */
 __global__ void lunacu_attention_merge_kernel(lunacu_attention a, lunacu_runs r, int tall) {
-  const int64_t element = lunacu_index(), column = element % a.value_dim, query = element / a.value_dim % a.queries, pair = element / a.value_dim / a.queries;
+  const int64_t element = lunacu_index(), column = element % a.value_dim, query = element / a.value_dim % a.queries,
+      pair = element / a.value_dim / a.queries;
   if (pair >= a.batch * a.heads) return;
   const lunacu_head head = lunacu_head_at(a, pair);
-  const int tile = (int)(query / tall), row = (int)(query % tall), keys = a.causal ? min(head.keys, min((tile + 1) * tall, head.queries)) : head.keys;
+  const int tile = (int)(query / tall), row = (int)(query % tall),
+      keys = a.causal ? min(head.keys, min((tile + 1) * tall, head.queries)) : head.keys;
   const int splits = (keys + r.keys - 1) / r.keys;
   const int64_t unit = (pair * r.tiles + (a.causal ? r.tiles - 1 - tile : tile)) * r.splits;
-  const float *values = r.partial + (unit * tall + row) * a.value_dim + column, *stats = r.partial + r.units * tall * a.value_dim + unit * 3 * tall + row;
+  const float *values = r.partial + (unit * tall + row) * a.value_dim + column,
+      *stats = r.partial + r.units * tall * a.value_dim + unit * 3 * tall + row;
   const bool drops = a.dropout.threshold != 0;
   float top = -INFINITY;
   double sum = 0, kept = 0, value = 0;
@@ -2614,7 +2878,8 @@ __global__ void lunacu_attention_delta_kernel(lunacu_attention a, int64_t lines,
   if (line >= lines) return;         /* whole warps */
   for (int c = threadIdx.x % LUNACU_WARP; c < a.value_dim; c += LUNACU_WARP) sum += a.grad_out[at + c] * a.out[at + c];
   sum = lunacu_warp_sum(sum);
-  if (threadIdx.x % LUNACU_WARP == 0) delta[line] = a.grad_sums && a.dropout.threshold ? sum + a.grad_sums[line] * a.sums[line] : sum;
+  if (threadIdx.x % LUNACU_WARP == 0)
+    delta[line] = a.grad_sums && a.dropout.threshold ? sum + a.grad_sums[line] * a.sums[line] : sum;
 }
 /* The scores in work: those of `pairs` from `pair` on, their queries from `query` and keys from `key` on */
 struct lunacu_wave {
@@ -2624,15 +2889,19 @@ struct lunacu_wave {
   const float *delta;
 };
 /* P, dropped, and dS. Block: tile of keys, tile of queries, pair */
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
+    3) lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   LUNACU_DYNAMIC_SHARED(float, room);
-  const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall, pair = blockIdx.x / (wide * tall);
+  const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall,
+      pair = blockIdx.x / (wide * tall);
   const int first = (int)(blockIdx.x / wide % tall) * T::tall, key = (int)(blockIdx.x % wide) * T::wide;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
-  const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key), ahead = w.key + key - w.query - first;
+  const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key),
+      ahead = w.key + key - w.query - first;
   const lunacu_side q = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, a.head_dim, INT32_MAX, a.q_vector};
   const lunacu_side k = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
-  const lunacu_side out = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, a.value_dim, INT32_MAX, a.out_vector};
+  const lunacu_side out = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, a.value_dim, INT32_MAX,
+                           a.out_vector};
   const lunacu_side v = {a.v + lunacu_v_at(a, head, w.key), a.v_row, keys, a.value_dim, INT32_MAX, a.v_vector};
   float s[T::rows][T::columns] = {}, g[T::rows][T::columns] = {};
   if (first >= queries || key >= keys) return;
@@ -2645,12 +2914,14 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
     const int row = first + T::row(i), seen = a.causal ? min(keys - key, T::row(i) + 1 - ahead) : keys - key;
     const int64_t line = lunacu_line_at(a, head, w.query + row), at = (pair * w.queries + row) * w.row + key;
     if (row >= queries) continue;
-    const float lse = a.lse[line], delta = w.delta[line], add = a.grad_sums && a.dropout.threshold ? a.grad_sums[line] : 0;
+    const float lse = a.lse[line], delta = w.delta[line],
+        add = a.grad_sums && a.dropout.threshold ? a.grad_sums[line] : 0;
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j += 4) {
       float factor[4] = {1, 1, 1, 1}, p[4], ds[4];
       if (key + T::column(j) >= w.row) continue;
-      if (a.dropout.threshold) lunacu_drop4(a.dropout, lunacu_element_at(a, head, w.query + row) + w.key + key + T::column(j), factor);
+      if (a.dropout.threshold)
+        lunacu_drop4(a.dropout, lunacu_element_at(a, head, w.query + row) + w.key + key + T::column(j), factor);
       LUNACU_UNROLL
       for (int c = 0; c < 4; c++) {
         const bool sees = T::column(j) + c < seen;
@@ -2663,8 +2934,8 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
     }
   }
 }
-/* A gradient's rows from the wave's first on, += factor times a product with P or dS, or a part of it. Q: dQ += scale dS K, K: dK += scale dS^T Q,
-   V: dV += P^T dO */
+/* A gradient's rows from the wave's first on, += factor times a product with P or dS, or a part of it. Q: dQ += scale
+   dS K, K: dK += scale dS^T Q, V: dV += P^T dO */
 enum { LUNACU_GRAD_Q, LUNACU_GRAD_K, LUNACU_GRAD_V };
 struct lunacu_gradient {
   int tall, wide;                    /* the tile */
@@ -2675,26 +2946,34 @@ struct lunacu_gradient {
   float *partial;                    /* [pairs, splits, rows, width]; null: not split */
 };
 /* the result, and the stride of its rows */
-__device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w, const lunacu_gradient &g, const lunacu_head &head) {
-  return g.which == LUNACU_GRAD_Q ? a.grad_q + lunacu_q_at(a, head, w.query) : g.which == LUNACU_GRAD_K ? a.grad_k + lunacu_k_at(a, head, w.key) : a.grad_v + lunacu_v_at(a, head, w.key);
+__device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w,
+                                                     const lunacu_gradient &g, const lunacu_head &head) {
+  return g.which == LUNACU_GRAD_Q ? a.grad_q + lunacu_q_at(a, head, w.query) : g.which == LUNACU_GRAD_K ?
+      a.grad_k + lunacu_k_at(a, head, w.key) : a.grad_v + lunacu_v_at(a, head, w.key);
 }
 __device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a, const lunacu_gradient &g) {
   return g.which == LUNACU_GRAD_Q ? a.q_row : g.which == LUNACU_GRAD_K ? a.k_row : a.v_row;
 }
 /* Block: tile of the result, part of the sum, pair */
-template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4) lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
+template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
+    4) lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
   LUNACU_DYNAMIC_SHARED(float, room);
-  const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits), split = blockIdx.x / tiles % g.splits;
-  const int row = (int)(blockIdx.x / g.tiles_across % g.tiles_down) * T::tall, column = (int)(blockIdx.x % g.tiles_across) * T::wide;
+  const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits),
+      split = blockIdx.x / tiles % g.splits;
+  const int row = (int)(blockIdx.x / g.tiles_across % g.tiles_down) * T::tall,
+      column = (int)(blockIdx.x % g.tiles_across) * T::wide;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const int queries = min(w.queries, head.queries - w.query), keys = min(w.keys, head.keys - w.key);
-  const lunacu_side scores = {(g.which == LUNACU_GRAD_V ? w.p : w.ds) + (int64_t)pair * w.queries * w.row, w.row, queries, keys, INT32_MAX, true};
+  const lunacu_side scores = {(g.which == LUNACU_GRAD_V ? w.p : w.ds) + (int64_t)pair * w.queries * w.row, w.row,
+                              queries, keys, INT32_MAX, true};
   const int rows = KEYS ? keys : queries;
   int from = (int)split * g.depth, end = min(from + g.depth, KEYS ? queries : keys);
   float sum[T::rows][T::columns] = {};
   lunacu_side with;
-  if (g.which == LUNACU_GRAD_Q) with = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, g.width, INT32_MAX, a.k_vector};
-  else if (g.which == LUNACU_GRAD_K) with = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, g.width, INT32_MAX, a.q_vector};
+  if (g.which == LUNACU_GRAD_Q)
+    with = {a.k + lunacu_k_at(a, head, w.key), a.k_row, keys, g.width, INT32_MAX, a.k_vector};
+  else if (g.which == LUNACU_GRAD_K)
+    with = {a.q + lunacu_q_at(a, head, w.query), a.q_row, queries, g.width, INT32_MAX, a.q_vector};
   else with = {a.grad_out + lunacu_out_at(a, head, w.query), a.out_row, queries, g.width, INT32_MAX, a.out_vector};
   if (row >= rows) return;
   if (a.causal && KEYS) from = max(from, w.key + row - w.query); /* queries before see none of the tile's keys */
@@ -2706,7 +2985,8 @@ template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THRE
   lunacu_multiply<T, !KEYS, false>(sum, room, scores, row, with, column, from, end);
   const float factor = g.partial || g.which == LUNACU_GRAD_V ? 1 : a.scale;
   /* the head is found again, so that the sum had its registers */
-  float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * g.width : lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + pair));
+  float *to = g.partial ? g.partial + ((int64_t)pair * g.splits + split) * g.rows * g.width :
+      lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + pair));
   const int64_t to_row = g.partial ? g.width : lunacu_gradient_row(a, g);
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
@@ -2716,19 +2996,23 @@ template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THRE
     for (int j = 0; j < T::columns; j += 4) {
       const int c = column + T::column(j);
       const float4 x = g.partial ? make_float4(0, 0, 0, 0) : lunacu_get4(to + r * to_row, c, g.width, g.vector);
-      lunacu_set4(to + r * to_row, c, g.width, g.vector, x.x + sum[i][j] * factor, x.y + sum[i][j + 1] * factor, x.z + sum[i][j + 2] * factor, x.w + sum[i][j + 3] * factor);
+      lunacu_set4(to + r * to_row, c, g.width, g.vector, x.x + sum[i][j] * factor, x.y + sum[i][j + 1] * factor,
+                  x.z + sum[i][j + 2] * factor, x.w + sum[i][j + 3] * factor);
     }
   }
 }
 __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
-  const int64_t element = lunacu_index(), size = (int64_t)g.rows * g.width, pair = element / size, row = element % size / g.width, column = element % g.width;
+  const int64_t element = lunacu_index(), size = (int64_t)g.rows * g.width, pair = element / size,
+      row = element % size / g.width, column = element % g.width;
   if (pair >= w.pairs) return;
   const lunacu_head head = lunacu_head_at(a, w.pair + pair);
   const float *from = g.partial + pair * g.splits * size + element % size;
   double sum = 0;
-  if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key))) return;
+  if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key)))
+    return;
   for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
-  lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] += (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
+  lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] +=
+      (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
 }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -2740,7 +3024,8 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.q = q->data; a.k = k->data; a.v = v->data; a.out = op->out[0]->data;
   a.lse = op->kept_size ? (float *)op->kept : NULL;
   a.sums = op->out[1] ? op->out[1]->data : NULL;
-  a.heads = (int)op->arg.attention.heads; a.batch = op->arg.attention.batch; a.queries = op->arg.attention.queries; a.keys = op->arg.attention.keys;
+  a.heads = (int)op->arg.attention.heads; a.batch = op->arg.attention.batch; a.queries = op->arg.attention.queries;
+  a.keys = op->arg.attention.keys;
   a.q_row = lunacu_last(q); a.k_row = lunacu_last(k); a.v_row = a.out_row = lunacu_last(v);
   a.q_head = a.k_head = a.head_dim = (int)(a.q_row / a.heads);
   a.v_head = a.out_head = a.value_dim = (int)(a.v_row / a.heads);
@@ -2763,8 +3048,10 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
 }
 static int64_t lunacu_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t lunacu_max(int64_t a, int64_t b) { return a > b ? a : b; }
-/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least `minimum` long and all in `workspace` floats */
-static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size, int64_t workspace) {
+/* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least
+   `minimum` long and all in `workspace` floats */
+static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size,
+                             int64_t workspace) {
   const int64_t maximum = lunacu_min(count / minimum, size > 0 ? workspace / size : 1);
   return lunacu_max(1, lunacu_min(blocks / lunacu_max(units, 1), maximum));
 }
@@ -2776,7 +3063,8 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
   r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
-  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
+  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3),
+                                       2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
@@ -2785,7 +3073,8 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
-static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w, int which) {
+static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w,
+                                            int which) {
   const bool q = which == LUNACU_GRAD_Q;
   const int64_t rows = q ? maximum.queries : maximum.keys, count = q ? maximum.keys : maximum.queries;
   lunacu_gradient g = {};
@@ -2802,9 +3091,11 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
   g.splits = (int)lunacu_divide_up(q ? w.keys : w.queries, g.depth);
   return g;
 }
-/* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one pair's. And what backward needs, in floats */
+/* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one
+   pair's. And what backward needs, in floats */
 static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
-  const int64_t queries = lunacu_max(a.queries, 1), keys = lunacu_max(a.causal ? lunacu_min(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
+  const int64_t queries = lunacu_max(a.queries, 1), keys =
+      lunacu_max(a.causal ? lunacu_min(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
   const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
@@ -2842,12 +3133,15 @@ static void lunacu_attention_query(luna_op *op) {
   op->backward_workspace_size = (size_t)(uintptr_t)at;
 }
 
-template <class T> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_runs &r) {
+template <class T> static void lunacu_attention_launch(cudaStream_t stream, const lunacu_attention &a,
+                                                       const lunacu_runs &r) {
   const size_t shared = (size_t)(T::wide * T::a_pitch + T::room + 3 * T::tall) * sizeof(float);
-  if (a.value_dim <= 1 << r.chunk_log) LUNACU_LAUNCH((lunacu_attention_kernel<T, true>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
+  if (a.value_dim <= 1 << r.chunk_log)
+    LUNACU_LAUNCH((lunacu_attention_kernel<T, true>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
   else LUNACU_LAUNCH((lunacu_attention_kernel<T, false>), (unsigned)r.units, LUNACU_TILE_THREADS, shared, stream, a, r);
   if (r.partial)
-    LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.value_dim, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, T::tall);
+    LUNACU_LAUNCH(lunacu_attention_merge_kernel, (unsigned)lunacu_divide_up(a.batch * a.heads * a.queries * a.value_dim,
+        LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, r, T::tall);
 }
 static luna_status lunacu_attention_forward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
@@ -2862,20 +3156,26 @@ static luna_status lunacu_attention_forward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-template <class T> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &w) {
+template <class T> static void lunacu_scores_launch(cudaStream_t stream, const lunacu_attention &a,
+                                                    const lunacu_wave &w) {
   const int64_t blocks = w.pairs * lunacu_divide_up(w.queries, T::tall) * lunacu_divide_up(w.keys, T::wide);
-  LUNACU_LAUNCH((lunacu_attention_scores_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, T::room * sizeof(float), stream, a, w);
+  LUNACU_LAUNCH((lunacu_attention_scores_kernel<T>), (unsigned)blocks, LUNACU_TILE_THREADS, T::room * sizeof(float),
+                stream, a, w);
 }
-template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &w, const lunacu_gradient &g) {
+template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const lunacu_attention &a,
+                                                      const lunacu_wave &w, const lunacu_gradient &g) {
   const unsigned blocks = (unsigned)(w.pairs * g.splits * g.tiles_down * g.tiles_across);
   const size_t shared = T::room * sizeof(float);
-  if (g.which == LUNACU_GRAD_Q) LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, false>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
+  if (g.which == LUNACU_GRAD_Q)
+    LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, false>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
   else LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, true>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
   if (g.partial)
-    LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, a, w, g);
+    LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK),
+                  LUNACU_BLOCK, 0, stream, a, w, g);
 }
 /* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
-static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w, float *partial) {
+static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a, const lunacu_wave &maximum,
+                                  const lunacu_wave &w, float *partial) {
   if (w.queries <= 16) lunacu_scores_launch<lunacu_tile<16, 256>>(stream, a, w);
   else if (w.keys <= 16) lunacu_scores_launch<lunacu_tile<256, 16>>(stream, a, w);
   else if (w.keys <= 64) lunacu_scores_launch<lunacu_tile<128, 64>>(stream, a, w);
@@ -2884,7 +3184,8 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
     if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
     lunacu_gradient g = lunacu_gradient_plan(a, maximum, w, which);
     if (g.splits > 1) g.partial = partial;
-    g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ? a.k_vector : a.v_vector;
+    g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ?
+        a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
     else if (g.tall == 16) lunacu_gradient_launch<lunacu_tile<16, 256>>(stream, a, w, g);
     else if (g.tall == 128) lunacu_gradient_launch<lunacu_tile<128, 64>>(stream, a, w, g);
@@ -2894,12 +3195,14 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
 static luna_status lunacu_attention_backward(luna_op *op) {
   const lunacu_attention a = lunacu_attention_of(op);
   const cudaStream_t stream = lunacu_stream(op);
-  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads, keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
+  const int64_t lines = lunacu_rows(op->out[0]) * a.heads, pairs = a.batch * a.heads,
+      keys = a.causal ? lunacu_min(a.keys, a.queries) : a.keys;
   char *at = (char *)op->workspace;
   float *delta = lunacu_take(&at, lines), *partial;
   const lunacu_wave maximum = lunacu_wave_of(a, &partial, &at);
   if (lines == 0 || keys == 0) return LUNA_OK;
-  LUNACU_LAUNCH(lunacu_attention_delta_kernel, (unsigned)lunacu_divide_up(lines, LUNACU_BLOCK / LUNACU_WARP), LUNACU_BLOCK, 0, stream, a, lines, delta);
+  LUNACU_LAUNCH(lunacu_attention_delta_kernel, (unsigned)lunacu_divide_up(lines, LUNACU_BLOCK / LUNACU_WARP),
+                LUNACU_BLOCK, 0, stream, a, lines, delta);
   for (int64_t pair = 0; pair < pairs; pair += maximum.pairs)
     for (int64_t query = 0; query < a.queries; query += maximum.queries)
       for (int64_t key = 0; key < keys; key += maximum.keys) {
@@ -2917,19 +3220,21 @@ static luna_status lunacu_attention_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>unpack: the folded unpack (eq. 4): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' + out_bias) + residual
-   x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots]; all heads' slots lie side by side, so that each product is
-   one matrix product a batch row. Few slots: one kernel, a tile of rows at a time, reads x once. Many: in waves of rows, as many as the workspace holds; P of a
-   wave lies in memory between its products.
-   Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY, dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
-   ---------------------------------------------------------------------------------------------------------------------- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>unpack: the folded unpack (eq. 4): S = X K'^T + bias, P = softmax over each head's slots, out = drop(P V' +
+   out_bias) + residual x and out [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots];
+   all heads' slots lie side by side, so that each product is one matrix product a batch row. Few slots: one kernel, a
+   tile of rows at a time, reads x once. Many: in waves of rows, as many as the workspace holds; P of a wave lies in
+   memory between its products. Backward: G = dY V'^T, dS = P (G - the sum of P G over the head's slots), dV' += P^T dY,
+   dK' += dS^T X, dbias += the sums of dS, dX += dS K'.
+   ------------------------------------------------------------------------------------------------------------------ */
 struct lunacu_unpack {
   int64_t batch, rows, dim, heads, slots, max_items, max_rows; /* most_: of a wave */
   const float *k, *v, *bias;
   const int32_t *lengths;            /* [batch] real slots; null: all */
   lunacu_dropout dropout;            /* element ((b heads + head) rows + i) slots + j */
-  float *p, *g, *dy, *parts, *clean_k, *clean_v; /* workspace: [items, rows, heads, slots] twice, out's gradient before its dropout, sums, K' and V' with 0 */
+  /* workspace: [items, rows, heads, slots] twice, out's gradient before its dropout, sums, K' and V' with 0 */
+  float *p, *g, *dy, *parts, *clean_k, *clean_v;
 };
 struct lunacu_unpack_wave { int64_t item, items, row, rows; };
 
@@ -2941,26 +3246,31 @@ __global__ void lunacu_unpack_clean_kernel(lunacu_unpack u, const float *__restr
     to[i] = slot < u.lengths[b] ? from[i] : 0;
   }
 }
-/* A line is one head of one row. Its `lanes`, a power of two, share it by fours; those of a warp beyond the last line have no slot */
+/* A line is one head of one row. Its `lanes`, a power of two, share it by fours; those of a warp beyond the last line
+   have no slot */
 struct lunacu_unpack_line {
   int64_t at, element;               /* of P; dropout's */
   const float *bias;
   int lane, slots, real;
   bool vector;
 };
-__device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu_unpack &u, const lunacu_unpack_wave &w, int lanes) {
-  const int64_t line = lunacu_index() / lanes, b = w.item + line / u.heads / w.rows, row = w.row + line / u.heads % w.rows, head = line % u.heads;
+__device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu_unpack &u, const lunacu_unpack_wave &w,
+                                                                    int lanes) {
+  const int64_t line = lunacu_index() / lanes, b = w.item + line / u.heads / w.rows,
+      row = w.row + line / u.heads % w.rows, head = line % u.heads;
   const bool exists = line < w.items * w.rows * u.heads;
   const int slots = exists ? (int)u.slots : 0;
   return {line * u.slots, ((b * u.heads + head) * u.rows + row) * u.slots, u.bias + (b * u.heads + head) * u.slots,
-          (int)(threadIdx.x % lanes) * 4, slots, exists && u.lengths ? max(0, min(u.lengths[b], slots)) : slots, u.slots % 4 == 0};
+          (int)(threadIdx.x % lanes) * 4, slots, exists && u.lengths ? max(0, min(u.lengths[b], slots)) : slots,
+              u.slots % 4 == 0};
 }
 __device__ __forceinline__ float lunacu_line_sum(float x, int lanes) {
   for (int i = lanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
   return x;
 }
 /* four scores and their biases, or four of anything; `beyond` where no slot is real */
-__device__ __forceinline__ void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias, int j, float beyond, float (&x)[4]) {
+__device__ __forceinline__ void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias,
+                                                  int j, float beyond, float (&x)[4]) {
   const float4 v = lunacu_get4(from, j, l.slots, l.vector);
   x[0] = v.x; x[1] = v.y; x[2] = v.z; x[3] = v.w;
   LUNACU_UNROLL
@@ -3014,13 +3324,17 @@ struct lunacu_unpack_ends {
   lunacu_dropout dropout;            /* of the result */
   bool vector;                       /* rows of all may be read by four */
 };
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_unpack_kernel(lunacu_unpack u,
+    lunacu_unpack_ends e) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch] */
   const lunacu_shared<float> room = p + T::wide * T::a_pitch;
-  const int64_t tiles = (u.rows + T::tall - 1) / T::tall, b = blockIdx.x / tiles, first = blockIdx.x % tiles * T::tall, start = (b * u.rows + first) * u.dim;
-  const int n = (int)(u.heads * u.slots), d = (int)u.dim, slots = (int)u.slots, rows = (int)min((int64_t)T::tall, u.rows - first);
+  const int64_t tiles = (u.rows + T::tall - 1) / T::tall, b = blockIdx.x / tiles, first = blockIdx.x % tiles * T::tall,
+      start = (b * u.rows + first) * u.dim;
+  const int n = (int)(u.heads * u.slots), d = (int)u.dim, slots = (int)u.slots,
+      rows = (int)min((int64_t)T::tall, u.rows - first);
   const int real = u.lengths ? max(0, min(u.lengths[b], slots)) : slots;
-  const lunacu_side x = {e.x + start, d, rows, d, INT32_MAX, e.vector}, k = {u.k + b * n * d, d, n, d, INT32_MAX, e.vector}, v = {u.v + b * n * d, d, n, d, INT32_MAX, e.vector};
+  const lunacu_side x = {e.x + start, d, rows, d, INT32_MAX, e.vector},
+      k = {u.k + b * n * d, d, n, d, INT32_MAX, e.vector}, v = {u.v + b * n * d, d, n, d, INT32_MAX, e.vector};
   const lunacu_values<T> own(T::wide_log);
   {
     float s[T::rows][T::columns] = {};
@@ -3028,7 +3342,8 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       LUNACU_UNROLL
-      for (int i = 0; i < T::rows; i += 4) lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i), s[i][j], s[i + 1][j], s[i + 2][j], s[i + 3][j]);
+      for (int i = 0; i < T::rows; i += 4)
+        lunacu_write4(p + T::column(j) * T::a_pitch + T::row(i), s[i][j], s[i + 1][j], s[i + 2][j], s[i + 3][j]);
     }
   }
   __syncthreads();
@@ -3044,7 +3359,8 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
       float factor[4] = {1, 1, 1, 1};
       if (u.dropout.threshold) lunacu_drop4(u.dropout, element + j, factor);
       LUNACU_UNROLL
-      for (int c = 0; c < 4; c++) if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
+      for (int c = 0; c < 4; c++)
+        if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
     }
   }
   __syncthreads();
@@ -3067,7 +3383,8 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
         if (e.dropout.threshold) {
           float factor[4];
           lunacu_drop4(e.dropout, at + c, factor);
-          y = make_float4(lunacu_dropped(y.x, factor[0]), lunacu_dropped(y.y, factor[1]), lunacu_dropped(y.z, factor[2]), lunacu_dropped(y.w, factor[3]));
+          y = make_float4(lunacu_dropped(y.x, factor[0]), lunacu_dropped(y.y, factor[1]),
+                          lunacu_dropped(y.z, factor[2]), lunacu_dropped(y.w, factor[3]));
         }
         if (e.residual) {
           const float4 z = lunacu_get4(e.residual + at, c, d, e.vector);
@@ -3081,7 +3398,9 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
 
 /* --- in x, k, bias, v, out_bias, residual. Nothing is kept --- */
 /* tensor cores pay for a P in memory when it is not small; else the fewer bytes do */
-static bool lunacu_unpack_at_once(const luna_op *op, int64_t n) { return n > 0 && n <= (lunacu_math_of(op->ctx) == LUNA_CUDA_F32 ? 128 : 32); }
+static bool lunacu_unpack_at_once(const luna_op *op, int64_t n) {
+  return n > 0 && n <= (lunacu_math_of(op->ctx) == LUNA_CUDA_F32 ? 128 : 32);
+}
 static lunacu_unpack lunacu_unpack_of(const luna_op *op, bool backward, char **at) {
   const luna_tensor *x = op->in[0], *k = op->in[1];
   lunacu_unpack u = {};
@@ -3113,7 +3432,8 @@ static void lunacu_unpack_query(luna_op *op) {
   op->backward_workspace_size = (size_t)(uintptr_t)backward;
 }
 /* C = A B (+ C) for the wave's batch rows: A [m, k], B [k, n] */
-static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_wave &w, const lunacu_product &one, int64_t a_batch, int64_t b_batch, int64_t c_batch) {
+static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_wave &w, const lunacu_product &one,
+                                         int64_t a_batch, int64_t b_batch, int64_t c_batch) {
   lunacu_product p = one;
   p.batch = w.items;
   p.a_batch = a_batch;
@@ -3125,8 +3445,10 @@ static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_
 static void lunacu_unpack_clean(const luna_op *op, lunacu_unpack *u) {
   const int64_t weights = u->batch * u->heads * u->slots * u->dim;
   if (!u->lengths || weights == 0) return;
-  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->k, u->clean_k);
-  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), *u, u->v, u->clean_v);
+  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
+                *u, u->k, u->clean_k);
+  LUNACU_LAUNCH(lunacu_unpack_clean_kernel, lunacu_blocks(weights, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
+                *u, u->v, u->clean_v);
   u->k = u->clean_k;
   u->v = u->clean_v;
 }
@@ -3139,26 +3461,34 @@ static luna_status lunacu_unpack_waves(luna_op *op, const lunacu_unpack &u, luna
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
 typedef void lunacu_unpack_lines(lunacu_unpack u, lunacu_unpack_wave w, int lanes);
-static void lunacu_unpack_each_line(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w, lunacu_unpack_lines *kernel) {
+static void lunacu_unpack_each_line(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w,
+                                    lunacu_unpack_lines *kernel) {
   int lanes = 1;
   while (lanes < LUNACU_WARP && 4 * lanes < u.slots) lanes *= 2;
-  if (u.heads > 0) LUNACU_LAUNCH(kernel, (unsigned)lunacu_divide_up(w.items * w.rows * u.heads * lanes, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), u, w, lanes);
+  if (u.heads > 0)
+    LUNACU_LAUNCH(kernel, (unsigned)lunacu_divide_up(w.items * w.rows * u.heads * lanes, LUNACU_BLOCK), LUNACU_BLOCK, 0,
+                  lunacu_stream(op), u, w, lanes);
 }
 /* S = X K'^T, or dY V'^T */
-static luna_status lunacu_unpack_scores(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w, const float *x, const float *k, float *s) {
+static luna_status lunacu_unpack_scores(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w,
+                                        const float *x, const float *k, float *s) {
   const int64_t n = u.heads * u.slots, d = u.dim;
-  return lunacu_unpack_product(op, w, lunacu_matrix(x, d, 1, k + w.item * n * d, 1, d, s, w.rows, n, d, false), w.rows * d, n * d, w.rows * n);
+  return lunacu_unpack_product(op, w, lunacu_matrix(x, d, 1, k + w.item * n * d, 1, d, s, w.rows, n, d, false),
+                               w.rows * d, n * d, w.rows * n);
 }
 static luna_status lunacu_unpack_forward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
   const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d;
   const luna_status status = lunacu_unpack_scores(op, u, w, op->in[0]->data + first, u.k, u.p);
   if (status != LUNA_OK) return status;
   lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<false>);
-  return lunacu_unpack_product(op, w, lunacu_matrix(u.p, n, 1, u.v + w.item * n * d, d, 1, op->out[0]->data + first, w.rows, d, n, false), w.rows * n, n * d, w.rows * d);
+  return lunacu_unpack_product(op, w, lunacu_matrix(u.p, n, 1, u.v + w.item * n * d, d, 1, op->out[0]->data + first,
+                                                    w.rows, d, n, false), w.rows * n, n * d, w.rows * d);
 }
-template <class T> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_ends &e) {
+template <class T> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u,
+                                                    const lunacu_unpack_ends &e) {
   const size_t shared = (size_t)(T::wide * T::a_pitch + T::room) * sizeof(float);
-  LUNACU_LAUNCH((lunacu_unpack_kernel<T>), (unsigned)(u.batch * lunacu_divide_up(u.rows, T::tall)), LUNACU_TILE_THREADS, shared, lunacu_stream(op), u, e);
+  LUNACU_LAUNCH((lunacu_unpack_kernel<T>), (unsigned)(u.batch * lunacu_divide_up(u.rows, T::tall)), LUNACU_TILE_THREADS,
+                shared, lunacu_stream(op), u, e);
 }
 static luna_status lunacu_unpack_forward(luna_op *op) {
   char *at = (char *)op->workspace;
@@ -3169,7 +3499,8 @@ static luna_status lunacu_unpack_forward(luna_op *op) {
   if (luna_count(op->in[0]) == 0) return LUNA_OK;
   lunacu_unpack_clean(op, &u);
   if (lunacu_unpack_at_once(op, n)) {
-    const lunacu_unpack_ends e = {x, out_bias, residual, y, lunacu_last_dropout(op), lunacu_wide(u.dim, x, u.k, u.v, y, out_bias, residual)};
+    const lunacu_unpack_ends e = {x, out_bias, residual, y, lunacu_last_dropout(op),
+                                  lunacu_wide(u.dim, x, u.k, u.v, y, out_bias, residual)};
     if (n <= 32) lunacu_unpack_launch<lunacu_tile<128, 32>>(op, u, e);
     else if (n <= 64) lunacu_unpack_launch<lunacu_tile<128, 64>>(op, u, e);
     else lunacu_unpack_launch<lunacu_tile<64, 128>>(op, u, e);
@@ -3177,20 +3508,26 @@ static luna_status lunacu_unpack_forward(luna_op *op) {
   }
   const luna_status status = lunacu_unpack_waves(op, u, lunacu_unpack_forward_wave);
   if (status != LUNA_OK || !(out_bias || residual || op->last_dropout > 0)) return status;
-  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
+  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_ACTIVATION_NONE, false,
+                                             lunacu_last_dropout(op)});
   return lunacu_row_done(op);
 }
 /* to[items, width] += the sums of x [items, rows, width] over its rows */
-static void lunacu_unpack_sums(const luna_op *op, const float *x, int64_t items, int64_t rows, int64_t width, float *to, float *parts) {
-  if (to) lunacu_sums_run<1>(op, lunacu_sums_of(items, rows, width, true), lunacu_column{x, rows, width}, lunacu_sums_to{{to}, {1}, width, 1, 1.0f, true}, parts);
+static void lunacu_unpack_sums(const luna_op *op, const float *x, int64_t items, int64_t rows, int64_t width, float *to,
+                               float *parts) {
+  if (to)
+    lunacu_sums_run<1>(op, lunacu_sums_of(items, rows, width, true), lunacu_column{x, rows, width},
+                       lunacu_sums_to{{to}, {1}, width, 1, 1.0f, true}, parts);
 }
 /* x's gradient may be made in place of y's: it is written last */
 static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
-  const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d, early = first % 8, at = w.item * n;
+  const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d, early = first % 8,
+      at = w.item * n;
   const float *x = op->in[0]->data + first, *dy = op->out[0]->grad + first;
   float *dx = lunacu_grad(op, 0), *dk = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2), *dv = lunacu_grad(op, 3);
   if (op->last_dropout > 0) {        /* from a multiple of 8 on */
-    lunacu_begin_back(op, w.items * w.rows * d + early, u.dy, {dy - early, NULL, first - early, LUNA_ACTIVATION_NONE, lunacu_last_dropout(op)});
+    lunacu_begin_back(op, w.items * w.rows * d + early, u.dy,
+                      {dy - early, NULL, first - early, LUNA_ACTIVATION_NONE, lunacu_last_dropout(op)});
     dy = u.dy + early;
   }
   luna_status status = lunacu_unpack_scores(op, u, w, x, u.k, u.p);
@@ -3199,10 +3536,15 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<true>);
   lunacu_unpack_sums(op, dy, 1, w.items * w.rows, d, lunacu_grad(op, 4), u.parts);
   lunacu_unpack_sums(op, u.g, w.items, w.rows, n, dbias ? dbias + at : NULL, u.parts);
-  if (dv) status = lunacu_unpack_product(op, w, lunacu_matrix(u.p, 1, n, dy, d, 1, dv + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);
-  if (dk && status == LUNA_OK) status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, 1, n, x, d, 1, dk + at * d, n, d, w.rows, true), w.rows * n, w.rows * d, n * d);
+  if (dv)
+    status = lunacu_unpack_product(op, w, lunacu_matrix(u.p, 1, n, dy, d, 1, dv + at * d, n, d, w.rows, true),
+                                   w.rows * n, w.rows * d, n * d);
+  if (dk && status == LUNA_OK)
+    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, 1, n, x, d, 1, dk + at * d, n, d, w.rows, true),
+                                   w.rows * n, w.rows * d, n * d);
   if (dx && status == LUNA_OK)
-    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, n, 1, u.k + at * d, d, 1, dx + first, w.rows, d, n, !lunacu_sets(op, 0)), w.rows * n, n * d, w.rows * d);
+    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, n, 1, u.k + at * d, d, 1, dx + first, w.rows, d, n,
+                                                        !lunacu_sets(op, 0)), w.rows * n, n * d, w.rows * d);
   return status;
 }
 static luna_status lunacu_unpack_backward(luna_op *op) {
@@ -3214,27 +3556,30 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
   return lunacu_unpack_waves(op, u, lunacu_unpack_backward_wave);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>causal: the causal product and causal Luna, forward and backward
    One product does all of it, F_t = sum_{j<=t} (x_t y_j) z_j, in chunks of LUNACU_CHUNK rows:
      F = X S + ((X Y^T) o L) Z,   S <- S + Y^T Z,   L the lower triangle with the diagonal
    Causal product  out = F(x, y, z) / t;  with G = dout / t:  dx = F(G, z, y),  and over the rows in reverse  dy = F(z, G, x),  dz = F(y, x, G)
    Causal Luna     U = F(q, k, A) scale / t,  W = softmax U,  out = F(W, A, v) / t;  dW = F(G, v, A),  dq = F(H, A, k),  and in reverse
                    dk = F(A, H, q),  dv = F(A, W, G),  dA = F(k, q, H) + F(v, G, W);  A = omega(s), H = dU scale / t
-   A sweep takes a window of chunks at a time: the sums Y^T Z of its chunks, in their place the sums of all chunks before (added in double, which is
-   also what goes from window to window), then the rows. Windows bound the memory of the sums and keep them in the cache between the three.
-   Exactly causal: above the diagonal nothing is multiplied, so a NaN at one token reaches no earlier one. Masked slots are never read.
-   ---------------------------------------------------------------------------------------------------------------------- */
+   A sweep takes a window of chunks at a time: the sums Y^T Z of its chunks, in their place the sums of all chunks
+   before (added in double, which is also what goes from window to window), then the rows. Windows bound the memory of
+   the sums and keep them in the cache between the three. Exactly causal: above the diagonal nothing is multiplied, so a
+   NaN at one token reaches no earlier one. Masked slots are never read.
+   ------------------------------------------------------------------------------------------------------------------ */
 #define LUNACU_CHUNK 64
 #define LUNACU_CAUSAL_THREADS 128    /* 8 groups of 8 rows by 16 groups of columns */
 #define LUNACU_CAUSAL_DEEP 32        /* rows or columns of a factor that are in shared memory at a time */
-#define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4) /* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
+/* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
+#define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4)
 #define LUNACU_CAUSAL_SCAN 16        /* chunks that a thread scans, */
 #define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* max chunks of a window */
 #define LUNACU_CAUSAL_FLOATS ((int64_t)8 << 20) /* and floats that a window is cut to */
 
 /* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer.
-   Rows of heads: row r of batch b's head h begins at at[b batch + h head + r row]. `divided`: by the place t of the row in its sequence */
+   Rows of heads: row r of batch b's head h begins at at[b batch + h head + r row]. `divided`: by the place t of the row
+   in its sequence */
 struct lunacu_causal_rows {
   float *at;
   int64_t batch, head, row;
@@ -3249,7 +3594,8 @@ struct lunacu_causal_span {
   int64_t size;
   int64_t begins, ends;              /* nothing is before the first chunk; nothing comes after the last */
 };
-/* One chunk of one head. blockIdx.x counts its tiles, which share rows, before the next chunk; `first` counts rows in the window, which 32 bits can count */
+/* One chunk of one head. blockIdx.x counts its tiles, which share rows, before the next chunk; `first` counts rows in
+   the window, which 32 bits can count */
 struct lunacu_causal_chunk {
   unsigned state, batch, head, tile;
   int first, rows;
@@ -3257,26 +3603,36 @@ struct lunacu_causal_chunk {
 };
 
 __device__ __forceinline__ lunacu_causal_chunk lunacu_causal_chunk_of(const lunacu_causal_span &s, unsigned tiles) {
-  const unsigned state = blockIdx.x / tiles, chunks = (unsigned)s.chunks, heads = (unsigned)s.heads, item = state / chunks, chunk = state % chunks;
+  const unsigned state = blockIdx.x / tiles, chunks = (unsigned)s.chunks, heads = (unsigned)s.heads,
+      item = state / chunks, chunk = state % chunks;
   const int first = (int)chunk * LUNACU_CHUNK;
-  return {state, item / heads, item % heads, blockIdx.x % tiles, first, (int)(s.rows - first < LUNACU_CHUNK ? s.rows - first : LUNACU_CHUNK),
+  return {state, item / heads, item % heads, blockIdx.x % tiles, first,
+          (int)(s.rows - first < LUNACU_CHUNK ? s.rows - first : LUNACU_CHUNK),
           s.begins && chunk == 0, s.ends && chunk == chunks - 1};
 }
 __device__ __forceinline__ int lunacu_causal_slots(const lunacu_causal_span &s, unsigned batch, int slots) {
   return s.lengths ? max(0, min(s.lengths[batch], slots)) : slots;
 }
 
-/* A tile of TALL x WIDE floats goes from a matrix, whose rows are `row` apart, through registers into shared memory, so that all of a thread's loads are under
-   way before the first is used. Beyond rows x columns it has zeros; `vector` says that columns come by four. TURNED: shared memory gets the transpose. */
+/* A tile of TALL x WIDE floats goes from a matrix, whose rows are `row` apart, through registers into shared memory, so
+   that all of a thread's loads are under way before the first is used. Beyond rows x columns it has zeros; `vector`
+   says that columns come by four. TURNED: shared memory gets the transpose. */
 #define LUNACU_CAUSAL_TURNS(TALL, WIDE) ((TALL) * (WIDE) / 4 / LUNACU_CAUSAL_THREADS)
-template <bool TURNED, int WIDE> struct lunacu_causal_tile { /* a thread's fours: from row() and column() on, the next `step` rows below */
-  static constexpr unsigned across = WIDE / 4, warps = across / 2; /* turned, a warp has 16 rows by 8 columns, against bank conflicts */
+/* a thread's fours: from row() and column() on, the next `step` rows below */
+template <bool TURNED, int WIDE> struct lunacu_causal_tile {
+  /* turned, a warp has 16 rows by 8 columns, against bank conflicts */
+  static constexpr unsigned across = WIDE / 4, warps = across / 2;
   static constexpr int step = TURNED ? LUNACU_CAUSAL_THREADS / 32 / warps * 16 : LUNACU_CAUSAL_THREADS / across;
-  static __device__ __forceinline__ int row() { return (int)(TURNED ? threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16 : threadIdx.x / across); }
-  static __device__ __forceinline__ int column() { return (int)(TURNED ? 4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps) : 4 * (threadIdx.x % across)); }
+  static __device__ __forceinline__ int row() {
+    return (int)(TURNED ? threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16 : threadIdx.x / across);
+  }
+  static __device__ __forceinline__ int column() {
+    return (int)(TURNED ? 4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps) : 4 * (threadIdx.x % across));
+  }
 };
 template <bool TURNED, int WIDE, int TURNS>
-__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const float *from, int row, int rows, int columns, bool vector) {
+__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const float *from, int row, int rows,
+                                                    int columns, bool vector) {
   typedef lunacu_causal_tile<TURNED, WIDE> tile;
   from += tile::row() * row + tile::column();
   rows -= tile::row();
@@ -3299,7 +3655,8 @@ __device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const 
     v[turn][3] = four.w;
   }
 }
-template <bool TURNED, int WIDE, int PITCH, int TURNS> __device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, const float (&v)[TURNS][4]) {
+template <bool TURNED, int WIDE, int PITCH,
+    int TURNS> __device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, const float (&v)[TURNS][4]) {
   typedef lunacu_causal_tile<TURNED, WIDE> tile;
   LUNACU_UNROLL
   for (int turn = 0; turn < TURNS; turn++) {
@@ -3310,13 +3667,15 @@ template <bool TURNED, int WIDE, int PITCH, int TURNS> __device__ __forceinline_
 }
 /* the same of a chunk's rows from `first` on and columns from `column` to `end`; over: 1/t of the chunk's rows */
 template <int WIDE, int TURNS>
-__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const lunacu_causal_chunk &c, const lunacu_causal_rows &m, int first, int column,
+__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const lunacu_causal_chunk &c,
+                                                    const lunacu_causal_rows &m, int first, int column,
                                                     int end) {
   const float *from = m.at + c.batch * m.batch + c.head * m.head + (c.first + first) * m.row + column;
   lunacu_causal_fetch<false, WIDE>(v, from, (int)m.row, c.rows - first, end - column, m.vector && (end & 3) == 0);
 }
 template <int WIDE, int PITCH, int TURNS>
-__device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, float (&v)[TURNS][4], const lunacu_causal_rows &m, lunacu_shared<const float> over) {
+__device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, float (&v)[TURNS][4],
+                                                  const lunacu_causal_rows &m, lunacu_shared<const float> over) {
   typedef lunacu_causal_tile<false, WIDE> tile;
   LUNACU_UNROLL
   for (int turn = 0; turn < TURNS; turn++) {
@@ -3326,22 +3685,24 @@ __device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, float
   }
   lunacu_causal_put<false, WIDE, PITCH>(to, v);
 }
-__device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
+__device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
+                                                   const lunacu_causal_chunk &c) {
   const int i = threadIdx.x;
   if (i < LUNACU_CHUNK) over[i] = i < c.rows ? 1 / (float)(s.t + s.step * (c.first + i)) : 0;
 }
 
-/* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the same for all, and N columns, by four
-   where there are so many */
+/* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
+   same for all, and N columns, by four where there are so many */
 __device__ __forceinline__ int lunacu_causal_row() { return (int)(threadIdx.x / 16); }
 template <int N> __device__ __forceinline__ int lunacu_causal_column(int n) {
   return (int)(threadIdx.x % 16) * (N < 4 ? N : 4) + n / 4 * 64 + n % 4;
 }
 /* The products of a chunk. Tensor cores may take their place.
-   score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over `depth` columns of
-   x, y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
+   score [8][4] += X Y^T on and below the diagonal, in columns 16 apart, and, where there is a state, sum += X S, over
+   `depth` columns of x, y [64, PITCH], zeros up to a multiple of 4, and rows of s [., S_PITCH] */
 template <int N, int PITCH, int S_PITCH, bool STATE>
-__device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<const float> x, lunacu_shared<const float> y,
+__device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], float (&sum)[8][N],
+                                                       lunacu_shared<const float> x, lunacu_shared<const float> y,
                                                        lunacu_shared<const float> s, int depth) {
   const int row = lunacu_causal_row(), column = (int)(threadIdx.x % 16);
   for (int k = 0; k < depth; k += 4) {
@@ -3373,7 +3734,8 @@ __device__ __forceinline__ void lunacu_causal_multiply(float (&score)[8][4], flo
 }
 /* sum += (scores o L) Z over the chunk's rows FIRST to FIRST + DEEP: z [DEEP, Z_PITCH] */
 template <int N, int Z_PITCH, int FIRST, int DEEP>
-__device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_shared<const float> scores, lunacu_shared<const float> z) {
+__device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_shared<const float> scores,
+                                                    lunacu_shared<const float> z) {
   const int row = lunacu_causal_row();
   LUNACU_UNROLL
   for (int b = FIRST / 8; b < (FIRST + DEEP) / 8; b++)
@@ -3398,9 +3760,11 @@ __device__ __forceinline__ void lunacu_causal_apply(float (&sum)[8][N], lunacu_s
       }
     }
 }
-/* sum += Y^T Z over 32 rows of y [32, LUNACU_CAUSAL_PITCH] and z [32, Z_PITCH]; here a thread's rows of the sum are 8 lunacu_causal_row() + i */
+/* sum += Y^T Z over 32 rows of y [32, LUNACU_CAUSAL_PITCH] and z [32, Z_PITCH]; here a thread's rows of the sum are 8
+   lunacu_causal_row() + i */
 template <int N, int Z_PITCH>
-__device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_shared<const float> y, lunacu_shared<const float> z) {
+__device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_shared<const float> y,
+                                                    lunacu_shared<const float> z) {
   for (int k = 0; k < 32; k += 4) {
     LUNACU_UNROLL
     for (int e = 0; e < 4; e++) {
@@ -3419,7 +3783,8 @@ __device__ __forceinline__ void lunacu_causal_outer(float (&sum)[8][N], lunacu_s
 }
 /* a thread's columns of a row: to (+)= factor sum, and 0 from `width` to `end` where nothing is added to */
 template <int N>
-__device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum)[N], float factor, int width, int end, bool add, bool vector) {
+__device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum)[N], float factor, int width, int end,
+                                                    bool add, bool vector) {
   LUNACU_UNROLL
   for (int n = 0; n < N; n += 4) {
     const int at = lunacu_causal_column<N>(n);
@@ -3445,14 +3810,17 @@ struct lunacu_causal_pairs {
   lunacu_causal_rows y[2], z[2];
   int64_t dim, value_dim, pairs, masked; /* masked: z's columns are slots */
 };
-template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
+template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS,
+    4) lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
   constexpr int wide = 16 * N, pitch = wide + 4;
   LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
   LUNACU_SHARED(float, zs, 32 * pitch);
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
-  const int dim = (int)p.dim, value_dim = (int)p.value_dim, down = (dim + 63) / 64, across = (value_dim + wide - 1) / wide;
+  const int dim = (int)p.dim, value_dim = (int)p.value_dim, down = (dim + 63) / 64,
+      across = (value_dim + wide - 1) / wide;
   const lunacu_causal_chunk c = lunacu_causal_chunk_of(s, (unsigned)(p.pairs * down * across));
-  const int row = (int)(c.tile / across) % down * 64, column = (int)(c.tile % across) * wide, pair = (int)(c.tile / across) / down;
+  const int row = (int)(c.tile / across) % down * 64, column = (int)(c.tile % across) * wide,
+      pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
   float sum[8][N] = {};
   if (c.last || column >= end) return; /* never read */
@@ -3471,16 +3839,20 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lun
   LUNACU_UNROLL
   for (int i = 0; i < 8; i++) {
     const int at = row + 8 * lunacu_causal_row() + i;
-    if (at < dim) lunacu_causal_write<N>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
+    if (at < dim)
+      lunacu_causal_write<N>(to + at * p.value_dim, sum[i], 1, end - column, end - column, false, value_dim % 4 == 0);
   }
 }
 
-/* The sum of all chunks before it takes the place of a chunk's own. Block: 32 elements of a head's state, a warp for every LUNACU_CAUSAL_SCAN chunks */
+/* The sum of all chunks before it takes the place of a chunk's own. Block: 32 elements of a head's state, a warp for
+   every LUNACU_CAUSAL_SCAN chunks */
 __global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_span s) {
   LUNACU_SHARED(double, sums, LUNACU_CAUSAL_WINDOW / LUNACU_CAUSAL_SCAN * 32);
-  const unsigned blocks = (unsigned)((s.size + 31) / 32), item = blockIdx.x / blocks, lane = threadIdx.x % 32, run = threadIdx.x / 32;
+  const unsigned blocks = (unsigned)((s.size + 31) / 32), item = blockIdx.x / blocks, lane = threadIdx.x % 32,
+      run = threadIdx.x / 32;
   const int64_t element = (int64_t)(blockIdx.x % blocks) * 32 + lane, place = item * s.size + element;
-  const int chunks = element < s.size ? (int)s.chunks - (int)run * LUNACU_CAUSAL_SCAN : 0, summed = s.ends ? chunks - 1 : chunks;
+  const int chunks = element < s.size ? (int)s.chunks - (int)run * LUNACU_CAUSAL_SCAN : 0,
+      summed = s.ends ? chunks - 1 : chunks;
   float *state = s.states + (item * s.chunks + run * LUNACU_CAUSAL_SCAN) * s.size + element, x[LUNACU_CAUSAL_SCAN];
   const float *from = state;
   double before = 0, sum = 0;
@@ -3500,17 +3872,21 @@ __global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_
   if (0 < chunks && chunks <= LUNACU_CAUSAL_SCAN && !s.ends) s.carried[place] = before;
 }
 
-/* out (+)= factor (/ t) F(x, y, z), x and y [rows, depth], z and out [rows, width]. Block: chunk, tile of 16 N columns */
+/* out (+)= factor (/ t) F(x, y, z), x and y [rows, depth], z and out [rows, width]. Block: chunk, tile of 16 N
+   columns */
 struct lunacu_causal_product {
   lunacu_causal_rows x, y, z, out;
   int64_t state, turned;             /* place of S [depth, width] in a state; turned: of S^T */
   int64_t depth, width, add, masked; /* add: to what is there; masked: 1, depth is slots, 2, width is */
   double factor;
 };
-/* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first rows of Z */
+/* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first
+   rows of Z */
 template <int N, int FIRST>
-__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], const float (&score)[8][4], lunacu_shared<float> scores, lunacu_shared<float> zs,
-                                                         lunacu_shared<const float> over, const lunacu_causal_chunk &c, const lunacu_causal_rows &z, int column,
+__device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], const float (&score)[8][4],
+                                                         lunacu_shared<float> scores, lunacu_shared<float> zs,
+                                                         lunacu_shared<const float> over, const lunacu_causal_chunk &c,
+                                                             const lunacu_causal_rows &z, int column,
                                                          int width) {
   constexpr int wide = 16 * N, pitch = wide + 4;
   if constexpr (FIRST < LUNACU_CHUNK) {
@@ -3521,7 +3897,8 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], con
     LUNACU_UNROLL
     for (int i = 0; i < 8 && FIRST == 0; i++) {
       LUNACU_UNROLL
-      for (int k = 0; k <= i / 2; k++) scores[(lunacu_causal_row() + 8 * i) * LUNACU_CAUSAL_PITCH + (int)(threadIdx.x % 16) + 16 * k] = score[i][k];
+      for (int k = 0; k <= i / 2; k++)
+        scores[(lunacu_causal_row() + 8 * i) * LUNACU_CAUSAL_PITCH + (int)(threadIdx.x % 16) + 16 * k] = score[i][k];
     }
     lunacu_causal_put<wide, pitch>(zs, v, z, over + FIRST);
     __syncthreads();
@@ -3529,7 +3906,8 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], con
     lunacu_causal_apply_from<N, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, column, width);
   }
 }
-template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
+template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS,
+    4) lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   constexpr int wide = 16 * N, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
   LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
   LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
@@ -3543,13 +3921,16 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lun
   float sum[8][N] = {}, score[8][4] = {};
   lunacu_causal_over(over, s, c);
   for (int k = 0; k < depth; k += deep) {
-    float x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4], z[LUNACU_CAUSAL_TURNS(deep, wide)][4];
+    float x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4],
+        z[LUNACU_CAUSAL_TURNS(deep, wide)][4];
     lunacu_causal_fetch<deep>(x, c, p.x, 0, k, depth);
     lunacu_causal_fetch<deep>(y, c, p.y, 0, k, depth);
     if (!c.begins && p.turned)
-      lunacu_causal_fetch<true, deep>(z, state + column * all_deep + k, all_deep, width - column, depth - k, ((all_deep | depth) & 3) == 0);
+      lunacu_causal_fetch<true, deep>(z, state + column * all_deep + k, all_deep, width - column, depth - k,
+                                      ((all_deep | depth) & 3) == 0);
     if (!c.begins && !p.turned)
-      lunacu_causal_fetch<false, wide>(z, state + k * all_wide + column, all_wide, depth - k, width - column, ((all_wide | width) & 3) == 0);
+      lunacu_causal_fetch<false, wide>(z, state + k * all_wide + column, all_wide, depth - k, width - column,
+                                       ((all_wide | width) & 3) == 0);
     __syncthreads();
     lunacu_causal_put<deep, pitch>(xs, x, p.x, over);
     lunacu_causal_put<deep, pitch>(ys, y, p.y, over);
@@ -3565,7 +3946,9 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS, 4) lun
   for (int i = 0; i < 8; i++) {
     const int row = lunacu_causal_row() + 8 * i;
     const float factor = p.out.divided ? (float)p.factor * over[row] : (float)p.factor;
-    if (row < c.rows) lunacu_causal_write<N>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add, p.out.vector);
+    if (row < c.rows)
+      lunacu_causal_write<N>(to + row * p.out.row, sum[i], factor, width - column, all_wide - column, p.add,
+                             p.out.vector);
   }
 }
 
@@ -3578,11 +3961,15 @@ struct lunacu_causal_line {          /* a lane's row, and the slots that count: 
   bool real;
 };
 __device__ __forceinline__ lunacu_causal_line lunacu_causal_line_of(const lunacu_causal_span &s, int slots) {
-  const unsigned lines = LUNACU_BLOCK / LUNACU_SLOT_LANES, blocks = (unsigned)((s.rows + lines - 1) / lines), heads = (unsigned)s.heads;
+  const unsigned lines = LUNACU_BLOCK / LUNACU_SLOT_LANES, blocks = (unsigned)((s.rows + lines - 1) / lines),
+      heads = (unsigned)s.heads;
   const unsigned item = blockIdx.x / blocks, batch = item / heads;
   const int64_t row = (int64_t)(blockIdx.x % blocks) * lines + threadIdx.x / LUNACU_SLOT_LANES;
   const bool real = row < s.rows;
-  return {batch, item % heads, row, s.t + s.step * row, real ? lunacu_causal_slots(s, batch, slots) : 0, (int)threadIdx.x % LUNACU_SLOT_LANES, real};
+  return {
+    batch, item % heads, row, s.t + s.step * row, real ? lunacu_causal_slots(s, batch, slots) : 0,
+        (int)threadIdx.x % LUNACU_SLOT_LANES, real
+  };
 }
 __device__ __forceinline__ float *lunacu_causal_line_in(const lunacu_causal_rows &m, const lunacu_causal_line &l) {
   return m.at + l.batch * m.batch + l.head * m.head + l.row * m.row;
@@ -3593,7 +3980,8 @@ __device__ __forceinline__ float lunacu_causal_line_sum(float x) {
 }
 
 /* A = omega(s) */
-__global__ void lunacu_causal_omega_kernel(lunacu_causal_span span, lunacu_causal_rows s, lunacu_causal_rows a, int slots, int activation) {
+__global__ void lunacu_causal_omega_kernel(lunacu_causal_span span, lunacu_causal_rows s, lunacu_causal_rows a,
+                                           int slots, int activation) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
   const float *from = lunacu_causal_line_in(s, l);
   float *to = lunacu_causal_line_in(a, l);
@@ -3612,7 +4000,8 @@ __global__ void lunacu_causal_softmax_kernel(lunacu_causal_span span, lunacu_cau
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - maximum) * sum;
 }
 /* dW becomes H = scale / t W (dW - W dW) */
-__global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunacu_causal_rows dw, int slots, float scale) {
+__global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, lunacu_causal_rows w,
+                                                      lunacu_causal_rows dw, int slots, float scale) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
   const float *from = lunacu_causal_line_in(w, l), factor = scale / (float)l.t;
   float *to = lunacu_causal_line_in(dw, l), mean = 0;
@@ -3621,12 +4010,14 @@ __global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, l
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) to[j] = factor * from[j] * (to[j] - mean);
 }
 /* ds (+)= dA omega'(s) */
-__global__ void lunacu_causal_slope_kernel(lunacu_causal_span span, lunacu_causal_rows da, lunacu_causal_rows s, lunacu_causal_rows ds, int slots,
+__global__ void lunacu_causal_slope_kernel(lunacu_causal_span span, lunacu_causal_rows da, lunacu_causal_rows s,
+                                           lunacu_causal_rows ds, int slots,
                                            int activation, bool add) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
   const float *from = lunacu_causal_line_in(da, l), *x = lunacu_causal_line_in(s, l);
   float *to = lunacu_causal_line_in(ds, l);
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) to[j] = (add ? to[j] : 0) + from[j] * lunacu_slope(activation, x[j]);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES)
+    to[j] = (add ? to[j] : 0) + from[j] * lunacu_slope(activation, x[j]);
   for (int j = l.slots + l.lane; l.real && !add && j < slots; j += LUNACU_SLOT_LANES) to[j] = 0;
 }
 
@@ -3658,12 +4049,15 @@ static lunacu_causal_rows lunacu_causal_windowed(const lunacu_causal_sweep &s, l
   return m;
 }
 
-/* Sequences [batch, rows] of `heads` heads, `size` floats a state of at least `narrow` each way, and `slots` floats a row that the row keeps of a window. The
-   window is as long as memory that stays in the cache allows, but not so short that the device idles. */
-static lunacu_causal_sweep lunacu_causal_sweep_of(int64_t batch, int64_t rows, int64_t heads, int64_t size, int64_t narrow, int64_t slots,
+/* Sequences [batch, rows] of `heads` heads, `size` floats a state of at least `narrow` each way, and `slots` floats a
+   row that the row keeps of a window. The window is as long as memory that stays in the cache allows, but not so short
+   that the device idles. */
+static lunacu_causal_sweep lunacu_causal_sweep_of(int64_t batch, int64_t rows, int64_t heads, int64_t size,
+                                                  int64_t narrow, int64_t slots,
                                                   const int32_t *lengths) {
   lunacu_causal_sweep s = {};
-  const int64_t items = batch * heads, fits = LUNACU_CAUSAL_FLOATS / (size + LUNACU_CHUNK * slots), busy = lunacu_divide_up(256, lunacu_divide_up(narrow, 64));
+  const int64_t items = batch * heads, fits = LUNACU_CAUSAL_FLOATS / (size + LUNACU_CHUNK * slots),
+      busy = lunacu_divide_up(256, lunacu_divide_up(narrow, 64));
   s.rows = rows;
   s.chunks = lunacu_divide_up(rows, LUNACU_CHUNK);
   s.window = items ? (fits > busy ? fits : busy) / items : 0;
@@ -3686,7 +4080,8 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
   lunacu_causal_span *span = &s->span;
   if (first >= s->chunks || span->items == 0) return false;
   span->chunks = s->chunks - first < s->window ? s->chunks - first : s->window;
-  span->rows = s->rows - first * LUNACU_CHUNK < span->chunks * LUNACU_CHUNK ? s->rows - first * LUNACU_CHUNK : span->chunks * LUNACU_CHUNK;
+  span->rows = s->rows - first * LUNACU_CHUNK < span->chunks * LUNACU_CHUNK ? s->rows - first * LUNACU_CHUNK :
+      span->chunks * LUNACU_CHUNK;
   span->begins = first == 0;
   span->ends = first + span->chunks == s->chunks;
   span->t = reverse ? s->rows - first * LUNACU_CHUNK : first * LUNACU_CHUNK + 1;
@@ -3698,7 +4093,8 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
 
 template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
   const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_CAUSAL_THREADS, 0, s.stream, s.span, p);
+  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_CAUSAL_THREADS,
+                0, s.stream, s.span, p);
 }
 /* the states before the window's chunks, of one pair of factors or of two */
 static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
@@ -3707,7 +4103,8 @@ static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_caus
   else if (p.value_dim <= 32) lunacu_causal_sum_as<2>(s, p);
   else lunacu_causal_sum_as<4>(s, p);
   const int64_t runs = lunacu_divide_up(s.span.chunks, LUNACU_CAUSAL_SCAN);
-  LUNACU_LAUNCH(lunacu_causal_scan_kernel, (unsigned)(s.span.items * lunacu_divide_up(s.span.size, 32)), (unsigned)(32 * runs), 0, s.stream, s.span);
+  LUNACU_LAUNCH(lunacu_causal_scan_kernel, (unsigned)(s.span.items * lunacu_divide_up(s.span.size, 32)),
+                (unsigned)(32 * runs), 0, s.stream, s.span);
 }
 template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, 16 * N);
@@ -3728,7 +4125,8 @@ static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
 static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
   const luna_tensor *x = op->in[0];
   const int64_t heads = op->arg.causal.heads, dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
-  lunacu_causal_sweep s = lunacu_causal_sweep_of(x->shape[0], x->shape[1], heads, dim * value_dim, dim < value_dim ? dim : value_dim, 0, NULL);
+  lunacu_causal_sweep s = lunacu_causal_sweep_of(x->shape[0], x->shape[1], heads, dim * value_dim,
+                                                 dim < value_dim ? dim : value_dim, 0, NULL);
   lunacu_causal_take(&s, at);
   return s;
 }
@@ -3745,7 +4143,8 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   const bool turned = dim < value_dim;
   const auto deep = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, dim); };
   const auto wide = [&](float *data) { return lunacu_causal_tensor(data, s.rows, heads, value_dim); };
-  const lunacu_causal_rows x = deep(op->in[0]->data), y = deep(op->in[1]->data), z = wide(op->in[2]->data), out = lunacu_causal_divided(wide(op->out[0]->data));
+  const lunacu_causal_rows x = deep(op->in[0]->data), y = deep(op->in[1]->data), z = wide(op->in[2]->data),
+      out = lunacu_causal_divided(wide(op->out[0]->data));
   const lunacu_causal_rows dx = deep(op->in[0]->grad), dy = deep(op->in[1]->grad), dz = wide(op->in[2]->grad);
   const lunacu_causal_rows g = lunacu_causal_divided(wide(op->out[0]->grad));
   s.stream = lunacu_stream(op);
@@ -3755,8 +4154,10 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
     if (turned) lunacu_causal_states(s, {{windowed(b), {}}, {windowed(a), {}}, value_dim, dim, 1, false});
     else lunacu_causal_states(s, {{windowed(a), {}}, {windowed(b), {}}, dim, value_dim, 1, false});
   };
-  const auto product = [&](rows a, rows b, rows c, rows to, bool transposed, bool add) { /* to (+)= F(a, b, c); transposed: b^T c is the states' transpose */
-    lunacu_causal_run(s, {windowed(a), windowed(b), windowed(c), windowed(to), 0, turned != transposed, transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
+  /* to (+)= F(a, b, c); transposed: b^T c is the states' transpose */
+  const auto product = [&](rows a, rows b, rows c, rows to, bool transposed, bool add) {
+    lunacu_causal_run(s, {windowed(a), windowed(b), windowed(c), windowed(to), 0, turned != transposed,
+                          transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
   };
   for (int64_t first = 0; (!backward || dx.at) && lunacu_causal_go(&s, first, false); first += s.window) {
     states(y, z);
@@ -3788,7 +4189,8 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   c->heads = heads;
   c->dim = (int)(lunacu_last(q) / heads);
   c->slots = (int)(lunacu_last(op->in[3]) / heads);
-  c->sweep = lunacu_causal_sweep_of(batch, rows, heads, 2 * (int64_t)c->dim * c->slots, c->dim < c->slots ? c->dim : c->slots, c->slots, op->lengths);
+  c->sweep = lunacu_causal_sweep_of(batch, rows, heads, 2 * (int64_t)c->dim * c->slots,
+                                    c->dim < c->slots ? c->dim : c->slots, c->slots, op->lengths);
   lunacu_causal_take(&c->sweep, &at);
   const int64_t window = c->sweep.window * LUNACU_CHUNK, floats = batch * heads * c->slots;
   c->a = lunacu_causal_own(lunacu_take(&at, floats * window), window, heads, c->slots);
@@ -3797,7 +4199,8 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   if (backward) c->h = lunacu_causal_own(lunacu_take(&at, floats * rows), rows, heads, c->slots);
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
-/* Of a stream: row after row, with the means of all rows before in double, as the CPU has them. Block: a head of a sequence */
+/* Of a stream: row after row, with the means of all rows before in double, as the CPU has them. Block: a head of a
+   sequence */
 struct lunacu_causal_stream {
   const float *q, *k, *v, *s;
   float *out, *room;                 /* room: [batch, heads, 2 slots] for A and W of a row */
@@ -3807,10 +4210,11 @@ struct lunacu_causal_stream {
   const int64_t *position;
   double scale;
 };
-/* mean [depth, width] += (y^T z - mean) share, from 0 where it is the first, and put(j, (x mean)_j): a thread has a column of each tile, and of its rows
-   every so many; what threads have of a column is added in their order */
+/* mean [depth, width] += (y^T z - mean) share, from 0 where it is the first, and put(j, (x mean)_j): a thread has a
+   column of each tile, and of its rows every so many; what threads have of a column is added in their order */
 template <class Put>
-__device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, int depth, int width, bool first, double share, const float *y, const float *z,
+__device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, int depth, int width, bool first,
+                                                   double share, const float *y, const float *z,
                                                    const float *x, lunacu_shared<double> sums, const Put &put) {
   int columns = 1;
   while (columns < width && columns < LUNACU_BLOCK) columns *= 2;
@@ -3834,7 +4238,8 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
   LUNACU_SHARED(double, sums, LUNACU_BLOCK);
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int64_t item = blockIdx.x, b = item / a.heads, position = *a.position;
-  const int slots = a.lengths ? (int)max((int64_t)0, min((int64_t)a.lengths[b], a.slots)) : (int)a.slots, dim = (int)a.dim;
+  const int slots = a.lengths ? (int)max((int64_t)0, min((int64_t)a.lengths[b], a.slots)) : (int)a.slots,
+      dim = (int)a.dim;
   float *omega = a.room + item * 2 * a.slots, *w = omega + a.slots;
   double *ka = a.ka + item * a.dim * a.slots, *av = a.av + item * a.dim * a.slots;
   for (int64_t t = 0; t < a.rows; t++) {
@@ -3842,9 +4247,11 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
     const double share = 1 / (double)(position + t + 1);
     const bool first = position + t == 0;
     float maximum = -INFINITY, sum = 0, *out = a.out + row * a.dim;
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK)
+      omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
     __syncthreads();
-    lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums, [&](int j, double u) { w[j] = (float)(u * a.scale); });
+    lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums,
+                       [&](int j, double u) { w[j] = (float)(u * a.scale); });
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) maximum = fmaxf(maximum, w[j]);
     maximum = lunacu_block_max(maximum, scratch);
     if (maximum == -INFINITY) maximum = 0;
@@ -3853,16 +4260,20 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
     sum = sum > 0 ? 1 / sum : sum;   /* zeros stay, a NaN spreads */
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - maximum) * sum;
     __syncthreads();
-    lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums, [&](int j, double y) { out[j] = (float)y; });
+    lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums,
+                       [&](int j, double y) { out[j] = (float)y; });
   }
 }
 static luna_status lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
-  const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data, op->out[0]->data, (float *)op->workspace, op->mean_ka, op->mean_av,
-                                  op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads,
+  const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data, op->out[0]->data,
+                                  (float *)op->workspace, op->mean_ka, op->mean_av,
+                                  op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads,
+                                      lunacu_last(op->in[3]) / heads,
                                   (int64_t)op->activation, op->position, (double)op->arg.causal.scale};
-  if (a.batch * a.rows * a.heads > 0) LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  if (a.batch * a.rows * a.heads > 0)
+    LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
   return lunacu_row_done(op);
 }
 static void lunacu_causal_luna_query(luna_op *op) {
@@ -3882,11 +4293,14 @@ static void lunacu_causal_luna_omega(const luna_op *op, const lunacu_causal_luna
   LUNACU_LAUNCH(lunacu_causal_omega_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
                 lunacu_causal_heads(c, op->in[3], op->in[3]->data), c.a, c.slots, (int)op->activation);
 }
-/* to = factor F(x, y, z) with rows of slots for x, y and of a head for z, or the other way round; `part` of the state */
-static void lunacu_causal_luna_run(const lunacu_causal_luna &c, const lunacu_causal_rows &x, const lunacu_causal_rows &y, const lunacu_causal_rows &z, int part,
+/* to = factor F(x, y, z) with rows of slots for x, y and of a head for z, or the other way round; `part` of the
+   state */
+static void lunacu_causal_luna_run(const lunacu_causal_luna &c, const lunacu_causal_rows &x,
+                                   const lunacu_causal_rows &y, const lunacu_causal_rows &z, int part,
                                    bool to_slots, const lunacu_causal_rows &to, float factor, bool add) {
   const int depth = to_slots ? c.dim : c.slots, width = to_slots ? c.slots : c.dim;
-  lunacu_causal_run(c.sweep, {x, y, z, to, (int64_t)part * c.dim * c.slots, !to_slots, depth, width, add, to_slots ? 2 : 1, factor});
+  lunacu_causal_run(c.sweep, {x, y, z, to, (int64_t)part * c.dim * c.slots, !to_slots, depth, width, add,
+                              to_slots ? 2 : 1, factor});
 }
 static luna_status lunacu_causal_luna_forward(luna_op *op) {
   lunacu_causal_luna c;
@@ -3894,13 +4308,16 @@ static luna_status lunacu_causal_luna_forward(luna_op *op) {
   lunacu_causal_luna_start(op, &c, false, op->workspace);
   c.sweep.stream = lunacu_stream(op);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
-    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
-                             v = lunacu_causal_heads(c, op->in[2], op->in[2]->data), out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
+    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
+        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
+                             v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+                                 out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
                              w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
     lunacu_causal_luna_omega(op, c);
     lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
     lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->arg.causal.scale, false);
-    LUNACU_LAUNCH(lunacu_causal_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, c.slots);
+    LUNACU_LAUNCH(lunacu_causal_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
+                  c.sweep.span, w, c.slots);
     lunacu_causal_luna_run(c, w, c.a, v, 1, false, lunacu_causal_divided(out), 1, false);
   }
   return lunacu_row_done(op);
@@ -3912,7 +4329,8 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
   c.sweep.stream = lunacu_stream(op);
   for (int down = 0; down < (dk || dv || ds ? 2 : 1); down++)
     for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, down); first += c.sweep.window) {
-      const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data), k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
+      const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
+          k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
                                v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
                                g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
                                w = lunacu_causal_windowed(c.sweep, c.w), h = lunacu_causal_windowed(c.sweep, c.h);
@@ -3920,27 +4338,34 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
       if (!down) {
         lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
         lunacu_causal_luna_run(c, g, v, c.a, 1, true, h, 1, false);
-        LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, w, h, c.slots,
+        LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0,
+                      c.sweep.stream, c.sweep.span, w, h, c.slots,
                       op->arg.causal.scale);
-        if (dq) lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_sets(op, 0));
+        if (dq)
+          lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_sets(op, 0));
         continue;
       }
       lunacu_causal_states(c.sweep, {{q, g}, {h, w}, c.dim, c.slots, 2, true});
-      if (dk) lunacu_causal_luna_run(c, c.a, h, q, 0, false, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_sets(op, 1));
-      if (dv) lunacu_causal_luna_run(c, c.a, w, g, 1, false, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_sets(op, 2));
+      if (dk)
+        lunacu_causal_luna_run(c, c.a, h, q, 0, false, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_sets(op, 1));
+      if (dv)
+        lunacu_causal_luna_run(c, c.a, w, g, 1, false, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_sets(op, 2));
       if (!ds) continue;
       lunacu_causal_luna_run(c, k, q, h, 0, true, c.a, 1, false); /* A is done with: dA */
       lunacu_causal_luna_run(c, v, g, w, 1, true, c.a, 1, true);
-      LUNACU_LAUNCH(lunacu_causal_slope_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span, c.a,
-                    lunacu_causal_heads(c, op->in[3], op->in[3]->data), lunacu_causal_heads(c, op->in[3], ds), c.slots, (int)op->activation,
+      LUNACU_LAUNCH(lunacu_causal_slope_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
+                    c.sweep.span, c.a,
+                    lunacu_causal_heads(c, op->in[3], op->in[3]->data), lunacu_causal_heads(c, op->in[3], ds), c.slots,
+                        (int)op->activation,
                     !lunacu_sets(op, 3));
     }
   return lunacu_row_done(op);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
-   >>optimisers: the step's state, the gradient's norm, updates. What changes from step to step is read and written by kernels alone.
-   ---------------------------------------------------------------------------------------------------------------------- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>optimisers: the step's state, the gradient's norm, updates. What changes from step to step is read and written by
+   kernels alone.
+   ------------------------------------------------------------------------------------------------------------------ */
 __global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped) {
   if (stepped) state->nonfinite = 0;
   state->step += training;
@@ -3968,7 +4393,8 @@ template <int Q> __device__ __forceinline__ void lunacu_slots_put(const double (
     if (threadIdx.x == 0) *partial = (add ? *partial : 0) + all;
   }
 }
-template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const double *partials, int count, double (&sum)[Q]) {
+template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const double *partials, int count,
+                                                                     double (&sum)[Q]) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
     sum[q] = 0;
@@ -3977,7 +4403,8 @@ template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const doubl
   }
 }
 
-/* --- the parts of an optimiser's step lie in a table on the device, and are walked by pieces of LUNA_UPDATE_PIECE --- */
+/* --- the parts of an optimiser's step lie in a table on the device, and are walked by pieces of LUNA_UPDATE_PIECE
+   --- */
 static int64_t lunacu_pieces(const luna_update *parts, int64_t count) {
   return count ? parts[count - 1].first + lunacu_divide_up(parts[count - 1].count, LUNA_UPDATE_PIECE) : 0;
 }
@@ -4013,7 +4440,8 @@ __global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int6
   }
   lunacu_slots_put(total, partials, false);
 }
-__global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state, luna_step_state *context) {
+__global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state,
+                                       luna_step_state *context) {
   double sum[1];
   lunacu_partials_sum(partials, LUNACU_PARTIALS, sum);
   if (threadIdx.x > 0) return;
@@ -4038,19 +4466,22 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
   return lunacu_done(ctx, "the gradient's norm");
 }
 
-/* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does nothing else --- */
+/* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does nothing else
+   --- */
 /* 1 - beta^t by squaring, off by no more than t 2^-53 */
 __device__ __forceinline__ float lunacu_correction(float beta, uint64_t t) {
   double power = 1, square = (double)beta;
   for (; t > 0; t /= 2, square *= square) if (t % 2) power *= square;
   return (float)(1 - power);
 }
-/* what all elements of a parameter share. shared: Adam's lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t); Apollo's alpha and curvature */
+/* what all elements of a parameter share. shared: Adam's lr / (1 - beta1^t) and 1 / sqrt(1 - beta2^t); Apollo's alpha
+   and curvature */
 struct lunacu_moving { float lr, factor, shared[2]; };
 
 /* W elements from i on, and as many of each moment there is */
 template <luna_optimizer_kind kind, int W>
-__device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_update &u, const lunacu_moving &s, int64_t i) {
+__device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_update &u, const lunacu_moving &s,
+                                            int64_t i) {
   constexpr int moments = kind == LUNA_OPTIMIZER_SGD ? 1 : kind == LUNA_OPTIMIZER_ADAM ? 2 : 3;
   const bool moving = kind != LUNA_OPTIMIZER_SGD || rule.momentum != 0, coupled = rule.kind != LUNA_OPTIMIZER_ADAMW;
   float v[W], g[W], m[moments][W] = {}, zero[W] = {};
@@ -4065,7 +4496,8 @@ __device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_up
     } else if constexpr (kind == LUNA_OPTIMIZER_ADAM) {
       m[0][k] = rule.beta1 * m[0][k] + (1 - rule.beta1) * g[k];
       m[1][k] = rule.beta2 * m[1][k] + (1 - rule.beta2) * (g[k] * g[k]);
-      v[k] -= (coupled ? 0 : s.lr * u.decay * v[k]) + s.shared[0] * m[0][k] / (sqrtf(m[1][k]) * s.shared[1] + rule.epsilon);
+      v[k] -= (coupled ? 0 : s.lr * u.decay * v[k]) + s.shared[0] * m[0][k] /
+          (sqrtf(m[1][k]) * s.shared[1] + rule.epsilon);
     } else { /* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1) */
       m[0][k] += s.shared[0] * (g[k] - m[0][k]);
       m[1][k] += s.shared[1] * (m[2][k] * m[2][k]);
@@ -4078,7 +4510,8 @@ __device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_up
   LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_put(u.moment[q] + i, m[q], false);
 }
 template <luna_optimizer_kind kind>
-__global__ void lunacu_update_kernel(luna_rule rule, const luna_update *table, int64_t count, int64_t first, int64_t last,
+__global__ void lunacu_update_kernel(luna_rule rule, const luna_update *table, int64_t count, int64_t first,
+                                     int64_t last,
                                      const double *apollo) {
   LUNACU_SHARED(float, shared, 2);
   for (int64_t piece = first + blockIdx.x; piece < last; piece += gridDim.x) {
@@ -4110,9 +4543,9 @@ __global__ void lunacu_update_kernel(luna_rule rule, const luna_update *table, i
     for (int64_t i = fours + threadIdx.x; i < end; i += LUNACU_BLOCK) lunacu_move<kind, 1>(rule, u, s, i);
   }
 }
-/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a parameter of d^4, (g - m) d and B d^2; of them, with
-   D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) / D^4.
-   Block: a share of a part; partials [parts, shares, 3]; then apollo [parts, 2] */
+/* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a parameter of d^4, (g - m) d and B
+   d^2; of them, with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) -
+   sum(B d^2)) / D^4. Block: a share of a part; partials [parts, shares, 3]; then apollo [parts, 2] */
 #define LUNACU_SHARES 64
 __global__ void lunacu_apollo_kernel(luna_rule rule, const luna_update *table, double *partials) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
@@ -4146,34 +4579,39 @@ __global__ void lunacu_apollo_end_kernel(luna_rule rule, int count, const double
   }
 }
 template <luna_optimizer_kind kind>
-static void lunacu_update_run(luna_ctx *ctx, const luna_rule &rule, const luna_update *table, int64_t count, int64_t first,
+static void lunacu_update_run(luna_ctx *ctx, const luna_rule &rule, const luna_update *table, int64_t count,
+                              int64_t first,
                               int64_t last, const double *apollo) {
   if (last > first)
-    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(last - first), LUNACU_BLOCK, 0, lunacu_stream_of(ctx),
+    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(last - first), LUNACU_BLOCK, 0,
+                  lunacu_stream_of(ctx),
                   rule, table, count, first, last, apollo);
 }
 /* One launch for all parameters; Apollo: three for as many as there is room for the sums of */
-static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
+static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
+                                 const luna_update *table,
                                  int64_t count) {
   constexpr int64_t room = LUNACU_PARTIALS_SIZE / (3 * LUNACU_SHARES + 2);
   const cudaStream_t stream = lunacu_stream_of(ctx);
   const int64_t pieces = lunacu_pieces(parts, count);
   double *partials = lunacu_self(ctx)->partials, *apollo = partials + room * 3 * LUNACU_SHARES;
-  if (rule->kind == LUNA_OPTIMIZER_SGD) lunacu_update_run<LUNA_OPTIMIZER_SGD>(ctx, *rule, table, count, 0, pieces, NULL);
+  if (rule->kind == LUNA_OPTIMIZER_SGD)
+    lunacu_update_run<LUNA_OPTIMIZER_SGD>(ctx, *rule, table, count, 0, pieces, NULL);
   else if (rule->kind != LUNA_OPTIMIZER_APOLLO)
     lunacu_update_run<LUNA_OPTIMIZER_ADAM>(ctx, *rule, table, count, 0, pieces, NULL);
   for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_APOLLO; p += room) {
     const int64_t n = count - p < room ? count - p : room, last = p + n < count ? parts[p + n].first : pieces;
-    LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p, partials);
+    LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p,
+                  partials);
     LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, *rule, (int)n, partials, apollo);
     lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(ctx, *rule, table + p, n, parts[p].first, last, apollo);
   }
   return lunacu_done(ctx, "an optimiser's update");
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>backend: the table
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 struct lunacu_tables {               /* one a device and mode; luna.h tells them apart by their address */
   luna_backend table[LUNA_CUDA_BF16 + 1][LUNACU_DEVICES];
   lunacu_tables() {
@@ -4257,6 +4695,8 @@ extern "C" const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math
   return &lunacu_all().table[math][device];
 }
 extern "C" const luna_backend *luna_cuda_backend(int device) { return luna_cuda_backend_with(device, LUNA_CUDA_F32); }
-extern "C" cudaStream_t luna_cuda_stream(const luna_ctx *ctx) { return lunacu_self(ctx) ? lunacu_self(ctx)->stream : NULL; }
+extern "C" cudaStream_t luna_cuda_stream(const luna_ctx *ctx) {
+  return lunacu_self(ctx) ? lunacu_self(ctx)->stream : NULL;
+}
 
 #endif /* LUNA_CUDA_CUH */

@@ -53,7 +53,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 #endif
 
 static struct settings {             /* the settings that many examples have */
-  const char *out, *plot, *resume;
+  const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads, device;
   double lr, dropout;
 } set;
@@ -114,6 +114,7 @@ typedef struct flag {
 #define FLAGS_TRAIN_OF(commands) \
   { "--out", commands, WRITES(set.out), "file to write the model to" }, \
   { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
+  { "--profile", commands, WRITES(set.profile), "file to write the time of each op to: a table, or .json" }, \
   { "--steps", commands, WHOLE(set.steps, 1, 1e9), "optimiser steps" }, \
   { "--batch", commands, WHOLE(set.batch, 1, 65536), "sequences a step" }, \
   { "--lr", commands, REAL(set.lr, 1e-9, 10), "learning rate, after warm-up and before its decay" }
@@ -296,6 +297,17 @@ TOOL int parse(const command *c, const flag *flags, int count, char **given, con
   return check_files(c, flags, words);
 }
 
+TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
+TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
+  const size_t size = strlen(set.profile);
+  const bool json = size > 5 && strcmp(set.profile + size - 5, ".json") == 0;
+  FILE *file = fopen(set.profile, "w");
+  if (!file) return fail("cannot write %s: %s", set.profile, strerror(errno));
+  luna_profile_end(ctx);
+  luna_profile_write(ctx, json ? LUNA_PROFILE_JSON : LUNA_PROFILE_TABLE, write_text, file);
+  return fclose(file) == 0 ? 0 : fail("cannot write %s: %s", set.profile, strerror(errno));
+}
+
 TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
@@ -318,7 +330,9 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
   if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
 #endif
   luna_ctx *ctx = luna_open(&options);
+  if (ctx && set.profile) luna_profile_begin(ctx);
   int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
+  if (status == 0 && set.profile) status = write_profile(ctx);
   luna_close(ctx);
   return status;
 }

@@ -133,7 +133,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
   const size_t cut = bad ? 100 : 0;
   switch (kind) {
     case LINEAR: return luna_linear_layer_init(m ? &m->linear : NULL, params, "x.", DIM, bad ? -1 : DIM, normal);
-    case NORM: return luna_norm_layer_init(m ? &m->norm : NULL, params, "x.", bad ? -1 : DIM);
+    case NORM: return luna_norm_layer_init(m ? &m->norm : NULL, params, "x.", bad ? -1 : DIM, LUNA_NORM_LAYER);
     case NESTED:
       return luna_nested_attention_layer_init(m ? &m->nested : NULL, params, "x.", no_config ? NULL : &nested);
     case CAUSAL_ATTENTION:
