@@ -1559,42 +1559,27 @@ typedef struct luna_schedule {
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step); /* null: constant, 1 */
 
 typedef struct luna_optimizer luna_optimizer;
-typedef struct luna_sgd_config {
-  float lr;                          /* 0 = 0.01 */
-  float momentum;
-  bool nesterov;
-  float weight_decay;                /* added to the gradient */
+/* Of every optimiser: 0 = its default, and what it does not have has no effect. */
+typedef struct luna_optimizer_config {
+  float lr;                          /* 0 = 1e-3; SGD: 0.01; Apollo: 1 */
+  float momentum;                    /* SGD */
+  bool nesterov;                     /* SGD with momentum */
+  float beta1;                       /* Adam, AdamW, Apollo (its beta); 0 = 0.9 */
+  float beta2;                       /* Adam, AdamW; 0 = 0.999 */
+  float epsilon;                     /* 0 = 1e-8; Apollo: 1e-4 */
+  float weight_decay;                /* AdamW: decoupled; others: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
-  luna_schedule schedule;
+  luna_schedule schedule;            /* Apollo counts its steps from 0, with warmup 0 = 100, as it needs one, and
+                                        warmup_from 0 = 0.01 */
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
                                         never */
-} luna_sgd_config;
-typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
-  float lr;                          /* 0 = 1e-3 */
-  float beta1, beta2;                /* 0 = 0.9, 0.999 */
-  float epsilon;                     /* 0 = 1e-8 */
-  float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
-  float clip;                        /* max global gradient norm; 0 = none */
-  luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10, negative = never */
-} luna_adamw_config;
-typedef luna_adamw_config luna_adam_config;
-typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
-  float lr;                          /* 0 = 1 */
-  float beta;                        /* 0 = 0.9 */
-  float epsilon;                     /* 0 = 1e-4 */
-  float weight_decay;                /* added to the gradient */
-  float clip;
-  /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
-  luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10, negative = never */
-} luna_apollo_config;
+} luna_optimizer_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config);
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config); /* arXiv 2009.13586 */
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
    { .max_rank = 1 }: no decay on norms and biases. */
@@ -16462,9 +16447,7 @@ typedef struct lunai_group { luna_param_group group; struct lunai_group *next; }
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD ignores betas and epsilon, Apollo beta2 */
-  bool nesterov;
-  float momentum;
+  luna_optimizer_config config;
   int moments;                       /* tensors beside each parameter */
   int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
@@ -16529,13 +16512,13 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
 
 /* whether a config is valid; false with a sentence */
 LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
-  const luna_adamw_config *c = &o->config;
+  const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
   const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
   if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
-      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", o->momentum) ||
+      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
-  if (o->nesterov && o->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
+  if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
@@ -16543,26 +16526,54 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
 }
 
-LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
+typedef struct lunai_optimizer_defaults {
+  const char *name;
+  int moments;                       /* SGD: with momentum */
+  float lr, beta1, beta2, epsilon;
+} lunai_optimizer_defaults;
+/* its config with defaults; what it does not have is 0 */
+LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_defaults *d) {
+  luna_optimizer_config *c = &o->config;
+  const bool sgd = o->kind == LUNA_OPTIMIZER_SGD, apollo = o->kind == LUNA_OPTIMIZER_APOLLO;
+  if (c->lr == 0) c->lr = d->lr;
+  if (c->beta1 == 0 || d->beta1 == 0) c->beta1 = d->beta1;
+  if (c->beta2 == 0 || d->beta2 == 0) c->beta2 = d->beta2;
+  if (c->epsilon == 0 || d->epsilon == 0) c->epsilon = d->epsilon;
+  if (!sgd) c->momentum = 0;
+  if (!sgd) c->nesterov = false;
+  if (apollo && c->schedule.warmup == 0) c->schedule.warmup = 100;
+  if (apollo && c->schedule.warmup_from == 0) c->schedule.warmup_from = 0.01f;
+  o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
+}
+LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
+                                              const luna_optimizer_config *config) {
+  static const lunai_optimizer_defaults defaults[] = { /* by kind */
+    { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
+    { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_apollo", 3, 1, 0.9f, 0, 1e-4f } };
+  const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
   lunai_persistent_mark mark;
   luna_status status;
-  luna_optimizer *o = NULL;
+  luna_optimizer like, *o = NULL;
   void *memory, *state;
   if (!ctx) return NULL;
+  memset(&like, 0, sizeof like);
+  like.kind = kind;
+  like.params = params;
+  if (config) like.config = *config;
+  lunai_optimizer_default(&like, d);
   mark = lunai_persistent(ctx);
-  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
-  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, like, name))
+  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
+  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, &like, d->name))
     status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
   else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
            !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
-    status = lunai_fail_memory(ctx, name, sizeof(luna_optimizer));
+    status = lunai_fail_memory(ctx, d->name, sizeof(luna_optimizer));
   else {
     o = (luna_optimizer *)memory;
-    *o = *like;
-    o->params = params;
+    *o = like;
     o->state = (luna_step_state *)state;
-    status = lunai_optimizer_join(o, name);
+    status = lunai_optimizer_join(o, d->name);
   }
   lunai_remember(ctx, params, 0, status);
   if (status != LUNA_OK) {
@@ -16572,64 +16583,17 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) {
-    o.config.lr = config->lr;
-    o.config.weight_decay = config->weight_decay;
-    o.config.clip = config->clip;
-    o.config.schedule = config->schedule;
-    o.config.max_skips = config->max_skips;
-    o.momentum = config->momentum;
-    o.nesterov = config->nesterov;
-  }
-  if (o.config.lr == 0) o.config.lr = 0.01f;
-  o.moments = o.momentum != 0;
-  return lunai_optimizer_open(params, &o, "luna_sgd");
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_SGD, config);
 }
-
-LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind,
-                                    const char *name) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) o.config = *config;
-  if (o.config.lr == 0) o.config.lr = 1e-3f;
-  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
-  if (o.config.beta2 == 0) o.config.beta2 = 0.999f;
-  if (o.config.epsilon == 0) o.config.epsilon = 1e-8f;
-  o.kind = kind;
-  o.moments = 2;
-  return lunai_optimizer_open(params, &o, name);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAM, config);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
-  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, config);
 }
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
-  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw");
-}
-
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) {
-    o.config.lr = config->lr;
-    o.config.beta1 = config->beta;
-    o.config.epsilon = config->epsilon;
-    o.config.weight_decay = config->weight_decay;
-    o.config.clip = config->clip;
-    o.config.schedule = config->schedule;
-    o.config.max_skips = config->max_skips;
-  }
-  if (o.config.lr == 0) o.config.lr = 1;
-  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
-  if (o.config.epsilon == 0) o.config.epsilon = 1e-4f;
-  if (o.config.schedule.warmup == 0) o.config.schedule.warmup = 100;
-  if (o.config.schedule.warmup_from == 0) o.config.schedule.warmup_from = 0.01f;
-  o.kind = LUNA_OPTIMIZER_APOLLO;
-  o.moments = 3;
-  return lunai_optimizer_open(params, &o, "luna_apollo");
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_APOLLO, config);
 }
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
@@ -16765,8 +16729,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (ctx->options.measure) return LUNA_OK;
   memset(&rule, 0, sizeof rule);
   rule.kind = o->kind;
-  rule.nesterov = o->nesterov;
-  rule.momentum = o->momentum;
+  rule.nesterov = o->config.nesterov;
+  rule.momentum = o->config.momentum;
   rule.beta1 = o->config.beta1;
   rule.beta2 = o->config.beta2;
   rule.epsilon = o->config.epsilon;
