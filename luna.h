@@ -74,10 +74,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
-     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
-     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
+     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
+     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
+     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
+     block, luna_stream_open_bytes.
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
@@ -135,8 +136,11 @@
        config.patterns = &window, config.pattern_count = 1;
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
      broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
-     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
-     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
+     instruction sets and of the device, and its tests. Any other op takes four places: a row of LUNA_OPS; the
+     declaration; in >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the
+     function that checks the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and
+     nothing else: a name in COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from
+     other ops, where a backend does not have it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -286,13 +290,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
-    "or called twice)") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
+    "made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
     "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
-  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
@@ -305,17 +311,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
-  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
-  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
-  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
-  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
-  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
-    "[batch, m, h e] (with offsets all [rows, ...])") \
   X(PATTERNS, BAD_ARGUMENT, \
     "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
@@ -323,15 +321,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
-    "[batch, n, h a] twice and [batch, n, h b]") \
-  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
-    "[d, width]") \
-  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
-  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
-    "[batch, h, l], [batch, h, l, d], with at least one slot") \
-  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
-    "[batch, n, h d] three times and [batch, n, h l]") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
@@ -396,9 +385,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
+  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
   X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
   X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
@@ -564,6 +556,8 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 #define LUNA_SHARED (-1)
 
+#endif
+
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
    heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
@@ -591,11 +585,13 @@ typedef struct luna_attention_args {
   const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
   luna_run run;
 } luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
    rows, heads, value_dim] */
@@ -603,10 +599,12 @@ typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
   luna_run run;
 } luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -635,7 +633,7 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
 typedef struct luna_options {
-  int threads;                       /* 0 = one a core */
+  int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
   luna_isa isa;                      /* 0 = best */
@@ -664,8 +662,9 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model,
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
+   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
    luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
    name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
    its own and close it. */
@@ -912,6 +911,8 @@ LUNA_MAPS(LUNAI_MAP)
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
+/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
@@ -1097,8 +1098,9 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
-/* Into a set whose parameters have the file's names and shapes. What is in neither, as heads, pooling, activation or
-   positions, is not compared: luna_load_model takes it from the file. */
+/* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
+   from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1521,7 +1523,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
+   kind opens by luna_load_model; the others are for those who know which it is. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1534,9 +1536,17 @@ typedef struct luna_model {
 } luna_model;
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
+                                                size_t size);
+LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
+                                               size_t size);
+LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1749,6 +1759,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
@@ -2107,10 +2118,35 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
+/* Which piece of a call a thread takes next: the first that nobody has taken, so that a thread which the system has
+   stopped holds up one piece and not its whole share; without atomics, or on one thread, every `threads`-th. Whose
+   a piece is never changes a bit of it. piece < 0: its first; taken: 0 before the call. */
+#define LUNAI_PIECES 4               /* of a thread */
+LUNAI_INLINE int64_t lunai_claim(uint32_t *taken, int64_t piece, int64_t thread, int64_t threads) {
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
+    (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
+  if (threads > 1) return (int64_t)__atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+#endif
+  (void)taken;
+  return piece < 0 ? thread : piece + threads;
+}
+
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
 typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
@@ -2157,29 +2193,15 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
-   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
-   when ragged. */
-typedef struct lunai_attention {
-  const float *q, *k, *v;
-  float *out;
-  /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
-  float *lse;
-  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
-  int64_t batch, heads, queries, keys, head_dim, value_dim;
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
-  float scale;
-  bool causal;                       /* query i sees keys j <= i */
-  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
-  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  float *grad_q, *grad_k, *grad_v;
-  const luna_attention_pattern *patterns; /* null: dense */
-  int64_t pattern_count;
-  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
-} lunai_attention;
+/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
+   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
+   when ragged. grad_k may equal grad_v. */
+typedef luna_attention_args lunai_attention;
+typedef luna_causal_args lunai_causal;
+LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
+  return lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+}
+LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2196,17 +2218,6 @@ typedef struct lunai_unpack {
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
-
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
-   [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
-typedef struct lunai_causal {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
-  const float *grad_out;
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-} lunai_causal;
 
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
@@ -3428,6 +3439,7 @@ typedef struct lunai_gemm_plan {
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late;
+  uint32_t taken;                                 /* pieces */
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3456,6 +3468,11 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
     p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+  /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
+  if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
+    p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
+  else if (parts > 1 && p.row_parts == 1 && !p.a_size)
+    p.column_parts = lunai_min(LUNAI_PIECES * p.column_parts, lunai_max(lunai_divide_up(g->n, nr), 1));
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
@@ -3561,23 +3578,27 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
+/* unit of all batch items' parts */
+LUNAI_FN void lunai_gemm_unit(const lunai_gemm_plan *p, lunai_gemm_thread *own, int64_t unit) {
   const lunai_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
-                panels = lunai_divide_up(g->n, nr);
+  const int64_t parts = p->row_parts * p->column_parts, mr = p->kernels->mr, nr = p->kernels->nr;
+  const int64_t tiles = lunai_divide_up(g->m, mr), panels = lunai_divide_up(g->n, nr);
+  const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
+  lunai_gemm_part(p, own, unit / parts / g->batch[1], unit / parts % g->batch[1],
+                  lunai_share(tiles, r, p->row_parts) * mr,
+                  lunai_min(g->m, lunai_share(tiles, r + 1, p->row_parts) * mr),
+                  lunai_share(panels, c, p->column_parts) * nr,
+                  lunai_min(g->n, lunai_share(panels, c + 1, p->column_parts) * nr));
+}
+LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
+  lunai_gemm_plan *p = (lunai_gemm_plan *)work;
+  const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  int64_t unit, end = lunai_share(units, thread + 1, threads);
-  for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
-    const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-    const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
-                                                                                        p->row_parts) * mr;
-    const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
-                  column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
-    lunai_gemm_part(p, &own, unit / parts / g->batch[1], unit / parts % g->batch[1], row, lunai_min(g->m, row_end),
-                    column, lunai_min(g->n, column_end));
-  }
+  int64_t unit, piece = lunai_claim(&p->taken, -1, thread, threads);
+  for (; piece < pieces; piece = lunai_claim(&p->taken, piece, thread, threads))
+    for (unit = lunai_share(units, piece, pieces); unit < lunai_share(units, piece + 1, pieces); unit++)
+      lunai_gemm_unit(p, &own, unit);
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
@@ -4578,6 +4599,7 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   int64_t j, e, first;
   for (j = 0; j < r->keys; j++) {
@@ -4590,14 +4612,15 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
     total = kept = 0;
     for (j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
       for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
     for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
@@ -4615,19 +4638,21 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
                      (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
-          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
+          const double p = (double)lunai_exp1_scalar((float)score);
+          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
           const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
           const double ds = (double)a->scale * p * (dp - mean);
           if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
@@ -4798,6 +4823,7 @@ typedef struct lunai_attention_work {
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
+  uint32_t taken;                       /* items */
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
@@ -4915,7 +4941,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
       few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
@@ -4949,7 +4975,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 
 /* see below */
 LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_lse);
+  return a->patterns || (backward && a->grad_log_sum_exp);
 }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
@@ -4988,10 +5014,11 @@ LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_
 /* keep or 0 for each score of the tile */
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
@@ -5018,8 +5045,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
+    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : lunai_drops(a) ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
@@ -5032,7 +5059,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const int64_t d = a->head_dim, dv = a->value_dim,
                 panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
+  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
     kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
@@ -5067,13 +5094,13 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
    ones cost more */
 LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
       items = w->pairs * runs * blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads) {
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
@@ -5136,9 +5163,9 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
-    lse[i] = a->lse[at];
+    lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
-    if (!a->grad_sums || !a->dropout.threshold) continue;
+    if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
   }
@@ -5165,7 +5192,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
@@ -5205,12 +5232,12 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
 }
 
 LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads)
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads))
     lunai_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
@@ -5272,6 +5299,7 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
+    w.taken = 0;
     lunai_run(parallel, lunai_attention_backward_task, &w);
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
@@ -5372,7 +5400,7 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   int64_t i = s.p->blocks ? 0 : s.queries;
   for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
   }
 }
 
@@ -5397,6 +5425,7 @@ LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
@@ -5410,26 +5439,29 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout,
-                                                                 s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
+    lunai_scale_add_reference(a->value_dim,
+                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
+                              a->v + s->v + key->row * a->v_row, out);
   }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (a->log_sum_exp) /* -Inf without a key */
+    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                                         int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
+                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5572,7 +5604,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
   m->scores = lunai_take(&scratch, w->tile * depth);
   m->slopes = lunai_take(&scratch, back * w->tile * depth);
   m->mask = lunai_take(&scratch, masked * w->tile * depth);
@@ -5686,11 +5718,12 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_ti
 }
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
                                 float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(s->a);
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5713,7 +5746,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
-  float *mask = a->dropout.threshold ? m->mask : NULL;
+  float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
@@ -5765,7 +5798,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -5826,8 +5859,9 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
   for (i = 0; i < q->t.width; i++) {
     const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->lse[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+    lse[i] = a->log_sum_exp[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -5843,7 +5877,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
   memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
@@ -6071,6 +6105,7 @@ typedef struct lunai_unpack_work {
   int64_t blocks, first, last, unit;
   /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
   float *partial;
+  uint32_t taken;                       /* pieces */
 } lunai_unpack_work;
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
@@ -6178,19 +6213,20 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
 }
 
 LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
-  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), items = u->batch * panels;
+  const int64_t pieces = lunai_min(items, LUNAI_PIECES * threads);
   lunai_unpack_space space;
-  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  int64_t item, prepared = -1, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < last; item++) {
-    const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
-    lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
-  }
+  for (; piece < pieces; piece = lunai_claim(&w->taken, piece, thread, threads))
+    for (item = lunai_share(items, piece, pieces); item < lunai_share(items, piece + 1, pieces); item++) {
+      const int64_t first = item % panels * LUNAI_TILE;
+      if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
+      lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+    }
 }
 
 LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_parallel *parallel,
@@ -6228,15 +6264,14 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lu
 }
 
 LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
   lunai_unpack_space space;
-  int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
+  int64_t prepared = -1, row, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; unit < last; unit++) {
-    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
+  for (; piece < w->last - w->first; piece = lunai_claim(&w->taken, piece, thread, threads)) {
+    const int64_t unit = w->first + piece, b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
         end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
@@ -6275,6 +6310,7 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
   lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
+    w.taken = 0;
     lunai_run(parallel, lunai_unpack_backward_task, &w);
     lunai_run(parallel, lunai_unpack_gather_task, &w);
   }
@@ -7435,18 +7471,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
   return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
 }
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 
 /* --- sparse attention: which keys a query sees --- */
 /* whether patterns are valid for these sizes */
@@ -7586,61 +7610,47 @@ LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
-                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
-  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
-  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (ragged) *batch_stride = 0;
-  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
-  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row,
+                             int64_t *head) {
+  int64_t extent = lunai_extent(size[3], size[2], *head, size[3], head);
+  extent = lunai_extent(extent, size[1], *row, lunai_checked(size[2], size[3]), row);
+  if (ragged) *batch = 0;
+  else if (shared) extent = lunai_extent_shared(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
+  else extent = lunai_extent(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
   return extent >= 0;
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
-  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head },
-      k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
-  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
-  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
+  const int64_t pairs = lunai_checked(args->batch, args->heads), d = args->head_dim;
+  const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  int64_t b, queries = args->queries, keys = args->keys;
-  memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1)
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (ragged) {
-    queries = lunai_ragged_rows(args->query_offsets, args->batch);
-    keys = lunai_ragged_rows(args->key_offsets, args->batch);
-  }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  const int64_t queries = ragged ? lunai_ragged_rows(args->query_offsets, args->batch) : args->queries;
+  const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
+  const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
+  int64_t b;
+  *a = *args;
+  a->value_dim = dv;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(d, dv) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !lunai_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0)
+  if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; a->lengths && b < a->batch; b++)
+    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
-    return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->pattern_count; b++)
-    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+  for (b = 0; b < a->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
-  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
-  a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->causal = args->causal;
-  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
-  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -7666,7 +7676,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
   keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
@@ -7686,24 +7696,13 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
-/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
-  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
-  memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim))
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
-  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim;
-  c->value_dim = args->value_dim;
-  c->xy_head = args->dim;
-  c->z_head = args->value_dim;
-  c->xy_row = args->heads * args->dim;
-  c->z_row = args->heads * args->value_dim;
-  c->xy_batch = args->rows * c->xy_row;
-  c->z_batch = args->rows * c->z_row;
-  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
-  return LUNA_OK;
+  const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
+  const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
+  *c = *args;
+  return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
+         lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
+         lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
@@ -8442,7 +8441,8 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #define LUNA_API LUNAI_PRIVATE
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
+   >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
+   wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
     (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
@@ -8466,11 +8466,9 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_close(c) ((void)(c))
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
-#define lunai_yield() SwitchToThread()
 #define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 typedef pthread_t lunai_thread;
 typedef pthread_mutex_t lunai_mutex;
@@ -8483,7 +8481,6 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_close(c) pthread_cond_destroy(c)
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
-#define lunai_yield() sched_yield()
 #define lunai_process() ((int64_t)getpid())
 #endif
 
@@ -8504,11 +8501,12 @@ struct lunai_pool {
   uint64_t ticket;
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  uint32_t sleepers;                 /* atomic */
+  uint32_t sleepers;                 /* atomic: workers that wait for a call, */
+  uint32_t waits;                    /* atomic: and whether the call's own thread waits for its end */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
   uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
-  lunai_condition wake;
+  lunai_condition wake, finished;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
@@ -8529,7 +8527,9 @@ LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
 }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) {
+  return (uint32_t)InterlockedExchangeAdd((volatile LONG *)at, (LONG)n) + n;
+}
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
@@ -8541,7 +8541,7 @@ LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __
 LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
@@ -8566,7 +8566,11 @@ LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
     if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    lunai_add32(&pool->done, 1);
+    if (lunai_add32(&pool->done, 1) == lunai_load32(&pool->count) && lunai_load32(&pool->waits)) {
+      lunai_mutex_lock(&pool->mutex);
+      lunai_condition_wake(&pool->finished);
+      lunai_mutex_unlock(&pool->mutex);
+    }
     ticket++;
   }
 }
@@ -8633,10 +8637,14 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (lunai_load32(&pool->done) != (uint32_t)count) {
-    lunai_pause();
-    if (++spins > LUNAI_SPINS) lunai_yield();
-  }
+  while (lunai_load32(&pool->done) != (uint32_t)count && spins++ < LUNAI_SPINS) lunai_pause();
+  if (lunai_load32(&pool->done) == (uint32_t)count) return;
+  /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
+  lunai_mutex_lock(&pool->mutex);
+  lunai_store32(&pool->waits, 1);
+  while (lunai_load32(&pool->done) != (uint32_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
+  lunai_store32(&pool->waits, 0);
+  lunai_mutex_unlock(&pool->mutex);
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
@@ -8646,6 +8654,7 @@ LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
+  lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
 }
 
@@ -8658,6 +8667,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
   pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
+  lunai_condition_open(&pool->finished);
   for (i = 0; i < workers; i++) {
     worker[i].pool = pool;
     if (!lunai_thread_start(&worker[i])) break;
@@ -8728,6 +8738,18 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
+   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+#define LUNAI_SLAB 16
+typedef struct lunai_slab {
+  struct lunai_slab *next;
+  luna_tensor of_step[2][LUNAI_SLAB];
+} lunai_slab;
+typedef struct lunai_slabs {
+  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
+  int used;                          /* of that */
+  size_t end;                        /* of the newest, in bytes that persist */
+} lunai_slabs;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 #ifndef LUNA_ONLY_STREAM
@@ -8768,6 +8790,8 @@ struct luna_ctx {
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  lunai_slabs slabs;
+  bool odd;                          /* which half of the slabs this step has */
   char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -9094,6 +9118,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
@@ -9107,6 +9132,8 @@ typedef struct lunai_mark {
   size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
+  lunai_slab *slab;
+  int slab_used;
   char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
@@ -9126,6 +9153,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.slab = ctx->slabs.now;
+  mark.slab_used = ctx->slabs.used;
   mark.small = ctx->small;
   mark.small_end = ctx->small_end;
   return mark;
@@ -9140,7 +9169,12 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     ctx->bump->used[1] = mark.bytes[1];
     return;
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
+    lunai_release(ctx->made);
+    ctx->made->grad = NULL;
+  }
+  ctx->slabs.now = mark.slab;
+  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
@@ -9234,6 +9268,23 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
+/* room for a tensor of the step */
+LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+  lunai_slabs *slabs = &ctx->slabs;
+  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  void *memory;
+  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      slabs->end = ctx->arena[0].persistent_bytes;
+    }
+    slabs->now = *next;
+    slabs->used = 0;
+  }
+  return &slabs->now->of_step[ctx->odd][slabs->used++];
+}
+
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
    bytes from the step's start, alike in every mode, and so do all decisions. */
@@ -9322,6 +9373,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
+  ctx->odd = !ctx->odd;
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -9368,6 +9420,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
+  int64_t workers;
   void *memory;
   if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
@@ -9376,13 +9429,15 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
   (void)memory;
+  (void)workers;
   ctx->parallel.threads = 1;
 #else
   if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
                      &memory)) return false;
-  if (o->measure) return true;
+  workers = lunai_min(threads, lunai_cores()) - 1; /* the rest of the memory is for a machine with more cores */
+  if (o->measure || workers == 0) return true;
   lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
-                  threads - 1);
+                  workers);
   if (((lunai_pool *)memory)->workers == 0) return true;
   ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
@@ -9512,6 +9567,16 @@ static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
 
+/* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL }
+#else
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
+
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
@@ -9584,6 +9649,7 @@ LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
   lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
 }
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
@@ -9612,6 +9678,7 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
     lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
@@ -9629,6 +9696,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 }
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -9642,6 +9710,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -9803,6 +9872,7 @@ LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
                                  op->in[0]->grad + first);
@@ -9810,6 +9880,7 @@ LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
 }
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
 LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
   const luna_step_state *state = op->ctx->state;
@@ -9833,6 +9904,7 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
 }
+#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -9863,6 +9935,7 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -9891,6 +9964,7 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -9926,6 +10000,7 @@ LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
@@ -9954,6 +10029,7 @@ LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
 }
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -9981,6 +10057,7 @@ LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
 }
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
@@ -10066,6 +10143,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
@@ -10168,6 +10246,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LINEAR \
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -10384,6 +10465,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   return LUNA_OK;
 }
 #endif
+#define LUNAI_CPU_FEED_FORWARD \
+  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
@@ -10413,6 +10497,7 @@ LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
 }
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -10466,6 +10551,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LAYER_NORM \
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -10492,6 +10579,7 @@ LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
   lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
 }
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10517,6 +10605,8 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
       lunai_scatter_through);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCATTER_ADD \
+  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10573,6 +10663,7 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -10609,6 +10700,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_CROSS_ENTROPY \
+  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
    to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
@@ -10744,6 +10837,9 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
+#define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
+  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
 
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
@@ -10776,7 +10872,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->lse = (float *)op->kept;
+  a->log_sum_exp = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
   a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
@@ -10791,20 +10887,26 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
-  a->dropout = lunai_op_dropout(op);
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
-  a->lse = op->out[1]->data;
+  a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
   /* sizes are asked before that gradient is there */
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_log_sum_exp = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
+#define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -10827,6 +10929,8 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
 }
+#define LUNAI_CPU_UNPACK \
+  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -10843,6 +10947,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
 }
 LUNAI_KERNEL_OP(causal, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
    kept: W --- */
@@ -10864,6 +10969,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -10903,6 +11009,7 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -10920,6 +11027,7 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
@@ -11067,63 +11175,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   }
   return LUNA_OK;
 }
-
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
-#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL } /* not in streams */
-#else
-#define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
-#define LUNAI_CPU_REST LUNAI_CPU_OP
-#endif
-#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-      LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,
-  {
-    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
-    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
-    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
-    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
-    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward,
-                   LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
-  }
-};
-#undef LUNAI_CPU_EACH
-#undef LUNAI_CPU_OP
-#undef LUNAI_CPU_REST
-LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
@@ -11563,13 +11614,12 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
     t->data = (float *)data;
     return t;
   }
-  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
+  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory;
+  if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -11945,22 +11995,22 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   if (ctx->profile) s->op.scope = ctx->profile->scope;
 #endif
 }
-/* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
-                          luna_tensor *b, luna_tensor *c) {
-  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+/* `count` inputs, of which the first `required` must not be null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                          int count) {
+  static const char *const numbers[] = { "the first input", "the second input", "the third input",
+                                         "the fourth input" };
+  luna_ctx *ctx = NULL;
   int i;
+  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
-  s->op.inputs = inputs;
-  s->op.in[0] = a;
-  s->op.in[1] = inputs > 1 ? b : NULL;
-  s->op.in[2] = inputs > 2 ? c : NULL;
-  for (i = 0; i < inputs; i++)
-    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i])
-      return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" :
-                             "the third input") != NULL;
+  s->op.inputs = count;
+  for (i = 0; i < count; i++) {
+    s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
+    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+  }
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -11977,8 +12027,6 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
-/* one more input, which may be null */
-LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
@@ -12469,6 +12517,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
+  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
@@ -13388,11 +13438,87 @@ typedef struct lunai_past {
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
+/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
+   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+typedef struct lunai_pattern {
+  int64_t sizes[128];                /* of the letters; -1: not met */
+  const luna_tensor *leading;        /* the first input with leading axes */
+  int after;                         /* its axes after them */
+} lunai_pattern;
+/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
+   '[' for their number */
+LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+  const bool open = axes[1] == '.';
+  const char *first = axes + (open ? 5 : 1), *at = first;
+  int a, rank, before;
+  while (at[0] && at[1] == ',') at += 2;
+  rank = (int)(at - first) / 2 + 1;
+  before = t->rank - rank;
+  if (open ? before < 0 : before != 0) return '[';
+  for (a = 0; a < rank; a++) {
+    const char letter = first[2 * a];
+    const int64_t size = t->shape[before + a];
+    int64_t *known = &p->sizes[letter & 127];
+    if (*known < 0) *known = size;
+    if (size != *known || (size < 1 && letter < 'a')) return letter;
+  }
+  if (open && !p->leading) p->leading = t, p->after = rank;
+  return !open || (p->leading->rank - p->after == before &&
+                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+  const char *at = pattern;
+  lunai_pattern p;
+  int i;
+  memset(&p, -1, sizeof p.sizes);
+  p.leading = NULL;
+  for (i = 0; *at; i++) {
+    const luna_tensor *t = s->op.in[i];
+    char name[16], wrong[2] = { 0, 0 }, why[40];
+    size_t length = 0;
+    bool optional;
+    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+    name[length] = 0;
+    optional = *at == '?';
+    while (*at != '[') at++;
+    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
+      const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
+                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+    }
+    while (*at != ']') at++;
+    at += 1 + (at[1] == ' ');
+  }
+  return true;
+}
+LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
+  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
+}
+LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+  if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
+  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+}
+/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
+  int i;
+  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+    const int64_t dim = lunai_last(s->op.in[i]);
+    if (heads < 1 || dim % heads != 0)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+    if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
+  }
+  return true;
+}
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory;
+  void *memory = NULL;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
+  else memory = lunai_slab_take(x->ctx);
+  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
@@ -13407,7 +13533,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -13424,7 +13550,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ?
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
       lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
@@ -13433,7 +13559,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
@@ -13449,7 +13575,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -13474,7 +13600,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL))
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
     return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
@@ -13483,7 +13609,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
-    lunai_input(&s, x[i]);
   }
   s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
@@ -13493,7 +13618,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
@@ -13520,8 +13645,9 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { a, b };
   lunai_build s;
-  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, kind, name, in, 2, 2) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -13536,13 +13662,13 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   lunai_build s;
-  if (condition && condition->needs_grad) condition = luna_detach(condition);
-  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? lunai_elementwise(&s) : NULL;
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
   if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -13550,14 +13676,14 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 }
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return lunai_elementwise(&s);
 }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
@@ -13567,7 +13693,7 @@ LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, lun
 }
 LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, &x, 1, 1)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -13588,7 +13714,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability))
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
     return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
@@ -13600,7 +13726,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   int a, to = 0;
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
@@ -13638,10 +13764,11 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  luna_tensor *const in[] = { a, b };
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
   for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
@@ -13670,40 +13797,20 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* whether a vector, where it is there, has that size; a weight [out, in] */
-LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
-}
-LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
-}
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t,
-                                                                   (int64_t)rank) != NULL;
-}
-
-/* whether x, weight and bias go together; false: the failure is reported */
-LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
-  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
-  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
-         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
-}
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                         luna_activation activation, luna_tensor *residual, float dropout) {
+  luna_tensor *const in[] = { x, weight, bias, residual };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
-  lunai_input(&s, bias);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
-  lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -13714,43 +13821,24 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
 }
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is
-   reported */
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
-                                      const luna_tensor *b2, luna_activation activation,
-                                      const luna_feed_forward_config *c) {
-  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
-  luna_ctx *ctx = x->ctx;
-  luna_tensor want;
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+  luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
-  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(activation))
     return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
-  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
-  lunai_tensor_set(&want, ctx, x->rank, x->shape);
-  want.shape[x->rank - 1] = w2->shape[0];
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
-  if (!c->gate) return true;
-  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
-      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
-  return c->gate->shape[0] == w1->shape[0] ||
-         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+  return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
+         lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
-      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -13758,10 +13846,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
-  lunai_input(&s, b1);
-  lunai_input(&s, w2);
-  lunai_input(&s, b2);
-  lunai_input(&s, c->residual);
+  s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -13773,8 +13858,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -13783,8 +13868,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -13800,7 +13885,7 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   lunai_build s;
   shape[0] = luna_count(x);
   shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
@@ -13810,21 +13895,19 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "x [...,N]")) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
+      !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
   s.op.arg.norm.rms = rms;
-  lunai_input(&s, weight);
-  lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -13838,8 +13921,8 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -13853,7 +13936,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   int64_t shape[2];
   if (!x || x->rank == 2) return x;
-  if (!lunai_has_rank(name, x, 1)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   shape[0] = x->shape[0];
   shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
   return luna_reshape(x, 2, shape);
@@ -13876,16 +13959,18 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
       count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
   luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
       "luna_scatter_add_rows") : NULL;
+  luna_tensor *in[2];
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  in[0] = flat, in[1] = added;
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
@@ -13928,8 +14013,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
 }
@@ -13940,19 +14025,74 @@ LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) ||
-      !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
-  lunai_input(&s, bias);
-  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
-    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
-    return lunai_abandon(&s);
-  }
+  if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
       lunai_abandon(&s);
+}
+
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  float part[256], number;
+  int64_t r, i, at;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
+    double sum = 0;
+    (void)lunai_first_max(in[0], n, 1, &at);
+    number = in[0][at];
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
+    }
+    number = lunai_log1_scalar((float)sum);
+    in[0] = y;
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+  }
+}
+LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)lunai_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    lunai_k(op)->add(n, dx, dy, dx);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
+  return LUNA_OK;
+}
+#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  luna_tensor *z;
+  int axis;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
+  axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -13967,7 +14107,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   lunai_build s;
   void *memory;
   int32_t *given;
-  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
@@ -14025,11 +14165,6 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 }
 
 /* --- attention --- */
-LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
-                    s->op.arg.attention.heads);
-}
-
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
                                       const char *what, bool *failed) {
@@ -14048,34 +14183,29 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
-  const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = ragged ? 0 : 1;
-  int64_t batch, longest = 0, b;
-  s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k))
-    return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 ||
-      k->shape[axis] != v->shape[axis]) return false;
-  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (ragged) {
-    for (b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->sequences;
-    s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.arg.attention.keys = longest;
-    return true;
+/* the longest sequence of a ragged batch */
+LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0, b;
+  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
+}
+LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  int i;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+    if (own != 1) batch = own;
   }
-  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
-  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) ||
-      (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.arg.attention.batch = batch;
-  s->op.arg.attention.queries = q->shape[1];
-  s->op.arg.attention.keys = k->shape[1];
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? lunai_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? lunai_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
   return true;
 }
 
@@ -14130,16 +14260,17 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
+  luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
-                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
+                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
   if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
+  if (!lunai_attention_fits(&s, c)) return NULL;
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
                                 &failed);
   if (ragged) {
@@ -14172,29 +14303,21 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 }
 
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  luna_tensor *const in[] = { x, y, z };
   lunai_build s;
-  bool good;
-  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
-  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] &&
-      x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 &&
-      z->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
+      !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
   return lunai_finish_like(&s, z);
 }
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                               const lunai_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (!lunai_is_checked(x->ctx) &&
-      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
-  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
-  lunai_input(&s, bias);
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -14206,12 +14329,10 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
+  luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout))
-    return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
-      weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
   if (!lunai_has_op(weights, LUNA_OP_PACK)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
@@ -14254,25 +14375,17 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
 
 LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
     luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  bool good, failed = false;
-  int a;
+  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
+  bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] &&
-      k->shape[3] == x->shape[2] && x->shape[2] > 0;
-  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
-  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
-  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
+      !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
-  lunai_input(&s, v);
-  lunai_input(&s, out_bias);
-  lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
@@ -14300,27 +14413,20 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                          int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
                                          const lunai_past *past) {
-  bool good, failed = false;
+  luna_tensor *const in[] = { q, k, v, s };
+  bool failed = false;
   float scale;
-  int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) ||
-      lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] &&
-      s->shape[1] == q->shape[1];
-  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
-    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
+      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
+      !lunai_heads_fit(&build, heads) ||
+      !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
@@ -14340,14 +14446,12 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom) {
   void *memory;
-  int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL,
-                                                              NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+    return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
-  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
@@ -14368,6 +14472,21 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   run.threads = (int)op->ctx->parallel.threads;
   return run;
 }
+
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+  {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
@@ -16857,6 +16976,21 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
+/* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
+   differ, and so may the longest sequence, which a learned table has as its shape. */
+LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_meta *m;
+  char in_file[40];
+  lunai_st_text value;
+  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+    if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
+    if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
+    lunai_st_decode(value, in_file, sizeof in_file);
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, lunai_file_name(ctx), m->value);
+  }
+  return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -16864,6 +16998,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   int64_t matched = 0;
   lunai_param *p;
+  const luna_status status = lunai_load_config(params, st);
+  if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
@@ -16971,6 +17107,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   luna_error_id wrong;
   void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
@@ -17141,17 +17278,6 @@ LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
 }
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
-  if (good) {
-    good = lunai_lm_load_st(model, &s, &file.st);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
-}
 
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -17160,8 +17286,9 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
-  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
+/* wanted: the kind that the file must have; 0: any */
+LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+  static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
   luna_ctx *ctx = s->params->ctx;
   lunai_model_config m;
   lunai_st_text kind;
@@ -17169,29 +17296,57 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const
   memset(&m, 0, sizeof m);
   if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
   if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
-  model->kind = LUNA_MODEL_LM;
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
   while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
-  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
+  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (wanted && wanted != model->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
+                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
+  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
   if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
       !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
       !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+/* into `model`, `size` bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
+  const lunai_kind_load *k = (const lunai_kind_load *)load;
+  luna_model any;
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
-  if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
+  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
+              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
+  memset(&any, 0, sizeof any);
   if (good) {
-    good = lunai_model_load_st(model, &s, &file.st);
+    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
+    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
     lunai_file_close(&file, LUNA_OK);
   }
   return lunai_setup_end(&s, good);
 }
+#define LUNAI_KIND_LOADS(F) \
+  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
+  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
+  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
+  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
+LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
+  lunai_kind_load k;
+  k.name = name;
+  k.kind = (luna_model_kind)kind;
+  k.model = model;
+  k.at = at;
+  k.size = size;
+  return k;
+}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
+    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
+    return lunai_load_kind_bytes(&k, params, bytes, size); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
@@ -17385,12 +17540,6 @@ typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void 
 LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_lm_load_bytes((luna_lm *)model, params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_model_bytes((luna_model *)model, params, bytes, size);
 }
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
@@ -17716,18 +17865,16 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
   return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
+    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
+    lunai_setup s; \
+    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
+    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
+    return lunai_setup_end(&s, good); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);

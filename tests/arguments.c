@@ -742,8 +742,8 @@ static void case_luna_mean(void) { reduction(luna_mean); }
 static void case_luna_max(void) { reduction(luna_max); }
 static void case_luna_cumsum(void) { reduction(luna_cumsum); }
 static void map(luna_tensor *(*op)(luna_tensor *x));
-static void case_luna_sum_all(void) { map(luna_sum_all); }
-static void case_luna_mean_all(void) { map(luna_mean_all); }
+#define UNARY_CASE(name) static void case_luna_##name(void) { map(luna_##name); }
+COMMON_UNARY(UNARY_CASE)
 static void case_luna_transpose(void) {
   luna_tensor *x = any_tensor();
   got_tensor(luna_transpose(x, number((int)pick(3)), number((int)pick(3))), x != NULL);
@@ -1484,26 +1484,23 @@ static void case_luna_seq2seq_init(void) {
   if (status == LUNA_OK) seq2seq(&model);
 }
 static void case_luna_seq2seq_forward(void) { seq2seq(&w->seq2seq); }
-static void case_luna_load_model_bytes(void) {
-  luna_model model;
-  size_t n;
-  const void *bytes = bytes_of(&n);
-  got_status(luna_load_model_bytes(turn() ? NULL : &model, new_set(), bytes, n), true);
-}
-static void case_luna_lm_load_bytes(void) {
-  luna_lm model;
-  size_t n;
-  const void *bytes = bytes_of(&n);
-  got_status(luna_lm_load_bytes(turn() ? NULL : &model, new_set(), bytes, n), true);
-}
-static void case_luna_load_model(void) {
-  luna_model model;
-  got_status(luna_load_model(turn() ? NULL : &model, new_set(), a_path()), true);
-}
-static void case_luna_lm_load(void) {
-  luna_lm model;
-  got_status(luna_lm_load(turn() ? NULL : &model, new_set(), a_path()), true);
-}
+/* fits: the file holds such a model */
+#define LOADS(call, type, fits) \
+  static void case_##call##_bytes(void) { \
+    type model; \
+    size_t n; \
+    const void *bytes = bytes_of(&n); \
+    got_status(fits || hostile ? call##_bytes(turn() ? NULL : &model, new_set(), bytes, n) : LUNA_OK, true); \
+  } \
+  static void case_##call(void) { \
+    type model; \
+    got_status(fits || hostile ? call(turn() ? NULL : &model, new_set(), a_path()) : LUNA_OK, true); \
+  }
+LOADS(luna_load_model, luna_model, true)
+LOADS(luna_lm_load, luna_lm, true)
+LOADS(luna_classifier_load, luna_classifier, false)
+LOADS(luna_masked_lm_load, luna_masked_lm, false)
+LOADS(luna_seq2seq_load, luna_seq2seq, false)
 
 /* ==== trainer ==== */
 static luna_schedule schedule(void) {
@@ -1792,7 +1789,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_product_backward_f32) F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) \
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
-  F(luna_cumsum) F(luna_sum_all) F(luna_mean_all) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
+  F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
   F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
@@ -1808,6 +1805,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_layer_forward) F(luna_lm_init) F(luna_lm_forward) F(luna_encoder_init) F(luna_encoder_embed) F(luna_encoder_forward) \
   F(luna_classifier_init) F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) F(luna_masked_lm_forward) \
   F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) F(luna_load_model_bytes) F(luna_lm_load_bytes) \
+  F(luna_classifier_load_bytes) F(luna_masked_lm_load_bytes) F(luna_seq2seq_load_bytes) F(luna_classifier_load) F(luna_masked_lm_load) F(luna_seq2seq_load) \
   F(luna_load_model) F(luna_lm_load) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) F(luna_optimizer_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) F(luna_optimizer_steps) \
   F(luna_optimizer_skipped) F(luna_optimizer_norm) F(luna_save_training_io) F(luna_load_training_bytes) F(luna_save_training) \
@@ -1824,7 +1822,8 @@ typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)
 #define MAP_ROW(NAME, name, value, slope) ROW(luna_##name)
-static row functions[] = {FUNCTIONS(ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
+#define UNARY_ROW(name) ROW(luna_##name)
+static row functions[] = {FUNCTIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 static const row generated[] = {LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 enum { COUNT = sizeof functions / sizeof functions[0], GENERATED = sizeof generated / sizeof generated[0] };
 
