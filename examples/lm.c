@@ -162,7 +162,7 @@ static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, tex
 /* Logits are products of features and embeddings. A last norm of small weights makes them small at first: no byte is then
    likelier than others, and the first loss is near ln(256). */
 static luna_status start_calm(const luna_lm *model) {
-  luna_tensor *weight = model->layers[model->config.layers - 1].final_norm.weight;
+  luna_tensor *weight = model->layers[model->config.layers - 1].feed_forward.norm.weight;
   float *small = (float *)grow(NULL, luna_count(weight), sizeof(float));
   for (int64_t i = 0; i < luna_count(weight); i++) small[i] = 0.1f;
   luna_status status = luna_write(weight, small);

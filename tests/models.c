@@ -2399,7 +2399,7 @@ static void check_exhaustive(uint64_t seed) {
   if (translator_open(&t, &config, seed)) {
     int32_t *source = common_tokens(SOURCE, seed, VOCAB), out[SHORT], length = -1;
     float score = NAN;
-    const luna_norm_layer *last = &t.model.layers[t.model.config.decoder_layers - 1].final_norm;
+    const luna_norm_layer *last = &t.model.layers[t.model.config.decoder_layers - 1].feed_forward.norm;
     last->weight->data[0] = 0, last->bias->data[0] = 1; /* what the output sees has a 1 in front: a bias, -30 for the impossible */
     for (int token = 0; token < WIDE; token++) t.model.output->data[token * DIM] = token < LIVE ? 0 : -30;
     for (int j = 0; j < 5; j++)
@@ -2512,7 +2512,7 @@ static void check_search_refusals(void) {
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
-      float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].fc1.weight->data[5];
+      float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].feed_forward.fc1.weight->data[5];
       const float kept = *at;
       *at = odd[i % 3];
       luna_beam_config search = good;
