@@ -2440,8 +2440,6 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
                    float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const lunai_target *t)) \
-  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
-  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
   R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
                          float *stats)) \
@@ -4043,12 +4041,19 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
 #define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
 
-/* ---- maps ---- */
+/* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
     int64_t i; \
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
+  }
+#define LUNAI_SHORT_MAP(name, arguments, y, value) \
+  LUNAI_FN void LUNAI_K(name) arguments { \
+    int64_t i = 0; \
+    for (; n - i >= VF; i += VF) LUNAI_PUT(y, value); \
+    if (i < n) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
@@ -4059,12 +4064,13 @@ LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, co
 LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
   LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
 }
-LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
-LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
+LUNAI_SHORT_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
+LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
           vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
@@ -4157,7 +4163,7 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
    the sum of exp is NaN then */
-LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -4304,9 +4310,37 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
    ---- */
-/* sum of exp(x - shift) */
-LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
-  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
+/* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
+LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_t row, const lunai_row_sums *s) {
+  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) :
+                         s->exps == 0 ? -(double)INFINITY : s->exps;
+  double result = log_sum + ((double)s->shift - (double)s->label);
+  if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+  if (a->lse) a->lse[row] = (float)((double)s->shift + log_sum);
+  a->loss[row] = (float)result;
+}
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
+  const lunai_row_sums none = { 0, 0, (float)-INFINITY, 0 };
+  int64_t row;
+  for (row = 0; row < a->rows; row++) {
+    const float *logits = a->logits + row * a->logits_row;
+    const int64_t label = a->labels[row] - a->first;
+    lunai_row_sums s = a->first == 0 ? none : a->sums[row];
+    float shift;
+    if (a->labels[row] < 0) {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+      continue;
+    }
+    shift = LUNAI_K(softmax_shift)(a->columns, logits, s.shift);
+    if (s.exps != 0 && shift > s.shift) s.exps *= (double)LUNAI_K(exp1)(s.shift - shift);
+    s.exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
+    if (shift != 0 || s.exps != 0) s.shift = shift; /* not of columns of -Inf alone */
+    if (a->smoothing > 0) s.logits += LUNAI_K(sum)(a->columns, logits);
+    if (label >= 0 && label < a->columns) s.label = logits[label];
+    if (a->first + a->columns == a->classes) LUNAI_K(cross_entropy_finish)(a, row, &s);
+    else a->sums[row] = s;
+  }
 }
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
@@ -4357,7 +4391,23 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
           const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
-        for (i = 0; i < n; i += VF) {
+        for (i = 0; n - i >= 4 * VF; i += 4 * VF) {
+          const float *start = backward || base > 0 ? y_at + i : bias ? bias + first + i : NULL;
+          vf sum0 = start ? vf_load(start) : vf_zero(), sum1 = start ? vf_load(start + VF) : vf_zero();
+          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero(), sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
+          for (k = low; k < count; k++) {
+            const float *tap = taps + k * LUNAI_TAP_COLUMNS + i, *x_at = from[k] + i;
+            sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
+            sum1 = vf_fma(vf_load(tap + VF), vf_load(x_at + VF), sum1);
+            sum2 = vf_fma(vf_load(tap + 2 * VF), vf_load(x_at + 2 * VF), sum2);
+            sum3 = vf_fma(vf_load(tap + 3 * VF), vf_load(x_at + 3 * VF), sum3);
+          }
+          vf_store(y_at + i, sum0);
+          vf_store(y_at + i + VF, sum1);
+          vf_store(y_at + i + 2 * VF, sum2);
+          vf_store(y_at + i + 3 * VF, sum3);
+        }
+        for (; i < n; i += VF) {
           vf sum = backward || base > 0 ? LUNAI_GET(y_at) : bias ? LUNAI_GET(bias + first) : vf_zero();
           for (k = low; k < count; k++) sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
           LUNAI_PUT(y_at, sum);
@@ -4610,47 +4660,6 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 }
 #undef LUNAI_GET
 #undef LUNAI_PUT
-
-#elif !defined(LUNAI_PASS)
-
-/* ---- cross-entropy, driver ---- */
-LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = kernels->softmax_shift(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
-  s->exps += kernels->sum_exp(a->columns, logits, shift);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)lunai_log1_scalar((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
-                 s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
-}
-LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -7344,7 +7353,6 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #endif /* LUNAI_PASS_LOOPS */
