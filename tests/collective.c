@@ -141,7 +141,7 @@ static void rank_main(void *user, const luna_collective *collective) {
   luna_params *params = luna_params_open(ctx);
   model net = {0};
   model_init(&net, params, r);
-  luna_optimizer *sgd = luna_sgd(params, &(luna_sgd_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
+  luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
   for (int i = 0; cut && i < rank; i++) first += r->parts[i];
   if (rows) target_first = TARGET * rank / collective->ranks, m = TARGET * (rank + 1) / collective->ranks - target_first;
   const int64_t n = rows ? r->parts[rank] : r->length, batch = batches ? r->parts[rank] : r->batch;
@@ -705,7 +705,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   model net = {0};
   set_dropout(&r.lm.layer);
   model_init(&net, params, &r);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = 0.01f, .clip = 1 });
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
   if (!s->save) CHECK(luna_load_training_bytes(adam, s->bytes, s->size) == LUNA_OK, "%s", luna_error(ctx));
   for (int step = 0; step < 4; step++) {
     data d = data_of(&r, step + (s->save ? 0 : 4), rows ? 0 : first, rows ? 4 : own, rows ? first : 0, rows ? own : 12, 0, 1);
