@@ -291,7 +291,7 @@ static void check_inputs(void) {
   x[7] = 0, x[2 * 3] = -INFINITY;
   CHECK(luna_lm_forward(&detector, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }), "%s", luna_error(ctx));
   CHECK(luna_input_layer_fit(&detector.input, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }) == LUNA_OK, "%s", luna_error(ctx));
-  CHECK(!luna_adamw(lm.params, &(luna_adamw_config){ .schedule = { .decay = LUNA_DECAY_COSINE } }), "a cosine without an end");
+  CHECK(!luna_adamw(lm.params, &(luna_optimizer_config){ .schedule = { .decay = LUNA_DECAY_COSINE } }), "a cosine without an end");
   SAYS(ctx, "luna_adamw: schedule.total is 0", "number of steps");
   luna_close(ctx);
 }
