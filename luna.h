@@ -1952,7 +1952,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
-#ifdef __OPTIMIZE__
+#if defined(LUNA_ONLY_STREAM) && defined(LUNA_NO_SIMD) && defined(__OPTIMIZE_SIZE__)
+#define LUNAI_INLINE static inline __attribute__((unused)) /* where that is smaller */
+#elif defined(__OPTIMIZE__)
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
 #define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
@@ -9633,7 +9635,7 @@ LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
     *(at < 0 ? &rows : &n) *= shape[i];
     if (at >= 0 && shape[i] != b->shape[at]) return false;
   }
-  if (n < 2) return false;
+  if (n < 1) return false;
   op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
   op->arg.elementwise.shape[2] = rows;
   op->arg.elementwise.shape[3] = n;
@@ -9641,6 +9643,9 @@ LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
   op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
   return true;
 }
+#ifdef LUNA_ONLY_STREAM              /* nothing else */
+#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
+#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
@@ -9671,6 +9676,7 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+#endif
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
@@ -15099,8 +15105,12 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
   F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
 #define LUNAI_LM_KIND "causal_lm"
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
+#else
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#endif
 typedef struct lunai_lm_sizes {
 #define LUNAI_FIELD(name, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_FIELD)
