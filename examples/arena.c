@@ -2,7 +2,7 @@
 
      cc -O2 -I. examples/arena.c -o arena -lm -lpthread
 
-     arena table [FILE] [--svg arena.svg] [--steps N] ...    Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K
+     arena table [FILE] [--svg arena.svg] [--minutes N] ...  Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K
                                                              where cost is linear; Markdown; the paper's numbers in brackets
      arena one SYSTEM [FILE] [--tokens N] ...                one system, "performer features=64" (attentions/attentions.h), or transformer, luna
      arena ablate [FILE] [--steps N] ...                     of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
@@ -16,14 +16,16 @@
 #include "example.h"
 #include "attentions/attentions.h"
 
-static struct settings set = { .out = "luna.h", .steps = 3, .layers = 2, .dim = 256, .heads = 4, .memory = 16, .ffn = 1024, .lr = 1e-2, .seed = 1 };
-static struct { const char *svg; int64_t tokens; double seconds; } own = { .tokens = 4096, .seconds = 8 };
+static struct settings set = { .out = "luna.h", .steps = 5, .layers = 2, .dim = 256, .heads = 4, .memory = 16, .ffn = 1024, .lr = 1e-2, .seed = 1 };
+static struct { const char *svg; int64_t tokens, causal; double seconds, minutes; } own = { .tokens = 4096, .seconds = 8, .minutes = 10 };
 
 static const flag flags[] = {
-  { "--svg", "t", WRITES(own.svg), "file to draw the table at 4K in" },
-  { "--tokens", "o", WHOLE(own.tokens, 1, 1 << 20), "length of the text" },
+  { "--svg", "t", WRITES(own.svg), "file to draw the table at that length in" },
+  { "--tokens", "to", WHOLE(own.tokens, 4, 1 << 20), "length of the text; table: also at a quarter, half, three quarters and four times that" },
+  { "--causal", "o", SWITCH(own.causal), "a language model, also where the system has both forms" },
   { "--steps", "toa", WHOLE(set.steps, 1, 1e6), "steps that are timed, after one that is not; ablate: a hundred times as many" },
-  { "--seconds", "to", REAL(own.seconds, 0.1, 1e4), "or so many seconds" },
+  { "--seconds", "o", REAL(own.seconds, 0.01, 1e4), "time for them: fewer steps, if they take longer" },
+  { "--minutes", "t", REAL(own.minutes, 0.01, 1e4), "time for all of them: fewer steps, but at least one a length, if they take longer" },
   { "--layers", "toa", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "toa", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "toa", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -34,8 +36,7 @@ static const flag flags[] = {
 };
 
 /* ---- the systems, with what the paper's Table 2 has of them ---- */
-#define LENGTHS 4
-#define LONG 16384                   /* where cost is linear */
+#define LENGTHS 4                    /* and a longer one, where cost is linear */
 typedef struct row {
   const char *title, *system;        /* an attention of attentions.h, with at most one "%d": tokens / divisor; or null: */
   int divisor;
@@ -92,11 +93,12 @@ typedef struct contest {
 
 static void options_at(const row *r, int64_t n, char *out, size_t size) {
   const char *at = r->system ? strstr(r->system, "%d") : NULL;
+  const int64_t count = at ? (n + r->divisor - 1) / r->divisor : 0;
   if (!at) snprintf(out, size, "%s", r->system ? r->system : "");
-  else snprintf(out, size, "%.*s%lld", (int)(at - r->system), r->system, (long long)(n / r->divisor > 2 ? n / r->divisor : 2));
+  else snprintf(out, size, "%.*s%lld", (int)(at - r->system), r->system, (long long)(count + count % 2)); /* buckets are even */
 }
 static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
-  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .attention = r->kind, .pre_norm = true, .linformer.k = 256 };
+  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .attention = r->kind, .pre_norm = true, .linformer.k = n < 256 ? n : 256 };
   char name[160];
   *c = (contest){ 0 };
   c->ctx = luna_open(&(luna_options){ .threads = (int)set.threads, .seed = (uint64_t)set.seed });
@@ -107,7 +109,7 @@ static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
   luna_classifier_config classifier = { .pooling = LUNA_POOLING_MEAN, .encoder = { .layers = set.layers, .memory = r->memory, .max_length = n, .layer = layer } };
   if (r->system) lm.layer.hook = classifier.encoder.layer.hook = &c->choice.hook;
   if (writer ? luna_lm_init(&c->lm, c->params, &lm) : luna_classifier_init(&c->classifier, c->params, &classifier)) return failed(c->ctx), false;
-  c->sgd = luna_sgd(c->params, &(luna_sgd_config){ .lr = (float)set.lr });
+  c->sgd = luna_sgd(c->params, &(luna_optimizer_config){ .lr = (float)set.lr });
   return true;
 }
 static void contest_close(contest *c) {
@@ -151,21 +153,22 @@ static bool step(contest *c, const row *r, const int32_t *bytes, int64_t n, bool
   free(host);
   return fine && luna_optimizer_step(c->sgd) == LUNA_OK;
 }
-static int measure(const row *r, const contents *text, int64_t n, bool writer, result *out) {
+/* allowed: the seconds that the steps should take together */
+static int measure(const row *r, const contents *text, int64_t n, bool writer, double allowed, result *out) {
   int32_t *bytes = (int32_t *)malloc((size_t)(n + 1) * sizeof(int32_t));
   contest c;
-  int done = 0;
   if (!bytes) return fail("out of memory");
   for (int64_t i = 0; i <= n; i++) bytes[i] = text->data[i % text->size];
-  bool fine = contest_open(&c, r, n, writer) && step(&c, r, bytes, n, writer, &out->loss);
+  bool fine = contest_open(&c, r, n, writer);
   const double begun = seconds();
-  double before = begun, best = 1e30, now = begun;
-  for (; fine && done < set.steps && now - begun < own.seconds; before = now, done++) { /* the fastest: other programs may run */
+  double best = 1e30, last = 0, now = begun;
+  for (int64_t i = 0; fine && i <= set.steps && (i == 0 || now - begun + last < allowed); i++) {
     fine = step(&c, r, bytes, n, writer, &out->loss);
-    now = seconds();
-    if (now - before < best) best = now - before;
+    last = seconds() - now;
+    now += last;
+    if (i == 1 || last < best) best = last; /* the fastest: other programs may run; the first grows the context's memory */
   }
-  out->rate = 1 / best;
+  out->rate = 1 / (best > 1e-9 ? best : 1e-9);
   out->bytes = (double)luna_memory(c.ctx).peak;
   if (!fine) failed(c.ctx);
   contest_close(&c);
@@ -174,16 +177,24 @@ static int measure(const row *r, const contents *text, int64_t n, bool writer, r
 }
 
 /* ---- the table ---- */
-static const int64_t lengths[LENGTHS + 1] = { 1024, 2048, 3072, 4096, LONG };
 typedef struct results { result at[LENGTHS + 1]; } results;
+static int64_t length(int l) { return own.tokens * (l < LENGTHS ? l + 1 : 4 * LENGTHS) / LENGTHS; }
+static phrase length_name(int l) {
+  phrase out;
+  const int64_t n = length(l);
+  snprintf(out.text, sizeof out.text, n % 1024 ? "%lld" : "%lldK", (long long)(n % 1024 ? n : n / 1024));
+  return out;
+}
 static double scores(int64_t n) { return (double)set.layers * (double)set.heads * (double)n * (double)n * sizeof(float); }
 
 static void print_cell(double ours, double paper) {
-  if (paper > 0) printf(" %.2f (%.2f) |", ours, paper);
+  if (paper > 0 && own.tokens == 4096) printf(" %.2f (%.2f) |", ours, paper);
   else printf(" %.2f |", ours);
 }
 static void print_head(const char *what, const char *last) {
-  printf("\n| %s | 1K | 2K | 3K | 4K | 16K, %s |\n|---|---|---|---|---|---|\n", what, last);
+  printf("\n| %s |", what);
+  for (int l = 0; l < LENGTHS; l++) printf(" %s |", length_name(l).text);
+  printf(" %s, %s |\n|---|---|---|---|---|---|\n", length_name(LENGTHS).text, last);
 }
 static void print_tables(const row *rows, const results *all, int count) {
   print_head("steps per second, relative to the Transformer", "steps per second");
@@ -198,43 +209,52 @@ static void print_tables(const row *rows, const results *all, int count) {
     for (int i = 0; i < count; i++) {
       printf("| %s |", rows[i].title);
       for (int l = 0; l < LENGTHS; l++)
-        print_cell(all[i].at[l].bytes / (all[0].at[l].bytes + (stored ? scores(lengths[l]) : 0)), stored && i ? rows[i].bytes[l] : 0);
+        print_cell(all[i].at[l].bytes / (all[0].at[l].bytes + (stored ? scores(length(l)) : 0)), stored && i ? rows[i].bytes[l] : 0);
       if (all[i].at[LENGTHS].rate > 0) printf(" %.0f |\n", all[i].at[LENGTHS].bytes / 1e6);
       else printf(" |\n");
     }
   }
   printf("\nThe Transformer:");
   for (int l = 0; l < LENGTHS; l++)
-    printf(" %lldK: %.2f steps per second, %.0f MB, and %.0f MB of scores%s", (long long)lengths[l] / 1024, all[0].at[l].rate, all[0].at[l].bytes / 1e6,
-           scores(lengths[l]) / 1e6, l < LENGTHS - 1 ? ";" : ".\n");
+    printf(" %s: %.2f steps per second, %.0f MB, and %.0f MB of scores%s", length_name(l).text, all[0].at[l].rate, all[0].at[l].bytes / 1e6,
+           scores(length(l)) / 1e6, l < LENGTHS - 1 ? ";" : ".\n");
 }
-static int run_rows(const row *rows, int count, const contents *text, bool writer, results *all) {
+/* tokens of `count` rows; each takes its share of the time that is left */
+static double tokens_of(const row *rows, int count) {
+  double sum = 0;
   for (int i = 0; i < count; i++)
-    for (int l = 0; l <= LENGTHS; l++) {
-      if (l == LENGTHS && !rows[i].linear) continue;
-      if (measure(&rows[i], text, lengths[l], writer, &all[i].at[l])) return fail("%s at %lld tokens", rows[i].title, (long long)lengths[l]);
-      fprintf(stderr, "%s%s, %lld tokens: %.2f steps per second, %.0f MB, loss %.3f\n", rows[i].title, writer ? " (causal)" : "", (long long)lengths[l],
-              all[i].at[l].rate, all[i].at[l].bytes / 1e6, all[i].at[l].loss);
+    for (int l = 0; l < LENGTHS + rows[i].linear; l++) sum += (double)length(l);
+  return sum;
+}
+static int run_rows(const row *rows, int count, const contents *text, bool writer, double end, double *tokens, results *all) {
+  for (int i = 0; i < count; i++)
+    for (int l = 0; l < LENGTHS + rows[i].linear; l++) {
+      const double n = (double)length(l), allowed = (end - seconds()) * n / *tokens;
+      result *r = &all[i].at[l];
+      if (measure(&rows[i], text, length(l), writer, allowed, r)) return fail("%s at %.0f tokens", rows[i].title, n);
+      *tokens -= n;
+      fprintf(stderr, "%s%s, %.0f tokens: %.2f steps per second, %.0f MB, loss %.3f; at most %.0f s left\n", rows[i].title,
+              writer ? " (causal)" : "", n, r->rate, r->bytes / 1e6, r->loss, end - seconds());
     }
   return 0;
 }
 
-/* one bar a system, at 4K, on a logarithmic axis from 1/16 to 16; the paper's number as a ring */
+/* one bar a system, at the last of LENGTHS, on a logarithmic axis from 1/16 to 16; the paper's number as a ring */
 static double place(double ratio) { return 330 + 38 * (ratio > 0 ? log2(ratio < 1 / 32.0 ? 1 / 32.0 : ratio > 16 ? 16 : ratio) : 0); }
 static void draw_panel(FILE *to, const results *all, double top, bool speed) {
-  fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s at 4K tokens, relative to the Transformer%s</text>\n", top,
-          speed ? "steps per second" : "peak memory", speed ? "" : " with stored scores");
+  fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s at %s tokens, relative to the Transformer%s</text>\n", top,
+          speed ? "steps per second" : "peak memory", length_name(LENGTHS - 1).text, speed ? "" : " with stored scores");
   for (int tick = -4; tick <= 3; tick++)
     fprintf(to, "<text x='%.0f' y='%.0f' fill='#777' text-anchor='middle'>%s%d</text><path d='M%.0f %.0f v%d' stroke='#ddd'/>\n", place(pow(2, tick)), top + 18,
             tick < 0 ? "1/" : "", 1 << (tick < 0 ? -tick : tick), place(pow(2, tick)), top + 22, 20 * COUNT(classifiers));
   for (int i = 0; i < COUNT(classifiers); i++) {
     const result *r = &all[i].at[LENGTHS - 1], *base = &all[0].at[LENGTHS - 1];
-    const double ours = speed ? r->rate / base->rate : r->bytes / (base->bytes + scores(lengths[LENGTHS - 1])), y = top + 26 + 20 * i;
+    const double ours = speed ? r->rate / base->rate : r->bytes / (base->bytes + scores(length(LENGTHS - 1))), y = top + 26 + 20 * i;
     const double paper = speed ? classifiers[i].speed[LENGTHS - 1] : i ? classifiers[i].bytes[LENGTHS - 1] : 0;
     const double from = place(ours < 1 ? ours : 1), end = place(ours < 1 ? 1 : ours);
     fprintf(to, "<text x='10' y='%.0f'>%s</text><rect x='%.1f' y='%.0f' width='%.1f' height='12' fill='%s'/>\n", y + 10, classifiers[i].title, from, y,
             end - from + 1, strncmp(classifiers[i].title, "Luna", 4) == 0 ? "#c33" : "#48a");
-    if (paper > 0) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>\n", place(paper), y + 6);
+    if (paper > 0 && own.tokens == 4096) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>\n", place(paper), y + 6);
     fprintf(to, "<text x='490' y='%.0f'>%.2f</text>\n", y + 10, ours);
   }
 }
@@ -253,12 +273,13 @@ static int draw_table(const results *all) {
 static int table_command(luna_ctx *ctx, const char **words) {
   results first[COUNT(classifiers)], second[COUNT(writers)];
   contents text;
-  const double begun = seconds();
+  const double begun = seconds(), end = begun + 60 * own.minutes;
+  double tokens = tokens_of(classifiers, COUNT(classifiers)) + tokens_of(writers, COUNT(writers));
   (void)ctx;
   memset(first, 0, sizeof first), memset(second, 0, sizeof second);
   if (read_file(words[0] ? words[0] : set.out, &text)) return 2;
-  int status = run_rows(classifiers, COUNT(classifiers), &text, false, first);
-  if (!status) status = run_rows(writers, COUNT(writers), &text, true, second);
+  int status = run_rows(classifiers, COUNT(classifiers), &text, false, end, &tokens, first);
+  if (!status) status = run_rows(writers, COUNT(writers), &text, true, end, &tokens, second);
   free(text.data);
   if (status) return status;
   printf("# Speed and memory, byte-level text, batch 1\n\n%lld layers, d %lld, %lld heads, feed-forward %lld; in brackets Table 2 of arXiv 2106.01540v2, whose "
@@ -279,10 +300,10 @@ static int one_command(luna_ctx *ctx, const char **words) {
   if (strcmp(words[0], "luna") == 0) r.system = NULL;
   if (strcmp(words[0], "transformer") == 0) r.system = NULL, r.kind = LUNA_ATTENTION_SOFTMAX;
   if (r.system && !attentions_open(&a, r.system)) return fail("%s", a.error);
-  const bool writer = r.system && !a.system->bidirectional;
+  const bool writer = own.causal || (r.system && !a.system->bidirectional);
   if (r.system) attentions_close(&a);
   if (read_file(words[1] ? words[1] : set.out, &text)) return 2;
-  const int status = measure(&r, &text, own.tokens, writer, &out);
+  const int status = measure(&r, &text, own.tokens, writer, own.seconds, &out);
   free(text.data);
   if (!status) printf("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f\n", words[0], (long long)own.tokens, out.rate, out.bytes / 1e6, out.loss);
   return status;
@@ -325,7 +346,7 @@ static int ablation(const variant *v, const contents *text) {
   luna_classifier_config c = { .pooling = v->pooling, .encoder = { .layers = set.layers, .memory = v->memory, .own_memory = v->own_memory,
     .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing, .pre_norm = true } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = 1e-3f });
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
   begun = seconds();
   for (int64_t i = 0; i < steps; i++) {
     windows(text, false, i, tokens, labels);
@@ -362,7 +383,7 @@ static int ablate_command(luna_ctx *ctx, const char **words) {
 }
 
 static const command commands[] = {
-  { "table", { "?text" }, "all systems, 1K to 4K tokens and 16K", table_command },
+  { "table", { "?text" }, "all systems, 1K to 4K tokens and 16K, in about --minutes", table_command },
   { "one", { "system", "?text" }, "one system", one_command },
   { "ablate", { "?text" }, "Luna without one of its parts", ablate_command },
   { 0 }

@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -126,6 +127,31 @@ __attribute__((unused)) static double bench_round_trip(void) {
   start = bench_seconds() - start;
   pthread_join(other, NULL);
   return 1e9 * start / rounds;
+}
+
+/* a busy neighbour on each core: processes that compute until they are ended, or this one has */
+enum { BENCH_MAX_BUSY = 64 };
+static pid_t bench_neighbours[BENCH_MAX_BUSY];
+static int bench_neighbour_count;
+__attribute__((unused)) static void bench_busy(int count) {
+  const pid_t parent = getpid();
+  fflush(NULL);
+  for (; bench_neighbour_count < count && bench_neighbour_count < BENCH_MAX_BUSY; bench_neighbour_count++) {
+    const pid_t child = fork();
+    if (child < 0) return;
+    if (child == 0) {
+      volatile unsigned x = 0;
+      while (getppid() == parent) for (int i = 0; i < 1000000; i++) x = x + 1;
+      _exit(0);
+    }
+    bench_neighbours[bench_neighbour_count] = child;
+  }
+}
+__attribute__((unused)) static void bench_quiet(void) {
+  while (bench_neighbour_count > 0) {
+    kill(bench_neighbours[--bench_neighbour_count], SIGKILL);
+    waitpid(bench_neighbours[bench_neighbour_count], NULL, 0);
+  }
 }
 
 /* --- cases --- */

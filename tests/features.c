@@ -136,7 +136,8 @@ static void features_run(const char *name, const luna_options *options, bool tra
   luna_close(ctx);
 }
 static void features_files(const luna_backend *backend) {
-  static const char *const names[] = {"classes", "step_values", "yes_or_no", "step_classes", "forecast"};
+  static const char *const names[] = {"classes", "step_values", "yes_or_no", "step_classes", "forecast", "rms_classes",
+                                      "rms_steps"};
   for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
     for (int isa = 0; isa < COMMON_ISAS; isa++)
       for (int mode = 0; mode < 4; mode++) {
@@ -313,7 +314,7 @@ static void check_models(void) {
   snprintf(path, sizeof path, "%s/features_test.safetensors", build ? build : "build");
   for (int which = 0; which < MODELS; which++) {
     const char *what = model_names[which];
-    luna_adamw_config slow = {0};
+    luna_optimizer_config slow = {0};
     luna_model m, loaded;
     int64_t count, other;
     luna_ctx *ctx = ctx_open(5, 1), *next = ctx_open(6, 2);
@@ -662,7 +663,9 @@ static void check_hostile(void) {
     {"forecast", "\"luna.features\": \"3\"", "\"luna.features\": \"4\""}, {"forecast", "\"luna.features\": \"3\"", "\"luna.features\": \"0\""},
     {"forecast", "\"luna.outputs\": \"3\"", "\"luna.outputs\": \"2\""}, {"forecast", "\"luna.outputs\": \"3\"", "\"luna.outputs\": \"0\""},
     {"classes", "\"luna.features\": \"3\"", "\"luna.features\": \"9\""}, {"classes", "\"luna.features\": \"3\"", "\"luna.features\": \"0\""},
-    {"step_values", "\"luna.per_step\": \"1\"", "\"luna.per_step\": \"7\""}};
+    {"step_values", "\"luna.per_step\": \"1\"", "\"luna.per_step\": \"7\""},
+    {"rms_steps", "\"luna.norm\": \"1\"", "\"luna.norm\": \"0\""}, {"rms_steps", "\"luna.norm\": \"1\"", "\"luna.norm\": \"2\""},
+    {"rms_classes", "\"luna.norm\": \"1\"", "\"luna.norm\": \"0\""}};
   static char bytes[1 << 16];
   for (size_t i = 0; i < sizeof changes / sizeof changes[0]; i++) {
     char path[200];

@@ -73,6 +73,7 @@ int main(void) {
   if (*(const unsigned char *)&one == 1) { /* a file is read in place where numbers are little-endian */
     check("step_classes", 2);
     check("forecast", 3);
+    check("rms_steps", 2);
   } else CHECK(true, "never");
   check_sample();
   return test_report("only_stream");
