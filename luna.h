@@ -230,7 +230,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
+  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -262,7 +262,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
+    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
+    "version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -277,8 +278,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_open_bytes") \
   /* several ranks */ \
   X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
-    "calls") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models " \
+    "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
     "attention, or LUNA_PARALLEL_DATA") \
@@ -650,22 +651,25 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
      LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
                              in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
                              alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
-   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
-   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
-   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
-   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
-   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
-   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
-   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
-   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (of LUNA_PARALLEL_DATA on a GPU, dropout by that in the part), a mean loss divides by the labels of all
+   ranks, and luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data. Files say nothing of ranks: rank 0 saves, any number of
+   ranks goes on. Each begin compares the ranks' builds, options, models and steps, each forward of a model their
+   inputs: LUNA_MISMATCH, with a sentence that names rank and difference. In a scope that is recomputed nothing is sent
+   a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c. */
 typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
 typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
-   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
-   run. Example, from MPI: examples/mpi.h. */
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
 typedef struct luna_collective {
   luna_parallelism mode;
   int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
@@ -872,8 +876,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 #ifndef LUNA_ONLY_STREAM
 /* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
    [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
-   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
    luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
    rank's loss is a part of one loss, which is their sum. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
@@ -1918,7 +1922,7 @@ typedef struct luna_op {
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2211,8 +2215,8 @@ typedef struct lunai_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
-  int64_t run;                       /* e + first */
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
+  int64_t run;                       /* run 0: e + first */
 } lunai_dropout;
 LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
   return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
@@ -9728,7 +9732,8 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -9761,6 +9766,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 #endif
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -9784,9 +9790,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
-  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+  if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -11127,7 +11133,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
-  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+  if (!op->outside) return 0;
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
 }
 LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
   return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
@@ -14189,7 +14196,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   luna_custom custom;
   luna_tensor *y;
   void *memory;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
   memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
@@ -14344,8 +14351,8 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   op.part = x->part;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
-                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
+                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -14990,7 +14997,8 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   size_t bytes;
   void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  if (lunai_on_device(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
   bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
   o = (lunai_outside *)memory;
@@ -15590,8 +15598,8 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
-   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
+   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
 LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
@@ -17629,7 +17637,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+                                        (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
   for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
