@@ -1630,42 +1630,27 @@ typedef struct luna_schedule {
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step); /* null: constant, 1 */
 
 typedef struct luna_optimizer luna_optimizer;
-typedef struct luna_sgd_config {
-  float lr;                          /* 0 = 0.01 */
-  float momentum;
-  bool nesterov;
-  float weight_decay;                /* added to the gradient */
+/* Of every optimiser: 0 = its default, and what it does not have has no effect. */
+typedef struct luna_optimizer_config {
+  float lr;                          /* 0 = 1e-3; SGD: 0.01; Apollo: 1 */
+  float momentum;                    /* SGD */
+  bool nesterov;                     /* SGD with momentum */
+  float beta1;                       /* Adam, AdamW, Apollo (its beta); 0 = 0.9 */
+  float beta2;                       /* Adam, AdamW; 0 = 0.999 */
+  float epsilon;                     /* 0 = 1e-8; Apollo: 1e-4 */
+  float weight_decay;                /* AdamW: decoupled; others: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
-  luna_schedule schedule;
+  luna_schedule schedule;            /* Apollo counts its steps from 0, with warmup 0 = 100, as it needs one, and
+                                        warmup_from 0 = 0.01 */
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
                                         never */
-} luna_sgd_config;
-typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
-  float lr;                          /* 0 = 1e-3 */
-  float beta1, beta2;                /* 0 = 0.9, 0.999 */
-  float epsilon;                     /* 0 = 1e-8 */
-  float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
-  float clip;                        /* max global gradient norm; 0 = none */
-  luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10, negative = never */
-} luna_adamw_config;
-typedef luna_adamw_config luna_adam_config;
-typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
-  float lr;                          /* 0 = 1 */
-  float beta;                        /* 0 = 0.9 */
-  float epsilon;                     /* 0 = 1e-4 */
-  float weight_decay;                /* added to the gradient */
-  float clip;
-  /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
-  luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10, negative = never */
-} luna_apollo_config;
+} luna_optimizer_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config);
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config); /* arXiv 2009.13586 */
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
    { .max_rank = 1 }: no decay on norms and biases. */
@@ -2459,8 +2444,6 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
                    float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const lunai_target *t)) \
-  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
-  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
   R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
                          float *stats)) \
@@ -4062,12 +4045,19 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
 #define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
 
-/* ---- maps ---- */
+/* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
     int64_t i; \
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
+  }
+#define LUNAI_SHORT_MAP(name, arguments, y, value) \
+  LUNAI_FN void LUNAI_K(name) arguments { \
+    int64_t i = 0; \
+    for (; n - i >= VF; i += VF) LUNAI_PUT(y, value); \
+    if (i < n) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
@@ -4078,12 +4068,13 @@ LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, co
 LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
   LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
 }
-LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
-LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
+LUNAI_SHORT_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
+LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
           vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
@@ -4176,7 +4167,7 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
    the sum of exp is NaN then */
-LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -4323,9 +4314,37 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
    ---- */
-/* sum of exp(x - shift) */
-LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
-  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
+/* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
+LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_t row, const lunai_row_sums *s) {
+  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) :
+                         s->exps == 0 ? -(double)INFINITY : s->exps;
+  double result = log_sum + ((double)s->shift - (double)s->label);
+  if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+  if (a->lse) a->lse[row] = (float)((double)s->shift + log_sum);
+  a->loss[row] = (float)result;
+}
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
+  const lunai_row_sums none = { 0, 0, (float)-INFINITY, 0 };
+  int64_t row;
+  for (row = 0; row < a->rows; row++) {
+    const float *logits = a->logits + row * a->logits_row;
+    const int64_t label = a->labels[row] - a->first;
+    lunai_row_sums s = a->first == 0 ? none : a->sums[row];
+    float shift;
+    if (a->labels[row] < 0) {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+      continue;
+    }
+    shift = LUNAI_K(softmax_shift)(a->columns, logits, s.shift);
+    if (s.exps != 0 && shift > s.shift) s.exps *= (double)LUNAI_K(exp1)(s.shift - shift);
+    s.exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
+    if (shift != 0 || s.exps != 0) s.shift = shift; /* not of columns of -Inf alone */
+    if (a->smoothing > 0) s.logits += LUNAI_K(sum)(a->columns, logits);
+    if (label >= 0 && label < a->columns) s.label = logits[label];
+    if (a->first + a->columns == a->classes) LUNAI_K(cross_entropy_finish)(a, row, &s);
+    else a->sums[row] = s;
+  }
 }
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
@@ -4376,7 +4395,23 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
           const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
-        for (i = 0; i < n; i += VF) {
+        for (i = 0; n - i >= 4 * VF; i += 4 * VF) {
+          const float *start = backward || base > 0 ? y_at + i : bias ? bias + first + i : NULL;
+          vf sum0 = start ? vf_load(start) : vf_zero(), sum1 = start ? vf_load(start + VF) : vf_zero();
+          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero(), sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
+          for (k = low; k < count; k++) {
+            const float *tap = taps + k * LUNAI_TAP_COLUMNS + i, *x_at = from[k] + i;
+            sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
+            sum1 = vf_fma(vf_load(tap + VF), vf_load(x_at + VF), sum1);
+            sum2 = vf_fma(vf_load(tap + 2 * VF), vf_load(x_at + 2 * VF), sum2);
+            sum3 = vf_fma(vf_load(tap + 3 * VF), vf_load(x_at + 3 * VF), sum3);
+          }
+          vf_store(y_at + i, sum0);
+          vf_store(y_at + i + VF, sum1);
+          vf_store(y_at + i + 2 * VF, sum2);
+          vf_store(y_at + i + 3 * VF, sum3);
+        }
+        for (; i < n; i += VF) {
           vf sum = backward || base > 0 ? LUNAI_GET(y_at) : bias ? LUNAI_GET(bias + first) : vf_zero();
           for (k = low; k < count; k++) sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
           LUNAI_PUT(y_at, sum);
@@ -4629,47 +4664,6 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 }
 #undef LUNAI_GET
 #undef LUNAI_PUT
-
-#elif !defined(LUNAI_PASS)
-
-/* ---- cross-entropy, driver ---- */
-LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = kernels->softmax_shift(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
-  s->exps += kernels->sum_exp(a->columns, logits, shift);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)lunai_log1_scalar((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
-                 s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
-}
-LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -7363,7 +7357,6 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #endif /* LUNAI_PASS_LOOPS */
@@ -15258,12 +15251,17 @@ LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const ch
   memcpy(out + a, name, b + 1);
   return true;
 }
-LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
+LUNAI_FN luna_init lunai_init_of(luna_init_kind kind, float scale) {
   luna_init init;
   init.kind = kind;
   init.scale = scale;
   return init;
 }
+#ifdef LUNA_ONLY_STREAM
+#define lunai_init(kind, scale) lunai_init_of(LUNA_INIT_ZEROS, 0) /* makes no parameters */
+#else
+#define lunai_init(kind, scale) lunai_init_of(kind, scale)
+#endif
 /* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
    ".weight", and beside it is ".bias" [rows], zeros. */
 #define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
@@ -15505,7 +15503,12 @@ LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_t
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
 }
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
+  (void)dim, (void)bert;
+  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
+}
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
+  (void)output;
   if (bert) return lunai_init(LUNA_INIT_NORMAL, 0.02f);
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
@@ -16239,7 +16242,7 @@ LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx,
 /* a learned P */
 LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
   const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
-                            lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))) };
+                            lunai_embedding_init(dim, false) };
   return part;
 }
 LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
@@ -16464,9 +16467,6 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
-  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
-}
 #define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
 LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   const luna_lm_config *c = &model->config;
@@ -16485,6 +16485,7 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
 }
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 #define LUNAI_NO_LM "it holds no causal language model of luna.h"
 typedef struct lunai_lm_sizes {
@@ -16536,42 +16537,45 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
 /* not the model's: an optimiser's moments */
 LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st) { /* the model's */
+/* the tensors of a file that are the model's, and the numbers in them */
+LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st, double *numbers) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t count = 0;
-  while (lunai_st_next(st, &cursor, &t)) count += !lunai_st_ours(t.name);
+  while (lunai_st_next(st, &cursor, &t)) {
+    if (lunai_st_ours(t.name)) continue;
+    count++;
+    if (numbers) *numbers += (double)t.count;
+  }
   return count;
 }
-
-LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows, int64_t columns) {
-  lunai_st_tensor t;
-  return lunai_st_find(st, name, &t) && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns;
+/* the same of parts */
+LUNAI_FN int64_t lunai_parts_tensors(const lunai_part *parts, int count, double *numbers) {
+  const lunai_part *p;
+  int64_t tensors = 0;
+  for (p = parts; p < parts + count; p++) {
+    if (!p->has) continue;
+    tensors += p->bias ? 2 : 1;
+    *numbers += (double)p->rows * (double)((p->columns == LUNAI_VECTOR ? 1 : p->columns) + (p->bias ? 1 : 0));
+  }
+  return tensors;
 }
-
-/* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
-   and as large. */
-LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
-  const int64_t norm = s->norm == LUNA_NORM_RMS ? 1 : 2;
-  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 2 * norm;
-  if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
-                              s->layers * layer + (s->pre_norm ? norm : 0))
-    return "its tensors are not those of luna.layers layers";
-  if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
-                    !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
-    return s->features ? "input_proj.weight is not [luna.dim, luna.features]" :
-                         "embed_tokens.weight is not [luna.vocab, luna.dim]";
-  if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
-    return "output_projection.weight is not [luna.outputs, luna.dim]";
-  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim))
-    return "embed_positions.weight is not [luna.max_length, luna.dim]";
-  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim))
-    return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim))
-    return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim))
-    return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
+/* Sizes in a file's metadata are untrusted: before memory is laid out by them, the file's tensors must be as many and
+   hold as many numbers. */
+LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const luna_lm_config *c) {
+  lunai_part parts[LUNAI_MAX_PARTS];
+  luna_lm model;
+  luna_causal_layer layer;
+  double numbers = 0, each = 0, found = 0;
+  int64_t tensors;
+  model.config = *c;
+  layer.config = c->layer;
+  layer.attention.config = lunai_causal_config(&c->layer);
+  tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
+  tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, c->memory, parts), &each);
+  tensors = c->layers * tensors + lunai_parts_tensors(parts, lunai_lm_parts(&model, parts), &numbers);
+  if (lunai_st_tensors(st, &found) != tensors) return LUNAI_NO_LAYERS;
+  if (found != numbers + (double)c->layers * each) return "its tensors are not of the sizes in its metadata";
   return NULL;
 }
 
@@ -16579,12 +16583,14 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   luna_lm_config config;
   lunai_st_text kind;
+  memset(&config, 0, sizeof config);
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
   if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return LUNAI_NO_LM;
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
   lunai_lm_to_sizes(&config, sizes);
-  return sizes->dim % sizes->heads ? LUNAI_NO_HEADS : lunai_lm_claims(st, sizes);
+  if (config.layer.attention) return "only Luna attention streams in constant memory";
+  return sizes->dim % sizes->heads ? LUNAI_NO_HEADS : lunai_lm_claims(st, &config);
 }
 
 /* one row of sinusoidal positions */
@@ -17321,9 +17327,7 @@ typedef struct lunai_group { luna_param_group group; struct lunai_group *next; }
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD ignores betas and epsilon, Apollo beta2 */
-  bool nesterov;
-  float momentum;
+  luna_optimizer_config config;
   int moments;                       /* tensors beside each parameter */
   int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
@@ -17389,13 +17393,13 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
 
 /* whether a config is valid; false with a sentence */
 LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
-  const luna_adamw_config *c = &o->config;
+  const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
   const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
   if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
-      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", o->momentum) ||
+      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
-  if (o->nesterov && o->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
+  if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
@@ -17403,26 +17407,54 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
 }
 
-LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
+typedef struct lunai_optimizer_defaults {
+  const char *name;
+  int moments;                       /* SGD: with momentum */
+  float lr, beta1, beta2, epsilon;
+} lunai_optimizer_defaults;
+/* its config with defaults; what it does not have is 0 */
+LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_defaults *d) {
+  luna_optimizer_config *c = &o->config;
+  const bool sgd = o->kind == LUNA_OPTIMIZER_SGD, apollo = o->kind == LUNA_OPTIMIZER_APOLLO;
+  if (c->lr == 0) c->lr = d->lr;
+  if (c->beta1 == 0 || d->beta1 == 0) c->beta1 = d->beta1;
+  if (c->beta2 == 0 || d->beta2 == 0) c->beta2 = d->beta2;
+  if (c->epsilon == 0 || d->epsilon == 0) c->epsilon = d->epsilon;
+  if (!sgd) c->momentum = 0;
+  if (!sgd) c->nesterov = false;
+  if (apollo && c->schedule.warmup == 0) c->schedule.warmup = 100;
+  if (apollo && c->schedule.warmup_from == 0) c->schedule.warmup_from = 0.01f;
+  o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
+}
+LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
+                                              const luna_optimizer_config *config) {
+  static const lunai_optimizer_defaults defaults[] = { /* by kind */
+    { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
+    { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_apollo", 3, 1, 0.9f, 0, 1e-4f } };
+  const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
   lunai_persistent_mark mark;
   luna_status status;
-  luna_optimizer *o = NULL;
+  luna_optimizer like, *o = NULL;
   void *memory, *state;
   if (!ctx) return NULL;
+  memset(&like, 0, sizeof like);
+  like.kind = kind;
+  like.params = params;
+  if (config) like.config = *config;
+  lunai_optimizer_default(&like, d);
   mark = lunai_persistent(ctx);
-  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
-  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, like, name))
+  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
+  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, &like, d->name))
     status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
   else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
            !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
-    status = lunai_fail_memory(ctx, name, sizeof(luna_optimizer));
+    status = lunai_fail_memory(ctx, d->name, sizeof(luna_optimizer));
   else {
     o = (luna_optimizer *)memory;
-    *o = *like;
-    o->params = params;
+    *o = like;
     o->state = (luna_step_state *)state;
-    status = lunai_optimizer_join(o, name);
+    status = lunai_optimizer_join(o, d->name);
   }
   lunai_remember(ctx, params, 0, status);
   if (status != LUNA_OK) {
@@ -17432,64 +17464,17 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) {
-    o.config.lr = config->lr;
-    o.config.weight_decay = config->weight_decay;
-    o.config.clip = config->clip;
-    o.config.schedule = config->schedule;
-    o.config.max_skips = config->max_skips;
-    o.momentum = config->momentum;
-    o.nesterov = config->nesterov;
-  }
-  if (o.config.lr == 0) o.config.lr = 0.01f;
-  o.moments = o.momentum != 0;
-  return lunai_optimizer_open(params, &o, "luna_sgd");
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_SGD, config);
 }
-
-LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind,
-                                    const char *name) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) o.config = *config;
-  if (o.config.lr == 0) o.config.lr = 1e-3f;
-  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
-  if (o.config.beta2 == 0) o.config.beta2 = 0.999f;
-  if (o.config.epsilon == 0) o.config.epsilon = 1e-8f;
-  o.kind = kind;
-  o.moments = 2;
-  return lunai_optimizer_open(params, &o, name);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAM, config);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
-  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, config);
 }
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
-  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw");
-}
-
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) {
-    o.config.lr = config->lr;
-    o.config.beta1 = config->beta;
-    o.config.epsilon = config->epsilon;
-    o.config.weight_decay = config->weight_decay;
-    o.config.clip = config->clip;
-    o.config.schedule = config->schedule;
-    o.config.max_skips = config->max_skips;
-  }
-  if (o.config.lr == 0) o.config.lr = 1;
-  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
-  if (o.config.epsilon == 0) o.config.epsilon = 1e-4f;
-  if (o.config.schedule.warmup == 0) o.config.schedule.warmup = 100;
-  if (o.config.schedule.warmup_from == 0) o.config.schedule.warmup_from = 0.01f;
-  o.kind = LUNA_OPTIMIZER_APOLLO;
-  o.moments = 3;
-  return lunai_optimizer_open(params, &o, "luna_apollo");
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_APOLLO, config);
 }
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
@@ -17686,8 +17671,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (ctx->options.measure || status != LUNA_OK) return status;
   memset(&rule, 0, sizeof rule);
   rule.kind = o->kind;
-  rule.nesterov = o->nesterov;
-  rule.momentum = o->momentum;
+  rule.nesterov = o->config.nesterov;
+  rule.momentum = o->config.momentum;
   rule.beta1 = o->config.beta1;
   rule.beta2 = o->config.beta2;
   rule.epsilon = o->config.epsilon;
@@ -18079,7 +18064,7 @@ LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
   if (!params->borrowing) params->filling = st;
 }
 LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
-  const int64_t count = lunai_st_tensors(st), made = s->params->size - s->count;
+  const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
   s->params->filling = NULL;
   if (status == LUNA_OK && made != count)
     status = lunai_fail_status(s->params->ctx, LUNA_ERROR_FILE_TENSOR_COUNT, s->params->ctx->call,
@@ -18101,7 +18086,7 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
 /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
    memory comes first, are at most as many as tensors. */
 LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
-  return layers <= lunai_st_tensors(st) || lunai_not_a_model(ctx, "its tensors are not those of luna.layers layers");
+  return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
 LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
   luna_ctx *ctx = s->params->ctx;
@@ -18743,75 +18728,11 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
-enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
-    LUNAI_SLOT_TOKENS, LUNAI_SLOT_FEATURES, LUNAI_SLOT_OUTPUTS, LUNAI_SLOT_LEARNED, LUNAI_SLOT_PRE_NORM };
-/* The parameters of a stream's layers and of its model: name.weight [rows, columns] and name.bias [rows] beside it; a
-   norm's are both [rows], an RMS norm has no bias; one that is alone has its whole name. rows and columns are offsets in
-   lunai_lm_sizes. */
-typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; bool alone; } lunai_slot;
-#define LUNAI_NO_COLUMNS 0xFFFF
-#define LUNAI_SLOT(type, field, name, rows, columns, when, alone) \
-  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when, alone },
-#define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
-static const lunai_slot lunai_causal_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when) \
-  LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, LUNAI_SLOT_##when, false)
-  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), ALWAYS)
-  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), ALWAYS)
-  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), ALWAYS)
-  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), FULL)
-  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), FULL)
-  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), TIED)
-  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), ALWAYS)
-  LUNAI_FIELD(feed_forward.fc1, "fc1", ffn, LUNAI_SIZE(dim), ALWAYS)
-  LUNAI_FIELD(feed_forward.fc2, "fc2", dim, LUNAI_SIZE(ffn), ALWAYS)
-  LUNAI_FIELD(feed_forward.fc3, "fc3", ffn, LUNAI_SIZE(dim), GATED)
-  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), CONVOLUTION)
-  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
-  LUNAI_FIELD(feed_forward.norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, ALWAYS)
-  LUNAI_SLOT(luna_causal_layer, memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS, true)
-#undef LUNAI_FIELD
-};
-/* what a model has beside its layers, as in luna_lm */
-typedef struct lunai_stream_tables {
-  luna_tensor *embedding, *positions;
-  luna_input_layer input;
-  luna_norm_layer norm;
-  luna_linear_layer output;
-} lunai_stream_tables;
-static const lunai_slot lunai_table_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when, alone) \
-  LUNAI_SLOT(lunai_stream_tables, field, name, rows, columns, LUNAI_SLOT_##when, alone)
-  LUNAI_FIELD(embedding, "embed_tokens.weight", vocab, LUNAI_SIZE(dim), TOKENS, true)
-  LUNAI_FIELD(positions, "embed_positions.weight", max_length, LUNAI_SIZE(dim), LEARNED, true)
-  LUNAI_FIELD(input.mean, "input_norm.mean", features, LUNAI_NO_COLUMNS, FEATURES, true)
-  LUNAI_FIELD(input.scale, "input_norm.scale", features, LUNAI_NO_COLUMNS, FEATURES, true)
-  LUNAI_FIELD(input.projection, "input_proj", dim, LUNAI_SIZE(features), FEATURES, false)
-  LUNAI_FIELD(norm, "layer_norm", dim, LUNAI_NO_COLUMNS, PRE_NORM, false)
-  LUNAI_FIELD(output, "output_projection", outputs, LUNAI_SIZE(dim), OUTPUTS, false)
-#undef LUNAI_FIELD
-};
-#ifndef LUNA_ONLY_STREAM
-static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
-#define LUNAI_FIELD(field, when) \
-  LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_##when, false)
-  LUNAI_FIELD(self_attention.pq, ALWAYS) LUNAI_FIELD(self_attention.pc, ALWAYS) LUNAI_FIELD(self_attention.q, ALWAYS)
-  LUNAI_FIELD(self_attention.k, FULL) LUNAI_FIELD(self_attention.v, ALWAYS) LUNAI_FIELD(self_attention.out, ALWAYS)
-  LUNAI_FIELD(self_norm, ALWAYS) LUNAI_FIELD(cross_attention.q, ALWAYS) LUNAI_FIELD(cross_attention.out, ALWAYS)
-  LUNAI_FIELD(cross_norm, ALWAYS) LUNAI_FIELD(feed_forward.fc1, ALWAYS) LUNAI_FIELD(feed_forward.fc2, ALWAYS)
-  LUNAI_FIELD(feed_forward.fc3, GATED)
-  LUNAI_FIELD(feed_forward.norm, ALWAYS)
-#undef LUNAI_FIELD
-};
-#endif
-#undef LUNAI_SLOT
-#undef LUNAI_SIZE
-
 /* a layer, its own tensors of the parameters, and its past */
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[28];
+  luna_tensor parameters[32];
 } lunai_stream_layer;
 
 struct luna_stream {
@@ -18820,8 +18741,8 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  lunai_stream_tables tables;
-  luna_tensor parameters[9];         /* theirs */
+  luna_lm model;                     /* its config and what is beside its layers, or the like of a decoder */
+  luna_tensor parameters[12];        /* theirs */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
   lunai_int64 position, first_position;
@@ -18932,8 +18853,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear_layer_forward(&s->tables.input.projection, &features);
-  } else x = y = luna_embedding(s->tables.embedding, in.tokens, s->batch, rows);
+    x = y = luna_linear_layer_forward(&s->model.input.projection, &features);
+  } else x = y = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -18942,7 +18863,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   angles.data = in.angles;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(s->tables.positions, in.places, 1, rows), 2, shape));
+    y = luna_add(y, luna_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, shape));
   x = lunai_stream_keep(s, x, y, mark);
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
@@ -18956,8 +18877,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->tables.norm.weight && x) x = luna_norm_layer_forward(&s->tables.norm, x);
-  return luna_linear_layer_forward(&s->tables.output, x);
+  if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
+  return luna_linear_layer_forward(&s->model.output, x);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -19046,7 +18967,6 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   s->sources = 1;
   s->scale = 1;
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
-  if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
   if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
@@ -19057,58 +18977,83 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   return NULL;
 }
 
-LUNAI_FN bool lunai_slot_exists(const lunai_lm_sizes *z, int when) {
-  switch (when) {
-    case LUNAI_SLOT_FULL: return z->sharing;
-    case LUNAI_SLOT_TIED: return !z->sharing;
-    case LUNAI_SLOT_GATED: return z->gated;
-    case LUNAI_SLOT_CONVOLUTION: return z->convolution;
-    case LUNAI_SLOT_TOKENS: return !z->features;
-    case LUNAI_SLOT_FEATURES: return z->features;
-    case LUNAI_SLOT_OUTPUTS: return z->outputs;
-    case LUNAI_SLOT_LEARNED: return z->positions == LUNA_POSITIONS_LEARNED;
-    case LUNAI_SLOT_PRE_NORM: return z->pre_norm;
-    default: return true;
-  }
-}
-/* The parameters of a layer or of the model: `from`'s, or the file's by their names; neither: their shapes alone. Their
-   own tensors are stored from `own` on, and pointers to these in `to`. False: s->ctx.error says what is wrong. */
-LUNAI_FN bool lunai_stream_parameters(luna_stream *s, const lunai_slot *slots, int count, const char *prefix,
-                                      const void *from, const lunai_st *st, void *to, luna_tensor *own) {
-  const char *sizes = (const char *)&s->sizes;
+/* The stream's own tensors of parts, from `own` on: of a model those that the parts point to, else the file's by their
+   names; without a file their shapes alone. The parts then point to them. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_own(luna_stream *s, luna_tensor *own, const lunai_part *parts, int count, const char *prefix,
+                               const lunai_st *st) {
   lunai_st_tensor found;
   lunai_text name;
-  int i, part;
-  for (i = 0; i < count; i++) {
-    const lunai_slot *slot = &slots[i];
-    const int64_t rows = *(const int64_t *)(const void *)(sizes + slot->rows);
-    if (!lunai_slot_exists(&s->sizes, slot->when)) continue;
-    const int parts = slot->alone || (slot->columns == LUNAI_NO_COLUMNS && s->sizes.norm) ? 1 : 2;
-    for (part = 0; part < parts; part++, own++) {
-      const int rank = part || slot->columns == LUNAI_NO_COLUMNS ? 1 : 2;
-      const int64_t columns = rank == 1 ? 1 : *(const int64_t *)(const void *)(sizes + slot->columns);
-      luna_tensor *const *model = from ? (luna_tensor *const *)(const void *)((const char *)from + slot->at) : NULL;
-      if (model && !model[part]) continue; /* a decoder's output has no bias */
-      *own = model ? *model[part] : lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
-      ((luna_tensor **)(void *)((char *)to + slot->at))[part] = own; /* which may be where `from` is */
+  const lunai_part *p;
+  int i;
+  for (p = parts; p < parts + count; p++)
+    for (i = 0; i < 2; i++) {
+      luna_tensor **at = i ? p->bias : p->weight;
+      const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
+      if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
+      *own = s->model_ctx ? **at : lunai_stream_tensor(s, NULL, rank, p->rows, rank == 1 ? 1 : p->columns, 1, 1);
       own->ctx = &s->ctx;
+      *at = own++;
       if (!st) continue;
       name.at = s->ctx.error;
       name.end = s->ctx.error + sizeof s->ctx.error - 1;
       lunai_put(&name, prefix);
-      lunai_put(&name, slot->name);
-      if (!slot->alone) lunai_put(&name, part ? ".bias" : ".weight");
+      lunai_put(&name, p->name);
+      if (i) name.at -= sizeof "weight" - 1;
+      if (i) lunai_put(&name, "bias");
       *name.at = 0;
-      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == rows &&
-          (rank == 1 || found.shape[1] == columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-      if (own->data) continue;
+      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
+          (rank == 1 || found.shape[1] == p->columns)) (*at)->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if ((*at)->data) continue;
       lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
                        "or this machine is not little-endian");
       *name.at = 0;
       return false;
     }
-  }
   return true;
+}
+#ifndef LUNA_ONLY_STREAM
+/* what a step needs of a decoder layer; of cross-attention the rest is in `past` */
+LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
+  int count = lunai_causal_attention_parts(&layer->self_attention, parts);
+  const lunai_part q = { true, LUNAI_BOTH(layer->cross_attention.q), "", 1, 1, parts[0].init };
+  const lunai_part out = { true, LUNAI_BOTH(layer->cross_attention.out), "", 1, 1, parts[0].init };
+  parts[count++] = q;
+  parts[count++] = out;
+  parts[count++] = lunai_norm_part(true, &layer->self_norm, "", &layer->config);
+  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "", &layer->config);
+  return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
+}
+#endif
+/* the parameters of a layer: `from`'s, of a model, or the file's */
+LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
+  lunai_stream_layer *layer = &s->layers[index];
+  luna_causal_layer *causal = &layer->of.causal;
+  lunai_part parts[LUNAI_MAX_PARTS];
+  char prefix[48];
+  lunai_text text;
+  int count;
+#ifndef LUNA_ONLY_STREAM
+  if (s->cross) {
+    layer->of.decoder = *(const luna_decoder_layer *)from;
+    count = lunai_decoder_parts(&layer->of.decoder, parts);
+    return lunai_stream_own(s, layer->parameters, parts, count, "", NULL);
+  }
+#endif
+  if (from) *causal = *(const luna_causal_layer *)from;
+  causal->config = s->model.config.layer;
+  causal->attention.config = lunai_causal_config(&causal->config);
+  text.at = prefix;
+  text.end = prefix + sizeof prefix - 1;
+  lunai_put(&text, "layers.");
+  lunai_put_number(&text, index);
+  lunai_put(&text, ".");
+  *text.at = 0;
+  count = lunai_causal_layer_parts(causal, s->sizes.memory, parts);
+  if (!lunai_stream_own(s, layer->parameters, parts, count, prefix, st)) return false;
+  lunai_put(&text, "self_attn.");
+  *text.at = 0;
+  count = lunai_causal_attention_parts(&causal->attention, parts);
+  return lunai_stream_own(s, layer->parameters + 16, parts, count, prefix, st);
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
@@ -19117,28 +19062,7 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
   const bool folds = lunai_stream_folds(z);
   lunai_past *past = &layer->past;
-  const lunai_slot *slots = lunai_causal_slots;
-  int count = LUNAI_LENGTH(lunai_causal_slots);
-  luna_lm_config config;
-  char prefix[32];
-  lunai_text text;
-  text.at = prefix;
-  text.end = prefix + sizeof prefix - 1;
-  lunai_put(&text, "layers.");
-  lunai_put_number(&text, index);
-  lunai_put(&text, ".");
-  *text.at = 0;
-  lunai_lm_from_sizes(z, &config);
-  layer->of.causal.config = config.layer;
-  layer->of.causal.attention.config = lunai_causal_config(&config.layer);
-#ifndef LUNA_ONLY_STREAM
-  if (s->cross) {
-    layer->of.decoder = *(const luna_decoder_layer *)from;
-    slots = lunai_decoder_slots;
-    count = LUNAI_LENGTH(lunai_decoder_slots);
-  }
-#endif
-  if (!lunai_stream_parameters(s, slots, count, prefix, from, st, &layer->of, layer->parameters)) return false;
+  if (!lunai_stream_layer_own(s, index, from, st)) return false;
   lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
   if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
@@ -19151,13 +19075,11 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
   past->source_slots = s->source_slots;
   return true;
 }
-/* the same of what is beside the layers; of a model s->tables are its */
-LUNAI_FN bool lunai_stream_tables_open(luna_stream *s, const lunai_st *st) {
-  lunai_stream_tables *t = &s->tables;
-  const lunai_stream_tables *from = s->model_ctx ? t : NULL;
-  if (!lunai_stream_parameters(s, lunai_table_slots, LUNAI_LENGTH(lunai_table_slots), "", from, st, t, s->parameters))
-    return false;
-  if (!s->sizes.outputs) t->output.weight = t->embedding;
+/* the parameters beside the layers: of a model s->model is it, and its tensors become the stream's own */
+LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
+  lunai_part parts[LUNAI_MAX_PARTS];
+  if (!lunai_stream_own(s, s->parameters, parts, lunai_lm_parts(&s->model, parts), "", st)) return false;
+  if (!s->sizes.outputs) s->model.output.weight = s->model.embedding;
   return true;
 }
 
@@ -19165,8 +19087,8 @@ LUNAI_FN bool lunai_stream_tables_open(luna_stream *s, const lunai_st *st) {
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
   const int64_t k = s->sizes.features;
   const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->tables.input.mean->data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->tables.input.scale->data, bytes, 2));
+  return k == 0 || (lunai_stream_move(s, s->standard, s->model.input.mean->data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->model.input.scale->data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -19188,7 +19110,7 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->bump.size[1] = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_tables_open(s, NULL);
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
     good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
@@ -19266,6 +19188,7 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   s->ctx.backend = luna_cpu_backend();
   wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
+  if (!wrong) lunai_lm_from_sizes(&s->sizes, &s->model.config);
   if (!wrong) wrong = lunai_stream_config(s, config);
   return wrong ? wrong : lunai_stream_measure(s, NULL) ? NULL : "a stream of these sizes is too large";
 }
@@ -19305,7 +19228,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
     lunai_stream_lay_out(s, (char *)s);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong && !lunai_stream_tables_open(s, &st)) wrong = s->ctx.error;
+  if (!wrong && !lunai_stream_model_open(s, &st)) wrong = s->ctx.error;
   for (i = 0; !wrong && i < s->sizes.layers; i++)
     if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
@@ -19374,7 +19297,7 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
     good = true;
   }
   lunai_stream_lay_out(s, (char *)s);
-  good = good && lunai_stream_tables_open(s, NULL);
+  good = good && lunai_stream_model_open(s, NULL);
   if (good) luna_stream_reset(s);
   if (good) return s;
   luna_stream_close(s);
@@ -19405,11 +19328,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
   if (lunai_stream_on_device(&first) &&
       lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
-  first.tables.embedding = model->embedding;
-  first.tables.positions = model->positions;
-  first.tables.input = model->input;
-  first.tables.norm = model->norm;
-  first.tables.output = model->output;
+  first.model = *model;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
@@ -19479,10 +19398,11 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
-  first.tables.embedding = model->embedding;
-  first.tables.positions = model->positions;
-  first.tables.norm = model->norm;
-  first.tables.output.weight = model->output;
+  lunai_lm_from_sizes(&first.sizes, &first.model.config);
+  first.model.embedding = model->embedding;
+  first.model.positions = model->positions;
+  first.model.norm = model->norm;
+  first.model.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
   good = lunai_stream_real(s, s->slots, s->batch, source) &&

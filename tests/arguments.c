@@ -1533,37 +1533,22 @@ static luna_params *three(luna_tensor **p) {
   *p = luna_param(set, "p", 1, (int64_t[]){3}, (luna_init){LUNA_INIT_NORMAL, 0});
   return set;
 }
-static void case_luna_sgd(void) {
-  luna_sgd_config c = {0};
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  c.lr = real(0), c.momentum = real(0), c.weight_decay = real(0), c.clip = real(0), c.nesterov = c.momentum > 0 && coin(), c.schedule = schedule();
-  trained(luna_sgd(set, coin() ? NULL : &c), p);
-}
-static luna_adamw_config adam_config(void) {
-  luna_adamw_config c = {0};
-  c.lr = real(0), c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
+static luna_optimizer_config an_optimizer_config(void) {
+  luna_optimizer_config c = {0};
+  c.lr = real(0), c.momentum = real(0), c.nesterov = c.momentum > 0 && coin();
+  c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
   return c;
 }
-static void case_luna_adam(void) {
-  const luna_adamw_config c = adam_config();
+static void an_optimizer_case(luna_optimizer *(*open)(luna_params *, const luna_optimizer_config *)) {
+  const luna_optimizer_config c = an_optimizer_config();
   luna_tensor *p;
   luna_params *set = three(&p);
-  trained(luna_adam(set, coin() ? NULL : &c), p);
+  trained(open(set, coin() ? NULL : &c), p);
 }
-static void case_luna_adamw(void) {
-  const luna_adamw_config c = adam_config();
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  trained(luna_adamw(set, coin() ? NULL : &c), p);
-}
-static void case_luna_apollo(void) {
-  luna_apollo_config c = {0};
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  c.lr = real(0), c.beta = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
-  trained(luna_apollo(set, coin() ? NULL : &c), p);
-}
+static void case_luna_sgd(void) { an_optimizer_case(luna_sgd); }
+static void case_luna_adam(void) { an_optimizer_case(luna_adam); }
+static void case_luna_adamw(void) { an_optimizer_case(luna_adamw); }
+static void case_luna_apollo(void) { an_optimizer_case(luna_apollo); }
 static luna_optimizer *an_optimizer(void) {
   luna_tensor *p;
   luna_params *set = three(&p);
