@@ -119,6 +119,11 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   SEVERAL RANKS
+     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
+     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
+     more than numbers of P's size (>>parallel).
+
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
      peak, by scope, as a table or JSON. The examples that train take --profile FILE.

@@ -8,7 +8,7 @@
 #include "collective.h"
 
 enum { BATCH = 5, LENGTH = 37, LONG = 1400, TARGET = 19, VOCAB = 29, CLASSES = 3, STEPS = 3, FEATURES = 4, SLOTS = 4 };
-typedef enum kind { LM, CLASSIFIER, PER_STEP, MASKED, SEQ2SEQ } kind;
+typedef enum kind { LM, CLASSIFIER, PAIR, PER_STEP, MASKED, SEQ2SEQ } kind;
 
 typedef struct run {
   const char *name;
@@ -116,7 +116,7 @@ static luna_status model_init(model *m, luna_params *params, const run *r) {
   classifier.encoder = masked.encoder = seq2seq.encoder = r->encoder;
   classifier.classes = r->value ? 1 : CLASSES;
   classifier.pooling = r->pooling;
-  classifier.per_step = r->kind == PER_STEP;
+  classifier.per_step = r->kind == PER_STEP, classifier.pair = r->kind == PAIR;
   seq2seq.target_vocab = VOCAB;
   switch (r->kind) {
     case LM: return luna_lm_init(&m->lm, params, &lm);
@@ -131,6 +131,7 @@ static luna_tensor *model_loss(const model *m, const run *r, const data *d) {
     case LM: return luna_lm_loss(&m->lm, &d->input, d->labels);
     case MASKED: return luna_masked_lm_loss(&m->masked, &d->input, d->labels);
     case SEQ2SEQ: return luna_cross_entropy(luna_seq2seq_forward(&m->seq2seq, &d->input, &d->output), d->target_labels);
+    case PAIR: return luna_cross_entropy(luna_classifier_forward_pair(c, &d->input, &d->input), d->row_labels);
     case PER_STEP: if (!r->value) return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->labels);
                    return luna_mse(luna_classifier_forward(c, &d->input), d->values);
     default: return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->row_labels);
@@ -150,7 +151,7 @@ static void rank_main(void *user, const luna_collective *collective) {
   luna_params *params = luna_params_open(ctx);
   model net = {0};
   model_init(&net, params, r);
-  luna_optimizer *sgd = luna_sgd(params, &(luna_sgd_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
+  luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
   for (int i = 0; cut && i < rank; i++) first += r->parts[i];
   if (rows) target_first = cut_at(rank, collective->ranks, TARGET);
   if (rows) m = cut_at(rank + 1, collective->ranks, TARGET) - target_first;
@@ -326,6 +327,8 @@ static void data_parallel(void) {
   r.name = "data, classifier, dropout, softmax attention";
   r.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX;
   check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, pairs", PAIR);
+  check(&r, LUNA_PARALLEL_DATA);
   r = run_of("data, values of each step", PER_STEP);
   r.features = r.value = r.with_lengths = true;
   check(&r, LUNA_PARALLEL_DATA);
@@ -367,6 +370,10 @@ static void sequence_parallel(void) {
   r.pooling = LUNA_POOLING_MEAN;
   r.encoder.own_memory = true;
   set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, pairs, shared query and key projections, more pack heads", PAIR);
+  r.with_lengths = true;
+  r.encoder.layer.sharing = LUNA_SHARING_QK, r.encoder.layer.pack_heads = 4;
   check(&r, LUNA_PARALLEL_SEQUENCE);
   r = run_of("rows, masked lm, dropout", MASKED);
   r.form = LUNA_FORM_FOLDED;
@@ -726,7 +733,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   model net = {0};
   set_dropout(&r.lm.layer);
   model_init(&net, params, &r);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = 0.01f, .clip = 1 });
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
   if (!s->save) rank_check(luna_load_training_bytes(adam, s->bytes, s->size) == LUNA_OK, ctx, "load");
   for (int step = 0; step < 4; step++) {
     const int64_t at[2] = {rows ? 0 : first, rows ? first : 0}, size[2] = {rows ? 4 : own, rows ? own : 12};
