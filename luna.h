@@ -283,7 +283,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_open_bytes") \
   /* several ranks */ \
   X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models " \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
     "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
@@ -660,10 +660,10 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
    the whole (of LUNA_PARALLEL_DATA on a GPU, dropout by that in the part), a mean loss divides by the labels of all
    ranks, and luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
    ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
-   names and file, and luna_input_layer_fit of the same data. Files say nothing of ranks: rank 0 saves, any number of
-   ranks goes on. Each begin compares the ranks' builds, options, models and steps, each forward of a model their
-   inputs: LUNA_MISMATCH, with a sentence that names rank and difference. In a scope that is recomputed nothing is sent
-   a second time.
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
    Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
    memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
    long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
@@ -2098,6 +2098,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
+#define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -9606,7 +9607,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.options.collective) {
     const luna_collective *c = first.options.collective;
-    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
@@ -9698,16 +9699,16 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
   void *memory;
   int r, i;
-  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
-    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
   *all = (int64_t *)memory;
   if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
   for (r = 0; r < ranks; r++)
     for (i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
   return true;
 }
@@ -14080,7 +14081,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r;
+  int64_t mine[3], *all, *parts, b, r, from = 0;
   void *memory;
   lunai_cut *made;
   if (!c) return true;
@@ -14105,9 +14106,10 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
     made->whole += own;
     if (rows || own == 0) continue;
     if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
                         made->other) != NULL;
     made->other = all[3 * r];
+    from = r;
     made->longest = lunai_max(made->longest, all[3 * r + 2]);
   }
   made->own = mine[1];
@@ -14286,20 +14288,12 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
-typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
-LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
-  lunai_border b;
-  int r;
-  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
-  b.first = b.end - part->parts[rank];
-  return b;
-}
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int rank = op->ctx->collective.rank;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t b, j, at;
+  int64_t b, j, at, end;
   int r;
   (void)count;
   if (!op->received) {
@@ -14308,15 +14302,13 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0; r < rank; r++) {
-      const lunai_border from = lunai_border_of(op->part, r);
-      for (j = 0; j < rows; j++) {
-        at = op->part->first - rows + j;
-        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+    for (r = 0, end = 0; r < rank; r++)
+      for (end += op->part->parts[r], j = 0; j < rows; j++) {
+        at = op->part->first - rows + j; /* in the whole */
+        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
                  (size_t)d * sizeof(float));
       }
-    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
@@ -14326,13 +14318,13 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t b, j, at, i;
+  int64_t b, j, at, i, later = end;
   int r;
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
     for (j = 0; j < rows; j++) {
-      at = lunai_border_of(op->part, r).first - rows + j;
+      at = later - rows + j;
       for (b = 0; b < batch && at >= first && at < end; b++)
         for (i = 0; i < d; i++)
           in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
