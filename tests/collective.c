@@ -21,6 +21,7 @@ typedef struct run {
   int64_t length, batch;
   const luna_backend *backend;
   int accumulated;                   /* losses a step; 0: 1 */
+  int64_t vocab;                     /* of the logits; 0: VOCAB. More than 1024 are computed by panels */
   int threads;
   luna_isa isa;
   /* parts [ranks] of the batch or of the rows */
@@ -110,14 +111,14 @@ static luna_status model_init(model *m, luna_params *params, const run *r) {
   luna_masked_lm_config masked = {0};
   luna_seq2seq_config seq2seq = {0};
   luna_lm_config lm = r->lm;
-  lm.vocab = masked.vocab = seq2seq.vocab = classifier.vocab = VOCAB;
+  masked.vocab = seq2seq.vocab = classifier.vocab = VOCAB;
+  lm.vocab = seq2seq.target_vocab = r->vocab ? r->vocab : VOCAB;
   lm.features = classifier.features = masked.features = seq2seq.features = r->features ? FEATURES : 0;
   lm.outputs = r->features ? VOCAB : 0;
   classifier.encoder = masked.encoder = seq2seq.encoder = r->encoder;
   classifier.classes = r->value ? 1 : CLASSES;
   classifier.pooling = r->pooling;
   classifier.per_step = r->kind == PER_STEP, classifier.pair = r->kind == PAIR;
-  seq2seq.target_vocab = VOCAB;
   switch (r->kind) {
     case LM: return luna_lm_init(&m->lm, params, &lm);
     case MASKED: return luna_masked_lm_init(&m->masked, params, &masked);
@@ -345,6 +346,9 @@ static void data_parallel(void) {
   far.allocate = far_allocate, far.release = far_release;
   r.backend = &far;
   check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, lm of many tokens", LM);
+  r.vocab = 1500;
+  check(&r, LUNA_PARALLEL_DATA);
   r = run_of("data, seq2seq", SEQ2SEQ);
   r.with_lengths = true;
   set_dropout(&r.encoder.layer);
@@ -404,6 +408,9 @@ static void sequence_parallel(void) {
   check(&r, LUNA_PARALLEL_SEQUENCE);
   r = run_of("rows, lm, linear attention", LM);
   r.lm.layer.attention = LUNA_ATTENTION_LINEAR;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, seq2seq of many tokens", SEQ2SEQ);
+  r.vocab = 1500;
   check(&r, LUNA_PARALLEL_SEQUENCE);
   r = run_of("rows, seq2seq, lengths, dropout", SEQ2SEQ);
   r.with_lengths = true;
@@ -713,7 +720,14 @@ static void alone(void) {
 }
 
 /* the first half of a run is saved by 2 ranks; the second half runs on any number */
-typedef struct resumed { bool save; char bytes[1 << 18]; size_t size; double loss[4]; } resumed;
+enum { CURVE = TEST_QUICK ? 20 : 150 };
+typedef struct resumed {
+  bool save;
+  int steps;
+  char bytes[1 << 18];
+  size_t size;
+  double loss[CURVE];
+} resumed;
 static bool resumed_write(void *user, const void *bytes, size_t size) {
   resumed *r = (resumed *)user;
   if (r->size + size > sizeof r->bytes) return false;
@@ -735,7 +749,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   model_init(&net, params, &r);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
   if (!s->save) rank_check(luna_load_training_bytes(adam, s->bytes, s->size) == LUNA_OK, ctx, "load");
-  for (int step = 0; step < 4; step++) {
+  for (int step = 0; step < s->steps; step++) {
     const int64_t at[2] = {rows ? 0 : first, rows ? first : 0}, size[2] = {rows ? 4 : own, rows ? own : 12};
     data d = data_of(&r, step + (s->save ? 0 : 4), at[0], size[0], at[1], size[1], 0, 1);
     luna_begin_step(ctx);
@@ -758,6 +772,7 @@ static void checkpoints(void) {
   for (int mode = 0; mode < 2; mode++) {
     memset(first, 0, sizeof *first);
     first->save = true;
+    first->steps = 4;
     hub_open(&h, 2, (luna_parallelism)mode);
     hub_run(&h, resumed_main, first);
     hub_close(&h);
@@ -774,6 +789,26 @@ static void checkpoints(void) {
     }
   }
   free(first), free(other);
+}
+
+/* many steps: rounding stays rounding */
+static void curves(void) {
+  resumed *one = (resumed *)common_alloc(sizeof *one), *many = (resumed *)common_alloc(sizeof *many);
+  hub h;
+  one->save = many->save = true;
+  one->steps = many->steps = CURVE;
+  resumed_main(one, NULL);
+  CHECK(one->loss[CURVE - 1] < one->loss[0], "the loss rises from %.4f to %.4f", one->loss[0], one->loss[CURVE - 1]);
+  for (int mode = 0; mode < 2; mode++) {
+    double worst = 0;
+    many->size = 0;
+    hub_open(&h, 3, (luna_parallelism)mode);
+    hub_run(&h, resumed_main, many);
+    hub_close(&h);
+    for (int i = 0; i < CURVE; i++) worst = fmax(worst, fabs(many->loss[i] / one->loss[i] - 1));
+    CHECK(worst < 1e-4, "mode %d: in %d steps losses differ by %.2g", mode, CURVE, worst);
+  }
+  free(one), free(many);
 }
 
 /* a block of the bytes that a measuring context counted, which calls nothing of the collective */
@@ -824,6 +859,7 @@ int main(void) {
   inference();
   alone();
   checkpoints();
+  curves();
   measured();
   data_parallel();
   sequence_parallel();
