@@ -657,8 +657,8 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
                              in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
                              alike, are those of whole sequences. luna.h finds each rank's first row by itself
    A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
-   the whole (of LUNA_PARALLEL_DATA on a GPU, dropout by that in the part), a mean loss divides by the labels of all
-   ranks, and luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
    ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
    names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
    mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
@@ -12447,6 +12447,10 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   return lunai_abandon(s);
 }
 
+/* A device's dropout does not know of ranks: each has op numbers of its own there. */
+LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
+  return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+}
 /* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
 LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
@@ -12494,9 +12498,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
-  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
-  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
