@@ -144,7 +144,7 @@ static luna_tensor *logits(const luna_input *input) {
 
 static luna_optimizer *optimizer_open(luna_params *params) {
   const bool authors = own.settings == AUTHORS, quick = own.settings == SMALL;
-  return luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .beta2 = quick ? 0.999f : 0.98f, .epsilon = authors || quick ? 1e-8f : 1e-9f,
+  return luna_adamw(params, &(luna_optimizer_config){ .lr = (float)set.lr, .beta2 = quick ? 0.999f : 0.98f, .epsilon = authors || quick ? 1e-8f : 1e-9f,
     .weight_decay = (float)own.weight_decay, .clip = quick ? 1 : 0, .schedule = { .decay = own.decay ? LUNA_DECAY_COSINE : LUNA_DECAY_INVERSE_SQRT,
       .warmup = own.warmup, .total = set.steps, .floor = own.decay && quick ? 0.05f : 0 } });
 }

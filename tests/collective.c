@@ -698,7 +698,7 @@ static void alone_main(void *user, const luna_collective *collective) {
     luna_stream *stream = luna_stream_open(&net.lm, NULL);
     float *logits = common_floats(VOCAB), *all = common_floats(12 * VOCAB);
     luna_begin_inference(other);
-    CHECK(luna_read(luna_lm_forward(&same.lm, &d.input), all) == LUNA_OK, "%s", luna_error(other));
+    rank_check(luna_read(luna_lm_forward(&same.lm, &d.input), all) == LUNA_OK, other, "inference");
     for (int i = 0; i < 12; i++) {
       const float *y = luna_stream_step(stream, d.tokens + i);
       if (y) memcpy(logits, y, VOCAB * sizeof *logits);
@@ -762,7 +762,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   }
   if (rank == 0 && s->save) {
     luna_io io = { NULL, resumed_write, s, 0 };
-    CHECK(luna_save_training_io(adam, &io) == LUNA_OK, "%s", luna_error(ctx));
+    rank_check(luna_save_training_io(adam, &io) == LUNA_OK, ctx, "save");
   }
   luna_close(ctx);
 }
