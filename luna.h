@@ -119,6 +119,11 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   SEVERAL RANKS
+     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
+     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
+     more than numbers of P's size (>>parallel).
+
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
      peak, by scope, as a table or JSON. The examples that train take --profile FILE.
@@ -230,7 +235,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
+  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -266,7 +271,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
+    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
+    "version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -281,8 +287,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_open_bytes") \
   /* several ranks */ \
   X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
-    "calls") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
     "attention, or LUNA_PARALLEL_DATA") \
@@ -658,22 +664,25 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
      LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
                              in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
                              alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
-   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
-   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
-   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
-   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
-   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
-   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
-   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
-   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c. */
 typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
 typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
-   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
-   run. Example, from MPI: examples/mpi.h. */
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
 typedef struct luna_collective {
   luna_parallelism mode;
   int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
@@ -880,8 +889,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 #ifndef LUNA_ONLY_STREAM
 /* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
    [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
-   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
    luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
    rank's loss is a part of one loss, which is their sum. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
@@ -1912,7 +1921,7 @@ typedef struct luna_op {
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2100,6 +2109,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
+#define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2207,8 +2217,8 @@ typedef struct lunai_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
-  int64_t run;                       /* e + first */
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
+  int64_t run;                       /* run 0: e + first */
 } lunai_dropout;
 LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
   return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
@@ -9618,7 +9628,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.options.collective) {
     const luna_collective *c = first.options.collective;
-    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
@@ -9710,16 +9720,16 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
   void *memory;
   int r, i;
-  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
-    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
   *all = (int64_t *)memory;
   if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
   for (r = 0; r < ranks; r++)
     for (i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
   return true;
 }
@@ -9742,7 +9752,8 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -9775,6 +9786,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 #endif
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -9798,9 +9810,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
-  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+  if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -11170,7 +11182,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
-  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+  if (!op->outside) return 0;
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
 }
 LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
   return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
@@ -12488,6 +12501,10 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   return lunai_abandon(s);
 }
 
+/* A device's dropout does not know of ranks: each has op numbers of its own there. */
+LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
+  return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+}
 /* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
 LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
@@ -12535,9 +12552,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
-  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
-  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
@@ -14122,7 +14139,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r;
+  int64_t mine[3], *all, *parts, b, r, from = 0;
   void *memory;
   lunai_cut *made;
   if (!c) return true;
@@ -14147,9 +14164,10 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
     made->whole += own;
     if (rows || own == 0) continue;
     if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
                         made->other) != NULL;
     made->other = all[3 * r];
+    from = r;
     made->longest = lunai_max(made->longest, all[3 * r + 2]);
   }
   made->own = mine[1];
@@ -14236,7 +14254,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   luna_custom custom;
   luna_tensor *y;
   void *memory;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
   memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
@@ -14328,20 +14346,12 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
-typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
-LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
-  lunai_border b;
-  int r;
-  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
-  b.first = b.end - part->parts[rank];
-  return b;
-}
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int rank = op->ctx->collective.rank;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t b, j, at;
+  int64_t b, j, at, end;
   int r;
   (void)count;
   if (!op->received) {
@@ -14350,15 +14360,13 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0; r < rank; r++) {
-      const lunai_border from = lunai_border_of(op->part, r);
-      for (j = 0; j < rows; j++) {
-        at = op->part->first - rows + j;
-        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+    for (r = 0, end = 0; r < rank; r++)
+      for (end += op->part->parts[r], j = 0; j < rows; j++) {
+        at = op->part->first - rows + j; /* in the whole */
+        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
                  (size_t)d * sizeof(float));
       }
-    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
@@ -14368,13 +14376,13 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t b, j, at, i;
+  int64_t b, j, at, i, later = end;
   int r;
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
     for (j = 0; j < rows; j++) {
-      at = lunai_border_of(op->part, r).first - rows + j;
+      at = later - rows + j;
       for (b = 0; b < batch && at >= first && at < end; b++)
         for (i = 0; i < d; i++)
           in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
@@ -14391,8 +14399,8 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   op.part = x->part;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
-                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
+                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -15037,7 +15045,8 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   size_t bytes;
   void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  if (lunai_on_device(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
   bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
   o = (lunai_outside *)memory;
@@ -15677,8 +15686,8 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
-   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
+   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
 LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
@@ -17738,7 +17747,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+                                        (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
   for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
