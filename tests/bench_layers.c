@@ -50,7 +50,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, b
   b->training = training;
   if (causal) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
-  b->adam = luna_adam(b->params, &(luna_adamw_config){.lr = 1e-4f});
+  b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
   if (!b->adam) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
@@ -178,7 +178,7 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
   b->ctx = luna_open(&options);
   params = luna_params_open(b->ctx);
   if (luna_classifier_init(&b->model, params, &config) != LUNA_OK) fprintf(stderr, "%s\n", luna_error(b->ctx)), exit(1);
-  b->adam = luna_adam(params, &(luna_adamw_config){.lr = 1e-4f});
+  b->adam = luna_adam(params, &(luna_optimizer_config){.lr = 1e-4f});
   b->tokens = (int32_t *)malloc((size_t)(batch * n) * sizeof(int32_t));
   for (int64_t i = 0; i < batch * n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;

@@ -116,7 +116,7 @@ static void gpt_rows(int threads) {
     b[i].lm_loss = i == LM_LOSS;
     params = luna_params_open(b[i].ctx);
     if (luna_lm_init(&b[i].model, params, &config) != LUNA_OK) must(b[i].ctx);
-    b[i].adam = luna_adamw(params, &(luna_adamw_config){.lr = 1e-4f});
+    b[i].adam = luna_adamw(params, &(luna_optimizer_config){.lr = 1e-4f});
     b[i].tokens = (int32_t *)malloc((B * T + 1) * sizeof(int32_t));
     for (int64_t t = 0; t <= B * T; t++) b[i].tokens[t] = (int32_t)(t * 7919 % VOCAB);
     snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens%s", b[i].lm_loss ? ", luna_lm_loss" : "");
@@ -164,7 +164,7 @@ static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, l
   b->ctx = luna_open(&options);
   params = luna_params_open(b->ctx);
   if (luna_classifier_init(&b->model, params, &config) != LUNA_OK) must(b->ctx);
-  b->adam = training ? luna_adamw(params, &(luna_adamw_config){.lr = 1e-4f}) : NULL;
+  b->adam = training ? luna_adamw(params, &(luna_optimizer_config){.lr = 1e-4f}) : NULL;
   b->tokens = (int32_t *)malloc((size_t)n * sizeof(int32_t));
   for (int64_t i = 0; i < n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   b->n = n;

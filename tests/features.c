@@ -314,7 +314,7 @@ static void check_models(void) {
   snprintf(path, sizeof path, "%s/features_test.safetensors", build ? build : "build");
   for (int which = 0; which < MODELS; which++) {
     const char *what = model_names[which];
-    luna_adamw_config slow = {0};
+    luna_optimizer_config slow = {0};
     luna_model m, loaded;
     int64_t count, other;
     luna_ctx *ctx = ctx_open(5, 1), *next = ctx_open(6, 2);

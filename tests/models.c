@@ -939,7 +939,7 @@ static void counting_task(uint64_t step, int32_t *tokens, int32_t *lengths, int3
 /* trains on the task and returns the mean loss of the last 10 steps, in parts of ln 2; NaN when something failed */
 static double train_classifier(luna_params *params, const luna_classifier *model, int steps, float lr) {
   luna_ctx *ctx = model->projection->ctx;
-  luna_adamw_config config = {0};
+  luna_optimizer_config config = {0};
   config.lr = lr;
   luna_optimizer *adam = luna_adamw(params, &config);
   int32_t tokens[TASK_BATCH * TASK_N], lengths[TASK_BATCH], labels[TASK_BATCH];
@@ -987,7 +987,7 @@ static void check_lm_trains(luna_attention_kind kind) {
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   luna_lm_config config = {0};
-  luna_adamw_config adamw = {0};
+  luna_optimizer_config adamw = {0};
   int32_t tokens[4 * 24], labels[4 * 24];
   double last = NAN;
   config.vocab = 5, config.layers = 1, config.memory = 4;
@@ -1253,7 +1253,7 @@ static void check_hook_lm(void) {
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   luna_lm_config config = {0};
-  luna_adamw_config adamw = {0};
+  luna_optimizer_config adamw = {0};
   int32_t *tokens = common_tokens(20, 3, 5);
   float *before, *after;
   double first = 0, last = 0;
@@ -1412,7 +1412,7 @@ static void check_composed(void) {
   luna_ctx *ctx = ctx_open();
   luna_params *set[2];
   lookup model[2];
-  luna_adamw_config adamw = {0};
+  luna_optimizer_config adamw = {0};
   int32_t list[LISTS * LENGTH], asked[LISTS], labels[LISTS], lengths[LISTS];
   float *y[2];
   double sum = 0;
@@ -1566,7 +1566,7 @@ static void check_memory_trains(void) {
   luna_params *params = luna_params_open(ctx);
   luna_classifier model;
   luna_classifier_config config = {0};
-  luna_adamw_config adamw = {0};
+  luna_optimizer_config adamw = {0};
   int32_t tokens[3][16 * SEGMENT], labels[16];
   double sum = 0;
   adamw.lr = 1e-2f;
@@ -1935,9 +1935,9 @@ static void unread_open(unread *u, luna_encoder_config encoder, luna_pooling poo
   common_params(u->params, 61);
 }
 static luna_optimizer *unread_optimizer(luna_params *params, int kind) {
-  const luna_sgd_config sgd = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f, .clip = 1};
-  const luna_adamw_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .clip = 1};
-  const luna_apollo_config apollo = {.weight_decay = 0.1f, .clip = 1};
+  const luna_optimizer_config sgd = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f, .clip = 1};
+  const luna_optimizer_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .clip = 1};
+  const luna_optimizer_config apollo = {.weight_decay = 0.1f, .clip = 1};
   const luna_param_group group = {.name = "layers.", .lr = 2, .weight_decay = 0.2f};
   luna_optimizer *o = kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
   CHECK(luna_optimizer_group(o, &group) == LUNA_OK, "a group that decays what has no gradient");
@@ -2399,7 +2399,7 @@ static void check_exhaustive(uint64_t seed) {
   if (translator_open(&t, &config, seed)) {
     int32_t *source = common_tokens(SOURCE, seed, VOCAB), out[SHORT], length = -1;
     float score = NAN;
-    const luna_norm_layer *last = &t.model.layers[t.model.config.decoder_layers - 1].final_norm;
+    const luna_norm_layer *last = &t.model.layers[t.model.config.decoder_layers - 1].feed_forward.norm;
     last->weight->data[0] = 0, last->bias->data[0] = 1; /* what the output sees has a 1 in front: a bias, -30 for the impossible */
     for (int token = 0; token < WIDE; token++) t.model.output->data[token * DIM] = token < LIVE ? 0 : -30;
     for (int j = 0; j < 5; j++)
@@ -2512,7 +2512,7 @@ static void check_search_refusals(void) {
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
-      float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].fc1.weight->data[5];
+      float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].feed_forward.fc1.weight->data[5];
       const float kept = *at;
       *at = odd[i % 3];
       luna_beam_config search = good;

@@ -218,10 +218,12 @@ static void op_sum(trial *t, int v) {
 static void op_mean(trial *t, int v) {
   give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
 }
-static void op_sum_all(trial *t, int v) {
-  luna_tensor *x = in3(t, SIZE(2, 9), 3, SIZE(4, 67));
-  give(t, v ? luna_mean_all(x) : luna_sum_all(x));
-}
+#define UNARY_CASE(name) \
+  static void op_##name(trial *t, int v) { \
+    give(t, luna_##name(v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : in2(t, SIZE(3, 70), v == 1 ? SIZE(7, 1031) : 1))); \
+  }
+COMMON_UNARY(UNARY_CASE)
+#undef UNARY_CASE
 static void op_cumsum(trial *t, int v) {
   give(t, luna_cumsum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200)), v % 3));
 }
@@ -753,7 +755,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"scale", op_scale, 2},
                                    {"sum", op_sum, 4},
                                    {"mean", op_mean, 4},
-                                   {"sum_all", op_sum_all, 2},
+#define UNARY_ROW(name) {#name, op_##name, 3},
+                                   COMMON_UNARY(UNARY_ROW)
+#undef UNARY_ROW
                                    {"cumsum", op_cumsum, 4},
                                    {"transpose", op_transpose, 3},
                                    {"matmul", op_matmul, 20},
