@@ -15723,7 +15723,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/golden.c and tests/models.c.
+   tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
@@ -16023,6 +16023,7 @@ typedef struct lunai_model_config {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
   luna_seq2seq_config seq2seq;
+  luna_lm_config lm;                 /* whose fields are others */
 } lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
@@ -17265,23 +17266,10 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
 LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
   return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
-LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
-  luna_ctx *ctx = s->params->ctx;
-  luna_lm_config c;
-  lunai_st_text kind;
-  memset(&c, 0, sizeof c);
-  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
-  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
-      !lunai_has_layers(ctx, st, c.layers)) return false;
-  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
-}
-
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
   m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_LM) return luna_lm_init(&model->lm, params, &m->lm);
   if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
@@ -17302,10 +17290,13 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   if (wanted && wanted != model->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
                              kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
-  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
-  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
-      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  if (model->kind == LUNA_MODEL_LM ?
+      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
+    return false;
+  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
@@ -17902,7 +17893,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
    the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
-   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
