@@ -172,8 +172,8 @@
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
    CONTENTS (search for the tag)
-     1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
-                          >>models >>trainer >>stream >>backend
+     1. Public API        >>status >>errors >>functions >>context >>parallel >>tensors >>ops >>params >>checkpoints
+                          >>layers >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
                           >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
                           >>layers >>models >>trainer >>checkpoints >>stream */
@@ -230,7 +230,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did */
+  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -262,7 +262,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, or a backend of another version)") \
+    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -275,6 +275,13 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
   X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
     "luna_stream_open_bytes") \
+  /* several ranks */ \
+  X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
+    "calls") \
+  X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
+  X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
+    "attention, or LUNA_PARALLEL_DATA") \
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
@@ -582,7 +589,10 @@ typedef struct luna_attention_args {
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
   const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
-  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
+  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
+  /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
+     dropout_run 0: e + dropout_first */
+  int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
 } luna_attention_args;
 #ifndef LUNA_ONLY_STREAM
@@ -602,6 +612,7 @@ typedef struct luna_causal_args {
   int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  struct lunai_outside *outside;     /* null; luna.h's own */
   luna_run run;
 } luna_causal_args;
 #ifndef LUNA_ONLY_STREAM
@@ -632,6 +643,39 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
    side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
+/* >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
+   collective, makes the same model and the same calls in the same order. Two ways to share the work:
+     LUNA_PARALLEL_DATA      a rank has sequences of its own: luna_input.batch and its arrays are its part of the batch,
+                             in rank order; parts may differ in number, or be empty; n is the same on all ranks
+     LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
+                             in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
+                             alike, are those of whole sequences. luna.h finds each rank's first row by itself
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
+   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
+   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
+   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
+   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
+   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
+   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
+   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
+   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
+typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
+   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
+   run. Example, from MPI: examples/mpi.h. */
+typedef struct luna_collective {
+  luna_parallelism mode;
+  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
+  /* buffer: `count` floats or doubles, in place, of all ranks added up */
+  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
+  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
+  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
+  void *user;
+} luna_collective;
+
 typedef struct luna_options {
   int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
@@ -646,6 +690,7 @@ typedef struct luna_options {
   void *log_user;
   luna_form form;                    /* 0 = by cost */
   const luna_backend *backend;       /* 0 = this CPU */
+  const luna_collective *collective; /* other ranks; copied; 0 = none */
 } luna_options;
 
 /* Null options: all defaults. Returns null when out of memory, the block is too small or an option is invalid;
@@ -761,6 +806,7 @@ typedef struct luna_tensor {
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
+  const struct lunai_cut *part;     /* of which whole it is this rank's part; null: it is whole */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -821,6 +867,17 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
    All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
    made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
+#endif
+
+#ifndef LUNA_ONLY_STREAM
+/* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
+   [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
+   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
+   rank's loss is a part of one loss, which is their sum. */
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
 #endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
@@ -1846,6 +1903,7 @@ typedef struct luna_op {
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2134,7 +2192,16 @@ LUNAI_INLINE int64_t lunai_claim(uint32_t *taken, int64_t piece, int64_t thread,
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
-typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+typedef struct lunai_dropout {
+  uint64_t seed;
+  uint32_t op, step, threshold;
+  float keep;
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
+  int64_t run;                       /* e + first */
+} lunai_dropout;
+LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
+  return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
+}
 LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
   lunai_dropout d;
@@ -2199,7 +2266,11 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
 typedef luna_attention_args lunai_attention;
 typedef luna_causal_args lunai_causal;
 LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
-  return lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+  lunai_dropout d = lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+  d.first = (uint64_t)a->dropout_first;
+  d.run = a->dropout_run;
+  d.skip = (uint64_t)a->dropout_skip;
+  return d;
 }
 LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
@@ -2219,6 +2290,17 @@ typedef struct lunai_unpack {
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
 
+/* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
+   sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
+typedef struct lunai_outside {
+  void (*scan)(void *op, double *state, int64_t count, bool after);
+  void *op;
+  int64_t position, later;           /* rows of the ranks before, and after */
+  int64_t count;                     /* doubles of all states */
+  bool received;                     /* `before` is there */
+  double *before, *after;            /* the mean over the rows before; room for the sum over those after */
+} lunai_outside;
+
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
 typedef struct lunai_causal_luna {
@@ -2235,6 +2317,7 @@ typedef struct lunai_causal_luna {
   double *mean_ka, *mean_av;
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
+  lunai_outside *outside;            /* null: the rows are all there are, or streaming */
 } lunai_causal_luna;
 
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
@@ -2357,8 +2440,6 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
                    float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const lunai_target *t)) \
-  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
-  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
   R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
                          float *stats)) \
@@ -3884,13 +3965,15 @@ LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n,
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
   uint32_t counter[4], word[4];
+  uint64_t place;
   if (d->threshold == 0) return 1.0f;
-  counter[0] = (uint32_t)(element / 8);
-  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
+  place = lunai_dropout_place(d, element);
+  counter[0] = (uint32_t)(place / 8);
+  counter[1] = (uint32_t)(place / 8 >> 32);
   counter[2] = d->op;
   counter[3] = d->step;
   lunai_philox(counter, d->seed, word);
-  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+  return (word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
 }
 LUNAI_FN void lunai_dropout_reference(const lunai_dropout *d, int64_t first, int64_t n, const float *x, float *y,
                                       bool accumulate) {
@@ -3958,12 +4041,19 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
 #define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
 
-/* ---- maps ---- */
+/* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
     int64_t i; \
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
+  }
+#define LUNAI_SHORT_MAP(name, arguments, y, value) \
+  LUNAI_FN void LUNAI_K(name) arguments { \
+    int64_t i = 0; \
+    for (; n - i >= VF; i += VF) LUNAI_PUT(y, value); \
+    if (i < n) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
@@ -3974,12 +4064,13 @@ LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, co
 LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
   LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
 }
-LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
-LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
+LUNAI_SHORT_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
+LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
           vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
@@ -4072,7 +4163,7 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
    the sum of exp is NaN then */
-LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -4219,9 +4310,37 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
    ---- */
-/* sum of exp(x - shift) */
-LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
-  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
+/* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
+LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_t row, const lunai_row_sums *s) {
+  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) :
+                         s->exps == 0 ? -(double)INFINITY : s->exps;
+  double result = log_sum + ((double)s->shift - (double)s->label);
+  if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+  if (a->lse) a->lse[row] = (float)((double)s->shift + log_sum);
+  a->loss[row] = (float)result;
+}
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
+  const lunai_row_sums none = { 0, 0, (float)-INFINITY, 0 };
+  int64_t row;
+  for (row = 0; row < a->rows; row++) {
+    const float *logits = a->logits + row * a->logits_row;
+    const int64_t label = a->labels[row] - a->first;
+    lunai_row_sums s = a->first == 0 ? none : a->sums[row];
+    float shift;
+    if (a->labels[row] < 0) {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+      continue;
+    }
+    shift = LUNAI_K(softmax_shift)(a->columns, logits, s.shift);
+    if (s.exps != 0 && shift > s.shift) s.exps *= (double)LUNAI_K(exp1)(s.shift - shift);
+    s.exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
+    if (shift != 0 || s.exps != 0) s.shift = shift; /* not of columns of -Inf alone */
+    if (a->smoothing > 0) s.logits += LUNAI_K(sum)(a->columns, logits);
+    if (label >= 0 && label < a->columns) s.label = logits[label];
+    if (a->first + a->columns == a->classes) LUNAI_K(cross_entropy_finish)(a, row, &s);
+    else a->sums[row] = s;
+  }
 }
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
@@ -4272,7 +4391,23 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
           const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
-        for (i = 0; i < n; i += VF) {
+        for (i = 0; n - i >= 4 * VF; i += 4 * VF) {
+          const float *start = backward || base > 0 ? y_at + i : bias ? bias + first + i : NULL;
+          vf sum0 = start ? vf_load(start) : vf_zero(), sum1 = start ? vf_load(start + VF) : vf_zero();
+          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero(), sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
+          for (k = low; k < count; k++) {
+            const float *tap = taps + k * LUNAI_TAP_COLUMNS + i, *x_at = from[k] + i;
+            sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
+            sum1 = vf_fma(vf_load(tap + VF), vf_load(x_at + VF), sum1);
+            sum2 = vf_fma(vf_load(tap + 2 * VF), vf_load(x_at + 2 * VF), sum2);
+            sum3 = vf_fma(vf_load(tap + 3 * VF), vf_load(x_at + 3 * VF), sum3);
+          }
+          vf_store(y_at + i, sum0);
+          vf_store(y_at + i + VF, sum1);
+          vf_store(y_at + i + 2 * VF, sum2);
+          vf_store(y_at + i + 3 * VF, sum3);
+        }
+        for (; i < n; i += VF) {
           vf sum = backward || base > 0 ? LUNAI_GET(y_at) : bias ? LUNAI_GET(bias + first) : vf_zero();
           for (k = low; k < count; k++) sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
           LUNAI_PUT(y_at, sum);
@@ -4410,9 +4545,11 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
 LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
   while (n > 0) {
-    const int64_t skip = first % 8, count = lunai_min(n, 64 - skip);
+    const uint64_t at = lunai_dropout_place(d, first);
+    const int64_t skip = (int64_t)(at % 8);
+    const int64_t count = lunai_min(d->run ? lunai_min(n, d->run - first % d->run) : n, 64 - skip);
     const bool whole = count == 64;
-    LUNAI_K(dropout_block)(d, (uint64_t)first / 8, whole ? mask : block);
+    LUNAI_K(dropout_block)(d, at / 8, whole ? mask : block);
     if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
     first += count;
     mask += count;
@@ -4523,47 +4660,6 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 }
 #undef LUNAI_GET
 #undef LUNAI_PUT
-
-#elif !defined(LUNAI_PASS)
-
-/* ---- cross-entropy, driver ---- */
-LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = kernels->softmax_shift(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
-  s->exps += kernels->sum_exp(a->columns, logits, shift);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)lunai_log1_scalar((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
-                 s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
-}
-LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -4647,7 +4743,8 @@ LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
         const float *g = a->grad_out + r.out;
         const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
-                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
+                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
+                     (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
           const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
@@ -4974,9 +5071,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_log_sum_exp);
-}
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
@@ -4987,7 +5082,7 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
+  if (lunai_is_sparse(a)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -5139,7 +5234,7 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, false)) {
+  if (lunai_is_sparse(a)) {
     lunai_run_sparse(kernels, a, parallel, scratch);
     return;
   }
@@ -5165,6 +5260,7 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
     lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
+    if (a->grad_log_sum_exp) delta[i] -= a->grad_log_sum_exp[at];
     if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
@@ -5292,7 +5388,7 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, true)) {
+  if (lunai_is_sparse(a)) {
     lunai_run_sparse_backward(kernels, a, parallel, scratch);
     return;
   }
@@ -5483,13 +5579,13 @@ LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
 }
 LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a, false)) lunai_sparse_rows(a, false);
+  if (lunai_is_sparse(a)) lunai_sparse_rows(a, false);
   else lunai_dense_reference(a);
 }
 LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
                                                  void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a, true)) lunai_sparse_rows(a, true);
+  if (lunai_is_sparse(a)) lunai_sparse_rows(a, true);
   else lunai_dense_backward_reference(a);
 }
 
@@ -6559,6 +6655,8 @@ typedef struct lunai_sweep {
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
+  lunai_outside *outside;            /* or null */
+  bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
@@ -6612,6 +6710,14 @@ LUNAI_INLINE double *lunai_sweep_carried(const lunai_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
+/* whether there are rows before the first chunk */
+LUNAI_INLINE bool lunai_sweep_continues(const lunai_sweep *s) {
+  if (!s->outside) return s->position > 0;
+  return !s->summing && (s->reverse ? s->outside->later : s->outside->position) > 0;
+}
+LUNAI_INLINE double *lunai_sweep_outside(const lunai_sweep *s, int64_t item) {
+  return (s->reverse ? s->outside->after : s->outside->before) + item * s->unit * s->slots;
+}
 /* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
 LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item, int64_t k, int64_t place,
                                               int64_t thread) {
@@ -6624,8 +6730,8 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
   c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
   c.before = (double)(s->position + c.first);
-  c.begins = k == 0 && s->position == 0;
-  c.last = k == s->chunks - 1 && !s->exchange;
+  c.begins = k == 0 && !lunai_sweep_continues(s);
+  c.last = k == s->chunks - 1 && !s->exchange && !s->summing;
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
   c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
@@ -6644,8 +6750,15 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
 }
 
 LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
-  if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
-  else memset(carried, 0, (size_t)lunai_sweep_state(s, item) * sizeof(double));
+  const size_t bytes = (size_t)lunai_sweep_state(s, item) * sizeof(double);
+  if (s->outside && lunai_sweep_continues(s)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
+  else if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
+  else memset(carried, 0, bytes);
+}
+LUNAI_FN void lunai_sweep_end(const lunai_sweep *s, int64_t item, double *carried) {
+  if (s->exchange) s->exchange(s->args, item, carried, true);
+  if (s->summing)
+    memcpy(lunai_sweep_outside(s, item), carried, (size_t)lunai_sweep_state(s, item) * sizeof(double));
 }
 
 /* each thread sweeps whole items */
@@ -6660,9 +6773,9 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, thread, thread);
       s->sum(s->args, &c);
       lunai_sweep_scan(s, &c, carried, 0, lunai_sweep_state(s, item));
-      s->output(s->args, &c);
+      if (!s->summing) s->output(s->args, &c);
     }
-    if (s->exchange) s->exchange(s->args, item, carried, true);
+    lunai_sweep_end(s, item, carried);
   }
 }
 
@@ -6696,9 +6809,29 @@ LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   }
 }
 
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch);
+/* What the other ranks' rows add: this rank's sums go out, those of the ranks before, or after, come back. */
+LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
+  lunai_outside *o = s->outside;
+  double *state = lunai_sweep_outside(s, 0);
+  int64_t i;
+  s->position = s->reverse ? o->position : 0;
+  if (s->reverse || !o->received) {
+    s->summing = true;
+    memset(state, 0, (size_t)o->count * sizeof(double));
+    lunai_sweep_run(s, parallel, scratch);
+    s->summing = false;
+    for (i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
+    o->scan(o->op, state, o->count, s->reverse);
+    for (i = 0; !s->reverse && o->position > 0 && i < o->count; i++) state[i] /= (double)o->position;
+    o->received = true;
+  }
+  s->position = o->position;
+}
 LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
+  if (s->outside && !s->summing) lunai_sweep_exchange(s, parallel, scratch);
   parallel = lunai_worth(parallel, work);
   (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
   if (lunai_threads(parallel) == 1 || s->window == 1) {
@@ -6709,9 +6842,9 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
   for (s->start = 0; s->start < s->chunks; s->start += s->window) {
     lunai_run(parallel, lunai_sweep_sums, s);
     lunai_run(parallel, lunai_sweep_scans, s);
-    lunai_run(parallel, lunai_sweep_outputs, s);
+    if (!s->summing) lunai_run(parallel, lunai_sweep_outputs, s);
   }
-  for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, lunai_sweep_carried(s, item), true);
+  for (item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
 }
 
 /* ---- parts of a chunk ---- */
@@ -6888,6 +7021,7 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
   s->unit = a->dim * a->value_dim;
   s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
   s->reverse = reverse;
+  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
@@ -6915,7 +7049,7 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
     s.output = lunai_causal_out_x;
     lunai_sweep_run(&s, parallel, scratch);
   }
-  if (a->grad_y || a->grad_z) {
+  if (a->grad_y || a->grad_z || a->outside) {
     lunai_causal_sweep(&s, kernels, a, true);
     s.sum = lunai_causal_sum_xg;
     s.output = lunai_causal_out_yz;
@@ -7098,6 +7232,7 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->unit = 2 * a->head_dim;
   s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
   s->reverse = reverse;
+  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
@@ -7140,7 +7275,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   s.sum = lunai_luna_sum_up;
   s.output = lunai_luna_out_up;
   lunai_sweep_run(&s, parallel, rest);
-  if (!a->grad_k && !a->grad_v && !a->grad_s) return;
+  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.args = &grads;
   s.sum = lunai_luna_sum_down;
@@ -7218,7 +7353,6 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #endif /* LUNAI_PASS_LOOPS */
@@ -7646,6 +7780,7 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   for (b = 0; a->lengths && b < a->batch; b++)
     if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (a->dropout_run < 0) return LUNA_BAD_ARGUMENT;
   if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
   for (b = 0; b < a->pattern_count; b++)
@@ -7700,6 +7835,7 @@ LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal 
   const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
   const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
   *c = *args;
+  c->outside = NULL;
   return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
          lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
          lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
@@ -8820,6 +8956,8 @@ struct luna_ctx {
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
+  luna_collective collective;        /* what options.collective points to, with more than one rank */
+  const luna_params *newest;         /* of its parameter sets */
 #ifndef LUNA_ONLY_STREAM
   lunai_profile *profile, *profiled; /* under way, or null; the last */
 #endif
@@ -9457,6 +9595,12 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!first.kernels || first.options.threads < 0 ||
       !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
+  if (first.options.collective) {
+    const luna_collective *c = first.options.collective;
+    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+        (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
+    first.collective = *c;
+  }
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_on_device(&first)) return NULL;
   if (first.options.block) {
@@ -9469,6 +9613,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
+  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
   if (ctx->backend->open && !ctx->options.measure)
     open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
@@ -9498,6 +9643,116 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   return status;
 }
 
+/* --- ranks --- */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { (void)ctx; return NULL; }
+#else
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
+#endif
+/* What a rank has of a whole: sequences of a batch, or rows of every sequence */
+typedef struct lunai_cut {
+  bool rows;                         /* rows, not sequences */
+  int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
+  int64_t other;                     /* sequences, or the rows of each */
+  int64_t longest;                   /* of the batch's sequences */
+  const int64_t *parts;              /* [ranks] those of each rank */
+} lunai_cut;
+#ifdef LUNA_ONLY_STREAM
+#define lunai_rows_cut(t) ((void)(t), false)
+#else
+LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->part && t->part->rows; }
+#endif
+/* the rows of t's whole sequences, [batch,n,...] */
+LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) { return lunai_rows_cut(t) ? t->part->whole : t->shape[1]; }
+
+/* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
+LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
+  if (!good) lunai_fail(ctx, LUNA_ERROR_COLLECTIVE, name, what, (int64_t)ctx->collective.rank,
+                        (int64_t)ctx->collective.ranks);
+  return good;
+}
+LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
+  const luna_collective *c = lunai_ranks(ctx);
+  int r;
+  if (ctx->status != LUNA_OK) return false;
+  for (r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
+  return !lunai_computes(ctx) || bytes == 0 ||
+         lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
+}
+LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, int64_t count, luna_reduction what) {
+  const luna_collective *c = lunai_ranks(ctx);
+  if (ctx->status != LUNA_OK) return false;
+  return !lunai_computes(ctx) || count == 0 ||
+         lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
+}
+/* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
+LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
+                                 int count, int64_t **all) {
+  const int ranks = lunai_ranks(ctx)->ranks;
+  void *memory;
+  int r, i;
+  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
+    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  *all = (int64_t *)memory;
+  if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
+  for (r = 0; r < ranks; r++)
+    for (i = 0; i < count; i++)
+      if (what[i] && (*all)[r * count + i] != (*all)[i])
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+                          (*all)[i]) != NULL;
+  return true;
+}
+/* the labels that all ranks count */
+LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
+  double all = (double)*counted;
+  if (!lunai_ranks(ctx)) return true;
+  if (!lunai_computes(ctx)) all *= lunai_ranks(ctx)->ranks;
+  if (!lunai_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
+  if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
+                      (int64_t)ctx->collective.rank) != NULL;
+  *counted = (int64_t)all;
+  return true;
+}
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* names and shapes of all parameters */
+LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
+/* at each begin */
+LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
+  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
+                                      "instruction set", "options.form", "options.seed", "call to begin a step",
+                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+  const luna_step_state state = lunai_state_of(ctx, ctx->state);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
+  int64_t mine[LUNAI_LENGTH(what)], *all, r;
+  bool good;
+  ctx->status = LUNA_OK;
+  mine[0] = ctx->collective.rank;
+  mine[1] = LUNA_VERSION_NUMBER;
+  mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
+  mine[3] = ctx->collective.ranks;
+  mine[4] = ctx->collective.mode;
+  mine[5] = ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+  mine[6] = ctx->options.form;
+  mine[7] = (int64_t)ctx->options.seed;
+  mine[8] = ctx->training;
+  mine[9] = (int64_t)state.step;
+  mine[10] = ctx->failure.status;
+  mine[11] = (int64_t)lunai_models_hash(ctx);
+  good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
+  for (r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
+    if (all[r * LUNAI_LENGTH(what)] != r)
+      good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
+  lunai_step_rewind(ctx, mark);
+  if (status == LUNA_OK) return good;
+  ctx->status = status;
+  ctx->error_id = ctx->failure.id;
+  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
+  return false;
+}
+#endif
+
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   luna_status status;
   bool repeated;
@@ -9523,6 +9778,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
   status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+#ifndef LUNA_ONLY_STREAM
+  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+#endif
   return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
@@ -9882,20 +10140,39 @@ LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
 }
 #define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
-LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
+/* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
+LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
+                                        int64_t width) {
   const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->dropout, state->seed, op->dropout_op, (uint32_t)state->step);
+  lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
+#ifndef LUNA_ONLY_STREAM
+  const lunai_cut *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
+  if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
+  if (part && part->rows) {
+    d.run = part->own * width;
+    d.skip = (uint64_t)(part->whole - part->own) * (uint64_t)width;
+  }
+#else
+  (void)count, (void)width;
+#endif
+  return d;
+}
+LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_t width) {
+  return lunai_dropout_in(op, op->dropout, op->dropout_op, count, width);
 }
 LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
-  const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->last_dropout, state->seed, op->last_dropout_op, (uint32_t)state->step);
+  return lunai_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), lunai_last(op->out[0]));
+}
+LUNAI_FN lunai_dropout lunai_result_dropout(const luna_op *op) {
+  const luna_tensor *y = op->out[0];
+  return lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
 }
 LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
 }
 LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
 }
 LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
@@ -10379,7 +10656,7 @@ LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thr
 }
 LUNAI_FN void lunai_ffn_drop(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
-  const lunai_dropout d = lunai_op_dropout(w->op);
+  const lunai_dropout d = lunai_op_dropout(w->op, lunai_rows(w->op->in[0]) * w->hidden, w->hidden);
   int64_t at, n;
   lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
@@ -10425,7 +10702,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_op_dropout(op, lunai_rows(op->in[0]) * f, f);
   int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
   for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out), *dh;
@@ -10841,6 +11118,34 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
   LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
                  LUNA_SETS_GRAD(0))
 
+/* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
+LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
+  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+}
+LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
+  return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
+}
+LUNAI_FN luna_status lunai_outside_status(const luna_op *op) { return op->outside ? op->ctx->status : LUNA_OK; }
+LUNAI_FN void lunai_outside_scan(void *user, double *state, int64_t count, bool after) {
+  const luna_op *op = (const luna_op *)user;
+  const luna_collective *c = lunai_ranks(op->ctx);
+  const double *all = (const double *)op->workspace;
+  int64_t i;
+  int r;
+  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)count * sizeof(double));
+  memset(state, 0, (size_t)count * sizeof(double));
+  for (r = after ? c->rank + 1 : 0; r < (after ? c->ranks : c->rank); r++)
+    for (i = 0; i < count; i++) state[i] += all[r * count + i];
+}
+/* what a causal op's kernel gets: op->outside, as it is for this call */
+LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
+  lunai_outside *o = op->outside;
+  if (!o || !op->workspace) return o;
+  o->op = (void *)(uintptr_t)op;
+  o->after = (double *)op->workspace + lunai_ranks(op->ctx)->ranks * o->count;
+  return o;
+}
+
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
 #define LUNAI_KERNEL_OP(name, kept_floats) \
@@ -10848,20 +11153,22 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
     lunai_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     lunai_##name##_args(op, &a); \
-    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
-    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
+    op->workspace_size = lunai_outside_room(op) + \
+                         lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = lunai_outside_room(op) + \
+                                  lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
   } \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name(&a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
+    lunai_k(op)->name(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    return lunai_outside_status(op); \
   } \
   LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
+    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    return lunai_outside_status(op); \
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -10870,6 +11177,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
+  lunai_dropout part;
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
   a->log_sum_exp = (float *)op->kept;
@@ -10891,6 +11199,11 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->seed = op->ctx->state->seed;
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
+  /* of keys that are cut over ranks a row is a key, of queries all its keys */
+  part = lunai_op_dropout(op, a->batch * a->heads * a->queries * a->keys, op->out[0]->part ? a->keys : 1);
+  a->dropout_first = (int64_t)part.first;
+  a->dropout_run = part.run;
+  a->dropout_skip = (int64_t)part.skip;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
@@ -10899,8 +11212,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
   a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
-  /* sizes are asked before that gradient is there */
-  a->grad_log_sum_exp = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_log_sum_exp = op->out[1]->grad;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
@@ -10918,7 +11230,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
-  u->dropout = lunai_op_dropout(op);
+  u->dropout = lunai_op_dropout(op, u->batch * u->heads * u->rows * u->slots, u->slots);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
@@ -10945,6 +11257,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->z_batch = c->rows * c->z_row;
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
+  c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
 #define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
@@ -10967,6 +11280,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+  c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 #define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
@@ -12072,7 +12386,7 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 }
 
 /* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
-LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
+LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
 /* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
@@ -12120,6 +12434,16 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   return lunai_abandon(s);
 }
 
+/* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
+LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
+  const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
+                       op->kind == LUNA_OP_SPARSE_ATTENTION;
+  int i;
+  if (op->kind == LUNA_OP_EMBEDDING) return NULL; /* rows in any order */
+  for (i = 0; i < op->inputs; i++)
+    if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
+  return NULL;
+}
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                        int extra_rank, const int64_t *extra_shape) {
@@ -12165,6 +12489,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
                                                            lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
+  for (i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->kept_piece);
@@ -12523,6 +12848,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
+  if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
   if (status != LUNA_OK) return status;
   ctx->tape = NULL;
   ctx->differentiated = true;
@@ -12940,6 +13266,7 @@ typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } 
 struct luna_params {
   luna_ctx *ctx;
   int64_t number;                    /* of the context's sets */
+  const luna_params *older;          /* the set opened before it */
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
@@ -12995,7 +13322,19 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   lunai_remember(ctx, NULL, 0, LUNA_OK);
   ((luna_params *)memory)->ctx = ctx;
   ((luna_params *)memory)->number = ctx->sets++;
-  return (luna_params *)memory;
+  ((luna_params *)memory)->older = ctx->newest;
+  return (luna_params *)(uintptr_t)(ctx->newest = (luna_params *)memory);
+}
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
+  uint64_t hash = 0;
+  const luna_params *set;
+  const lunai_param *p;
+  for (set = ctx->newest; set; set = set->older)
+    for (p = set->first; p; p = p->next) {
+      hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
+      hash += p->tensor.needs_grad;
+    }
+  return hash;
 }
 
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
@@ -13525,6 +13864,7 @@ LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const
   t->offset = x->offset + offset;
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
+  t->part = x->part;
   return t;
 }
 
@@ -13721,22 +14061,326 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   return lunai_finish_like(&s, x);
 }
 
+/* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
+/* which part of all ranks' an input is, into the step; *part stays null without a collective */
+LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
+                              const lunai_cut **part) {
+  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
+  const luna_collective *c = lunai_ranks(ctx);
+  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
+  int64_t mine[3], *all, *parts, b, r;
+  void *memory;
+  lunai_cut *made;
+  if (!c) return true;
+  mine[0] = rows ? batch : n;
+  mine[1] = rows ? n : batch;
+  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
+            rows ? 0 : n;
+  for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
+    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
+  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
+  made = (lunai_cut *)memory;
+  memset(made, 0, sizeof *made);
+  made->parts = parts = (int64_t *)(void *)(made + 1);
+  made->rows = rows;
+  made->other = rows ? batch : -1;
+  for (r = 0; r < c->ranks; r++) {
+    const int64_t own = parts[r] = all[3 * r + 1];
+    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
+      return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
+    if (r < c->rank) made->first += own;
+    made->whole += own;
+    if (rows || own == 0) continue;
+    if (made->other >= 0 && made->other != all[3 * r])
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+                        made->other) != NULL;
+    made->other = all[3 * r];
+    made->longest = lunai_max(made->longest, all[3 * r + 2]);
+  }
+  made->own = mine[1];
+  if (parts[c->rank] != made->own)
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
+                      (int64_t)c->rank) != NULL;
+  *part = made;
+  return true;
+}
+/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
+LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
+                                           const char *name, bool *failed) {
+  void *memory;
+  int64_t b;
+  if (!lengths || !part || !part->rows || *failed) return lengths;
+  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
+  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
+  for (b = 0; b < part->other && !*failed; b++) {
+    *failed = lengths[b] < 0 || lengths[b] > part->whole;
+    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
+                            part->whole);
+    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+  }
+  return *failed ? NULL : (const int32_t *)memory;
+}
+/* What a model's input is a part of, and the input with its lengths as those of its own rows */
+LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
+                               const lunai_cut **part) {
+  bool failed = false;
+  *own = *input;
+  *part = NULL;
+  if (!lunai_cut_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
+  return !failed;
+}
+/* x as a part */
+LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
+  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
+  if (x && part) x->part = part;
+  return x;
+}
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
+  const lunai_cut *part = NULL;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
+  if (!lunai_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
+  return lunai_cut_of(x, part);
+}
+
+typedef struct lunai_rank_op {
+  luna_ctx *ctx;
+  const char *name;
+  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
+  float *result, *kept;              /* [luna_count(out)]; what else backward needs */
+  const lunai_cut *part;
+  const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
+  int64_t heads;
+} lunai_rank_op;
+LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
+  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  op->received = true;
+  lunai_copy(op->result, out->data, bytes);
+}
+LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  int64_t i;
+  (void)count;
+  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+}
+typedef void (*lunai_rank_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+typedef void (*lunai_rank_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+/* One of these ops, on the CPU; `kept` floats for backward, `room` floats while it runs. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, lunai_rank_forward forward,
+                                       lunai_rank_backward backward, int rank, const int64_t *shape, int64_t kept,
+                                       int64_t room) {
+  luna_ctx *ctx = in[0]->ctx;
+  const int64_t floats = lunai_shape_count(rank, shape);
+  const size_t bytes = (size_t)(floats + kept) * sizeof(float);
+  luna_custom custom;
+  luna_tensor *y;
+  void *memory;
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
+  memset(&custom, 0, sizeof custom);
+  op->ctx = ctx;
+  op->result = (float *)memory;
+  op->kept = op->result ? op->result + floats : NULL;
+  custom.forward = forward;
+  custom.backward = backward;
+  custom.state = op;
+  custom.state_size = sizeof *op;
+  custom.workspace_size = (size_t)room * sizeof(float);
+  y = luna_custom_op(in, count, rank, shape, &custom);
+  if (!y || ctx->status != LUNA_OK) return NULL;
+  y->part = NULL;
+  return y;
+}
+LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
+  lunai_rank_op op;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  memset(&op, 0, sizeof op);
+  op.name = name;
+  op.alone = alone;
+  return lunai_rank_op_of(&op, &x, 1, lunai_rank_sum_forward, lunai_rank_sum_backward, x->rank, x->shape, 0, 0);
+}
+
+/* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
+   w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
+LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int ranks = op->ctx->collective.ranks;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
+  const int64_t slots = out->shape[1];
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
+  int64_t i, e;
+  int r;
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
+  if (op->received) return;
+  op->received = true;
+  lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
+  for (i = 0; i < lines; i++)
+    lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
+  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float))) return;
+  for (i = 0; i < lines; i++) {
+    float max = -INFINITY;
+    double sum = 0, weight;
+    for (r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
+    for (e = 0; e < n; e++) op->result[i * n + e] = 0;
+    for (r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
+    op->kept[i] = 0;
+    for (r = 0; r < ranks; r++) {
+      if (all[r * size + wide + i] == -INFINITY) continue;
+      weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
+      if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
+      for (e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
+    }
+  }
+  lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
+}
+/* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
+LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
+  int64_t i, e;
+  (void)count;
+  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return;
+  for (i = 0; i < lines; i++) {
+    const float *g = out->grad + i * n;
+    double dot = 0;
+    if (op->kept[i] == 0) continue;
+    for (e = i * n; e < i * n + n; e++) dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
+    for (e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
+    if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
+  }
+}
+LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
+                                       int64_t heads) {
+  luna_tensor *in[2];
+  lunai_rank_op op;
+  if (!y || !lse) return NULL;
+  memset(&op, 0, sizeof op);
+  op.name = "attention over rows that are cut";
+  op.part = part;
+  op.lengths = lengths;
+  op.heads = heads;
+  in[0] = y;
+  in[1] = lse;
+  return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
+                          luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
+}
+/* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
+   width - 1 rows before its first, zeros where there are none. kept: nothing. */
+typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
+LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
+  lunai_border b;
+  int r;
+  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
+  b.first = b.end - part->parts[rank];
+  return b;
+}
+LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int rank = op->ctx->collective.rank;
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
+  int64_t b, j, at;
+  int r;
+  (void)count;
+  if (!op->received) {
+    memset(mine, 0, (size_t)(batch * size) * sizeof(float));
+    memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
+    for (b = 0; b < batch; b++)
+      lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
+    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
+    for (r = 0; r < rank; r++) {
+      const lunai_border from = lunai_border_of(op->part, r);
+      for (j = 0; j < rows; j++) {
+        at = op->part->first - rows + j;
+        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+                 (size_t)d * sizeof(float));
+      }
+    }
+    op->received = true;
+  }
+  lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
+}
+LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int64_t first = op->part->first, end = first + op->part->own;
+  float *all = (float *)luna_custom_run(out).scratch;
+  int64_t b, j, at, i;
+  int r;
+  (void)count;
+  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+    for (j = 0; j < rows; j++) {
+      at = lunai_border_of(op->part, r).first - rows + j;
+      for (b = 0; b < batch && at >= first && at < end; b++)
+        for (i = 0; i < d; i++)
+          in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
+    }
+}
+/* x with the `rows` rows before its first one, which is whole */
+LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
+  const int64_t own = lunai_min(rows, x->shape[1]);
+  luna_tensor *with[2];
+  lunai_rank_op op;
+  int64_t shape[3];
+  memset(&op, 0, sizeof op);
+  op.name = "luna_short_convolution";
+  op.part = x->part;
+  shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  with[1] = luna_slice(x, 1, x->shape[1] - own, own);
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
+                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[1] = x;
+  x = luna_concat(with, 2, 1);
+  if (x) x->part = NULL;
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
+  return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
+}
+
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
+/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
+LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
+  luna_status status;
+  float value;
+  if (!loss || !lunai_ranks(loss->ctx) || !lunai_on_device(loss->ctx)) return lunai_rank_sum(loss, "the loss", true);
+  status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
+  if (status == LUNA_OK && !lunai_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
+  if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
+  return status == LUNA_OK ? loss : lunai_fail_backend(loss->ctx, false, "the loss", status);
+}
+
 /* --- reductions --- */
 LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
-  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, size;
   int a, to = 0;
+  const bool cut = axis == 1 && lunai_rows_cut(x);
+  luna_tensor *y;
   lunai_build s;
   if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
+  if (cut && kind != LUNA_OP_REDUCE) return lunai_cannot_cut(x, name, "what goes over all rows but a sum");
+  size = cut ? x->part->whole : x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
     if (a != axis) *(a < axis ? &s.op.arg.reduce.outer : &s.op.arg.reduce.inner) *= x->shape[a];
   }
   s.op.arg.reduce.axis = x->shape[axis];
-  s.op.arg.reduce.factor = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
   if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
-  return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  y = x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  return cut ? lunai_rank_sum(y, name, false) : y;
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
@@ -13870,6 +14514,8 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
   if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
+  lengths = lunai_cut_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
+  if (failed) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -13987,7 +14633,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   int32_t *kept;
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (!labels) return lunai_fail_null(ctx, s->name, "labels") != NULL;
+  if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
   if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
@@ -14001,6 +14647,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     counted += !ignored;
     kept[i] = label;
   }
+  if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
@@ -14015,8 +14662,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
   if (!lunai_fits(&s, "logits [...,v]")) return NULL;
-  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
-      lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
+      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
 
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
@@ -14033,8 +14680,8 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
-  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
-      lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
+      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
 
 /* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
@@ -14113,6 +14760,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
   t->given = given = (int32_t *)memory;
   for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  if (!lunai_rank_count(values->ctx, name, &counted)) return false;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
   return t->x != NULL;
@@ -14123,7 +14771,7 @@ LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const 
   return lunai_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
 }
 LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
-  return luna_scale(luna_sum(losses, 0), t->share);
+  return lunai_rank_loss(luna_scale(luna_sum(losses, 0), t->share));
 }
 
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
@@ -14253,8 +14901,8 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
   return to;
 }
 
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                             const luna_attention_config *config) {
+LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                              const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
@@ -14302,6 +14950,52 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
+/* The same of whole queries over the keys of this rank, of each the log-sum-exp, and its own lengths */
+LUNAI_FN luna_tensor *lunai_attention_part(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                           const luna_attention_config *config, luna_tensor **lse,
+                                           const int32_t **lengths) {
+  luna_attention_config own = *config;
+  bool failed = false;
+  own.lengths = *lengths = lunai_cut_lengths(k->ctx, k->part, own.lengths, "luna_softmax_attention", &failed);
+  own.log_sum_exp = lse;
+  if (failed) return NULL;
+  if (lunai_rows_cut(q) || own.causal || own.patterns || own.sums || own.sequences)
+    return lunai_cannot_cut(k, "luna_softmax_attention", "each row's softmax over all rows");
+  return lunai_softmax_attention(q, k, v, &own);
+}
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config) {
+  luna_attention_config c;
+  const int32_t *lengths;
+  luna_tensor *lse = NULL, *y;
+  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, config);
+  memset(&c, 0, sizeof c);
+  if (config) c = *config;
+  y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
+  return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
+}
+
+/* For a causal op of rows that are cut: states of `size` doubles a sequence; false: it fails */
+LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
+  luna_ctx *ctx = x->ctx;
+  const lunai_cut *part = x->part;
+  lunai_outside *o;
+  size_t bytes;
+  void *memory;
+  if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
+  o = (lunai_outside *)memory;
+  memset(o, 0, sizeof *o);
+  o->scan = lunai_outside_scan;
+  o->position = part->first;
+  o->later = part->whole - part->first - part->own;
+  o->count = x->shape[0] * size;
+  o->before = (double *)(void *)((char *)memory + lunai_round(sizeof *o));
+  s->op.outside = o;
+  return true;
+}
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
   luna_tensor *const in[] = { x, y, z };
   lunai_build s;
@@ -14309,6 +15003,7 @@ LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_t
       !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
       !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
+  if (lunai_rows_cut(x) && !lunai_outside_make(&s, x, x->shape[2] * z->shape[2] / heads)) return NULL;
   return lunai_finish_like(&s, z);
 }
 
@@ -14318,6 +15013,10 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
       !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
+  if (lunai_rows_cut(x) && weight->shape[1] > 1) {
+    luna_tensor *y = lunai_short_convolution(lunai_rank_border(x, weight->shape[1] - 1), weight, bias, NULL);
+    return lunai_cut_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->part);
+  }
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -14333,7 +15032,7 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
       !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
-  if (!lunai_has_op(weights, LUNA_OP_PACK)) {
+  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
     c.lengths = lengths;
@@ -14436,6 +15135,7 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     build.op.mean_av = past->mean_av;
     build.op.position = past->position;
   }
+  if (!failed && lunai_rows_cut(q)) failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
@@ -14893,6 +15593,24 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
+   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
+                                            luna_tensor *context, const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
+  luna_attention_config c;
+  luna_tensor *lse = NULL, *z;
+  const int32_t *own;
+  if (!g) return NULL;
+  memset(&c, 0, sizeof c);
+  c.lengths = lengths;
+  c.scale = 1;
+  z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
+  z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
+  z = lunai_merge_heads(luna_add(z, lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
+  lse = lunai_permute(lunai_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
+  return lunai_rank_merge(z, lse, context->part, own, h);
+}
 /* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
    bpv_h */
 LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
@@ -14903,6 +15621,7 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
   if (!pq) return NULL;
   g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                   lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
   z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
   bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
@@ -14940,8 +15659,9 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
+  const bool drops = lunai_rows_cut(context) && c->dropout > 0 && p->ctx->training;
   luna_attention_config a;
-  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key))
+  if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
@@ -14974,7 +15694,7 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   if (!y_p) return NULL;
   lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
   if (failed) return NULL;
-  if (lunai_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
+  if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
@@ -15094,7 +15814,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
       p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
   luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
-  if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
+  if (!lunai_fold(x->ctx, lunai_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
     return lunai_merge_heads(luna_matmul(k, pq, false, true));
@@ -15229,6 +15949,7 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, lun
     return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
   }
   y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
+  if (lunai_rows_cut(k)) y = luna_rank_sum(y);
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
 }
 
@@ -15321,6 +16042,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (!context) context = x;
   if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
       !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
+  if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
+    return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
   scope = luna_scope_begin(x->ctx);
   q = luna_linear_layer_forward(&layer->q, x);
   k = luna_linear_layer_forward(&layer->k, context);
@@ -15495,6 +16218,7 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   call.causal = causal;
   *p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
   y = c->hook->forward(hook_state, &call);
   *p = call.next_p;
   for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
@@ -15573,7 +16297,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
     x = lunai_residual(c, x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1])));
+      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(x))));
       p = luna_expand(p, x->shape[0]);
     }
     if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
@@ -15889,6 +16613,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
+  if (lunai_rows_cut(x)) first += x->part->first;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
     return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
@@ -15988,9 +16713,13 @@ LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
-                                      luna_input_layer_forward(&model->input, input);
+  const lunai_cut *part;
+  luna_input own;
+  luna_tensor *x;
   int64_t i;
+  if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
+  x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+                                       luna_input_layer_forward(&model->input, &own), part);
   x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
   for (i = 0; i < model->config.layers; i++)
@@ -16011,7 +16740,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *x;
   if (!ctx) return NULL;
-  if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
   x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -16159,11 +16888,12 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
-                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input,
+                                  const luna_input *own, const lunai_cut *part) {
   const float factor = lunai_embedding_factor(c);
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
-                           luna_input_layer_forward(features, input);
+  luna_tensor *x = lunai_cut_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
+                                         luna_input_layer_forward(features, own), part);
   if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
   x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
   if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
@@ -16171,23 +16901,27 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
-LUNAI_FN int64_t lunai_longest(const luna_input *input) {
-  int64_t longest = input->lengths ? 1 : input->n, b;
+LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
+  const int64_t n = part && part->rows ? part->whole : input->n;
+  int64_t longest = input->lengths ? 1 : n, b;
+  if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
   for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
-  return lunai_min(longest, lunai_max(input->n, 1));
+  return lunai_min(longest, lunai_max(n, 1));
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
   const luna_encoder_config *c;
+  const lunai_cut *part;
+  luna_input own;
   luna_tensor *memory;
   luna_scope scope;
   int64_t slots;
   float factor;
-  if (!ctx) return NULL;
+  if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   c = &e->config;
-  slots = lunai_min(c->memory, lunai_longest(input));
+  slots = lunai_min(c->memory, lunai_longest(input, part));
   factor = lunai_embedding_factor(c);
   memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
@@ -16195,12 +16929,15 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
-    memory = luna_dropout(luna_expand(memory, input->batch), c->layer.dropout);
+    memory = luna_expand(memory, input->batch);
+    if (part && !part->rows) memory = lunai_cut_of(memory, part);
+    memory = luna_dropout(memory, c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
+  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input, &own,
+                                          part), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
@@ -16292,9 +17029,22 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!y) return NULL;
   if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
     return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
-  for (b = 0; b < shape[0]; b++) ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], x->shape[1]));
+  for (b = 0; b < shape[0]; b++)
+    ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
   factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
+}
+/* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
+LUNAI_FN luna_tensor *lunai_first_row(luna_tensor *x) {
+  const int64_t batch = x->shape[0];
+  void *memory;
+  int64_t b;
+  if (lunai_whole_rows(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
+  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, batch, x->shape[2], 1, 1);
+  if (!lunai_step(x->ctx, (size_t)batch * sizeof(int32_t), false, &memory))
+    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)batch * sizeof(int32_t));
+  for (b = 0; b < batch; b++) ((int32_t *)memory)[b] = 1;
+  return luna_sum(luna_mask(x, (const int32_t *)memory), 1);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -16305,9 +17055,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (!lunai_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], model->config.encoder.dim))
     return NULL;
   switch (model->config.pooling) {
-    case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
-                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1,
-                                                               1);
+    case LUNA_POOLING_CLS: return lunai_first_row(x);
     case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return lunai_mean_rows(x, lengths);
@@ -16395,18 +17143,20 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
-  int64_t i, all, count = 0;
+  int64_t i, all, counted, count = 0;
   void *memory;
   if (!x) return NULL;
   all = input->batch * input->n;
-  if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
+  if (!labels && all > 0) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < all; i++) {
     count += labels[i] >= 0;
     if (labels[i] >= vocab)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
   }
-  if (count == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
-  if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
+  counted = count;
+  if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
+  if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
+  if (!lunai_step(ctx, (size_t)lunai_max(1, 2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
   places = (int32_t *)memory;
   chosen = places + count;
@@ -16514,15 +17264,18 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
   luna_tensor *p = NULL, *context, *x;
   luna_encoder_config c;
+  const lunai_cut *part;
+  luna_input own;
   luna_scope scope, inner;
   int64_t i;
   bool has_p;
-  if (!ctx) return NULL;
+  if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target) : NULL;
+  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
+                NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   for (i = 0; i < model->config.decoder_layers && x; i++) {
     has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
@@ -16576,6 +17329,7 @@ struct luna_optimizer {
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
   uint64_t skipped_in_row;           /* the state's, as far as the host knows */
+  bool summed;                       /* has summed gradients over ranks */
   luna_optimizer *next;              /* of the context */
 };
 
@@ -16817,6 +17571,65 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts) return LUNA_OK;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
+/* Copies up to `room` floats of the gradients, from place `at` of all on, to the bucket or back; how many there were */
+LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float *bucket, int64_t room, bool back,
+                                      luna_status *status) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, moved = 0;
+  for (i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
+    const luna_tensor *t = o->trained[i].tensor;
+    const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0, n = lunai_min(count - at, room - moved);
+    const size_t bytes = n > 0 ? (size_t)n * sizeof(float) : 0;
+    if (n > 0) {
+      *status = ctx->backend->copy(ctx, back ? t->grad + at : bucket + moved, back ? bucket + moved : t->grad + at,
+                                   bytes, back ? 1 : 2);
+      moved += n;
+    }
+    at = lunai_max(0, at - count);
+  }
+  return moved;
+}
+/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same parameters with a
+   gradient, and at an optimiser's first step the same values. A NaN or Inf in one rank's loss counts for all. */
+#define LUNAI_BUCKET ((int64_t)1 << 18)
+LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
+  static const char *const what[] = { "number of optimiser steps", "set of parameters with a gradient",
+                                      "value of some parameter before the first step", NULL };
+  static const char name[] = "luna_optimizer_step";
+  luna_ctx *ctx = o->params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_step_state state = lunai_state_of(ctx, ctx->state);
+  luna_status status = LUNA_OK;
+  const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
+  int64_t mine[4], *all, at, n;
+  void *bucket;
+  bool good;
+  int i;
+  mine[0] = o->attempts;
+  mine[1] = mine[2] = 0;
+  mine[3] = state.nonfinite != 0;
+  good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
+         lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
+  for (at = 0; at < o->size && good; at++) {
+    const luna_tensor *t = o->trained[at].tensor;
+    if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
+                                     o->trained[at].frozen + 1);
+    if (o->summed || lunai_on_device(ctx) || !t->data) continue;
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+  }
+  good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
+  for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
+  for (at = 0; good && status == LUNA_OK; at += n) {
+    n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
+    if (n == 0) break;
+    good = status == LUNA_OK && lunai_rank_reduce(ctx, name, bucket, n, LUNA_REDUCTION_SUM_F32);
+    if (good) (void)lunai_gradients_move(o, at, (float *)bucket, room, true, &status);
+  }
+  o->summed = true;
+  lunai_step_rewind(ctx, mark);
+  return good ? lunai_backend_result(ctx, name, status) : ctx->status;
+}
 /* the backend's norm or update of all parts */
 LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
   luna_ctx *ctx = o->params->ctx;
@@ -16846,7 +17659,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
-  if (ctx->options.measure) return LUNA_OK;
+  if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
+  if (ctx->options.measure || status != LUNA_OK) return status;
   memset(&rule, 0, sizeof rule);
   rule.kind = o->kind;
   rule.nesterov = o->config.nesterov;
