@@ -13537,37 +13537,44 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
     }
   }
 }
-LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width,
-                                 uint64_t hash, uint64_t seed) {
+/* what a parameter's first values come from */
+typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
+LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
+  const luna_init_kind kind = f->init.kind;
   int64_t i;
   for (i = 0; i < count; i++) {
     uint32_t counter[4], word[4];
     counter[0] = (uint32_t)(first + i);
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
-    counter[2] = (uint32_t)hash;
-    counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES)
-      out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
-    else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
+    counter[2] = (uint32_t)f->hash;
+    counter[3] = (uint32_t)(f->hash >> 32);
+    if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
+    else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
-      lunai_philox(counter, seed, word);
-      out[i] = bound * (2 * lunai_unit(word[0]) - 1);
-      if (init.kind == LUNA_INIT_IDENTITY && (first + i + 1) % width == 0) out[i] += 1.0f;
+      lunai_philox(counter, f->seed, word);
+      out[i] = f->bound * (2 * lunai_unit(word[0]) - 1);
+      if (kind == LUNA_INIT_IDENTITY && (first + i + 1) % f->width == 0) out[i] += 1.0f;
     }
   }
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
   const int64_t count = luna_count(&p->tensor);
-  float block[1024], bound = init.scale == 0 ? 1.0f : init.scale;
+  float block[1024];
+  lunai_first f;
   int64_t at;
   luna_status status = LUNA_OK;
+  f.init = init;
+  f.bound = init.scale == 0 ? 1.0f : init.scale;
+  f.width = lunai_last(&p->tensor);
+  f.hash = p->hash;
+  f.seed = ctx->options.seed;
   if (init.kind == LUNA_INIT_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
-    bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
+    f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
   for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
     const int64_t n = lunai_min(1024, count - at);
-    lunai_first_values(block, at, n, init, bound, lunai_last(&p->tensor), p->hash, ctx->options.seed);
+    lunai_first_values(&f, block, at, n);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
   }
   return status;
@@ -15827,36 +15834,51 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
                            layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
 
-/* *y: Y_X + residual, or null, after a dropout; *packed_context: Y_P. Either is null where its result is not wanted. */
-LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                     luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths,
-                                     luna_tensor **y, luna_tensor **packed_context) {
+/* What goes through a layer: x and P, which become X' and P' where these are wanted. */
+typedef struct lunai_flow {
+  luna_tensor *x, *p;
+  luna_tensor *context;              /* what is packed; null = x */
+  const int32_t *lengths;            /* of the context */
+  bool wants_x, wants_p, causal;
+  lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
+} lunai_flow;
+LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  lunai_flow f;
+  memset(&f, 0, sizeof f);
+  f.x = x;
+  f.p = p;
+  f.lengths = lengths;
+  f.wants_x = true;
+  return f;
+}
+
+/* f->x becomes Y_X + residual, or null, after a dropout; f->p Y_P */
+LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, lunai_flow *f, luna_tensor *residual,
+                                     float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
-  luna_tensor *y_x = NULL, *y_p;
+  luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
   luna_scope scope;
   int64_t batch, d;
-  if (!context) context = x;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
-  if (!p) return lunai_fail_null(x->ctx, name, "p") != NULL;
+  if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
   batch = x->shape[0];
   d = layer->config.dim;
-  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", p, batch, d) ||
+  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   scope = luna_scope_begin(x->ctx);
-  y_p = lunai_nested_pack(layer, p, context, lengths);
-  if (y) y_x = lunai_nested_unpack(layer, x, y_p, residual, dropout, lengths);
-  (void)lunai_results(scope, y_p, y_x);
-  if (packed_context) *packed_context = y_p;
-  if (y) *y = y_x;
-  return y_p && (!y || y_x);
+  f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
+  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
+  (void)lunai_results(scope, f->p, y);
+  return f->p && f->x;
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context) {
-  luna_tensor *y = NULL, *y_p = NULL;
-  if (!lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, &y, &y_p)) return NULL;
-  if (packed_context) *packed_context = y_p;
-  return y;
+  lunai_flow f = lunai_flow_of(x, p, lengths);
+  f.context = context;
+  if (!lunai_nested_attention(layer, &f, NULL, 0)) return NULL;
+  if (packed_context) *packed_context = f.p;
+  return f.x;
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -15946,19 +15968,19 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-/* past: of a stream's layer, in place of p and lengths; or null */
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                             luna_tensor *residual, float dropout, const int32_t *lengths,
-                                             lunai_past *past) {
+/* y of x after f->p, + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                             luna_tensor *residual, float dropout, const lunai_flow *f) {
   const luna_causal_attention_layer_config *c;
-  luna_tensor *s, *q, *k, *v;
+  luna_tensor *p = f->p, *s, *q, *k, *v;
+  const int32_t *lengths = f->lengths;
   luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (LUNAI_BUMPS(x->ctx)) lengths = past->slots;
+  if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
   else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
@@ -15967,17 +15989,18 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   if (!LUNAI_BUMPS(x->ctx))
     lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
-  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
+  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
+  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
+  const lunai_flow f = lunai_flow_of(x, p, lengths);
+  return lunai_causal_attention(layer, x, NULL, 0, &f);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -16052,8 +16075,9 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
-LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal,
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
@@ -16112,12 +16136,13 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
-LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k,
-                                            luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *const qkv[3], int64_t first,
+                                            int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   const int64_t width = layer->config.dim / layer->config.heads * heads,
       from = first * (layer->config.dim / layer->config.heads);
-  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
+  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_attention_config a;
   memset(&a, 0, sizeof a);
   a.heads = heads;
@@ -16133,20 +16158,20 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
-LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v,
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *const qkv[3],
                                       const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *parts[2] = { NULL, NULL };
+  luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
   int64_t h;
-  if (!q || !k || !v) return NULL;
+  if (!qkv[0] || !k || !qkv[2]) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
   if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
                                    c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
-  if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
+  if (c->k_last_head == 0) return lunai_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
-    parts[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    parts[1] = lunai_linformer_heads(layer, qkv, h, 1, lengths);
     parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
   return parts[0];
@@ -16156,7 +16181,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths) {
   const luna_attention_layer_config *c;
   luna_attention_config a;
-  luna_tensor *q, *k, *v, *y;
+  luna_tensor *qkv[3], *y;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
   c = &layer->config;
@@ -16166,17 +16191,17 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
     return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
   scope = luna_scope_begin(x->ctx);
-  q = luna_linear_layer_forward(&layer->q, x);
-  k = luna_linear_layer_forward(&layer->k, context);
-  v = luna_linear_layer_forward(&layer->v, context);
+  qkv[0] = luna_linear_layer_forward(&layer->q, x);
+  qkv[1] = luna_linear_layer_forward(&layer->k, context);
+  qkv[2] = luna_linear_layer_forward(&layer->v, context);
   memset(&a, 0, sizeof a);
   a.heads = c->heads;
   a.lengths = lengths;
   a.causal = c->causal;
   a.dropout = c->dropout;
-  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) :
-          lunai_linformer(layer, q, k, v, lengths);
+  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
+          lunai_linformer(layer, qkv, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -16322,26 +16347,25 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+/* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
-                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
-                                  luna_tensor **p, const int32_t *lengths, bool causal) {
-  const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+                                  void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
+  const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call;
   luna_tensor *y;
   int i;
   memset(&call, 0, sizeof call);
   call.x = x;
-  call.input = input;
+  call.input = f->x;
   call.norm = c->pre_norm ? norm : NULL;
-  call.p = *p;
-  call.lengths = lengths;
-  call.causal = causal;
-  *p = NULL;
-  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  call.p = f->p;
+  call.lengths = f->lengths;
+  call.causal = f->causal;
+  f->p = NULL;
+  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
   y = c->hook->forward(hook_state, &call);
-  *p = call.next_p;
+  f->p = call.next_p;
   for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
@@ -16384,60 +16408,58 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
+/* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
-                                luna_tensor *x,
-                                luna_tensor *p, luna_tensor *context, const int32_t *lengths,
-                                    const luna_norm_layer *norm,
-                                const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
-  const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
-  luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
-  if (!lunai_nested_attention(attention, in, lunai_normed(c, p, memory_norm), context ? context : in, x, c->dropout,
-                              lengths, next_x ? &sum : NULL, &y_p)) return false;
-  if (next_x) *next_x = lunai_sum_normed(c, sum, norm);
-  if (next_p) *next_p = lunai_residual(c, p, y_p, memory_norm);
-  (void)lunai_results(scope, next_x ? *next_x : NULL, next_p ? *next_p : NULL);
-  return (!next_x || *next_x) && (!next_p || *next_p);
+                                const luna_norm_layer *norm, const luna_norm_layer *memory_norm, lunai_flow *f) {
+  const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
+  lunai_flow in = *f;
+  in.x = lunai_normed(c, f->x, norm);
+  in.p = lunai_normed(c, f->p, memory_norm);
+  if (!lunai_nested_attention(attention, &in, f->x, c->dropout)) return false;
+  if (f->wants_x) f->x = lunai_sum_normed(c, in.x, norm);
+  if (f->wants_p) f->p = lunai_residual(c, f->p, in.p, memory_norm);
+  (void)lunai_results(scope, f->wants_x ? f->x : NULL, f->wants_p ? f->p : NULL);
+  return (!f->wants_x || f->x) && (!f->wants_p || f->p);
 }
 
-/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
-                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
+/* f->p: as it was where P' is not wanted or there is none */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = f->p;
   luna_scope scope;
-  bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
+    return false;
   c = &layer->config;
-  is_luna = lunai_is_luna(c);
-  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
-  if (!is_luna) {
-    y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
-    x = lunai_residual(c, x, y, &layer->attention_norm);
+  if (lunai_is_luna(c) && !p && !layer->memory)
+    return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  if (!lunai_is_luna(c)) {
+    y = lunai_normed(c, f->x, &layer->attention_norm);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
+    f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(x))));
-      p = luna_expand(p, x->shape[0]);
+      f->p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(f->x))));
+      f->p = luna_expand(f->p, f->x->shape[0]);
     }
-    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
-                           next_x ? &x : NULL, next_p ? &p : NULL)) return false;
+    if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
-  if (!next_p) p = NULL;
-  if (next_x) {
-    x = lunai_results_so_far(scope, x, p);
-    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
-    if (x) *next_x = x;
-  } else (void)lunai_result(scope, p);
-  if (x && p) *next_p = p;
-  return x != NULL;
+  if (!f->wants_p) f->p = NULL;
+  if (f->wants_x) {
+    f->x = lunai_results_so_far(scope, f->x, f->p);
+    f->x = lunai_results_so_far(scope, lunai_ffn(c, f->x, &layer->feed_forward), f->p);
+    f->x = lunai_results(scope, lunai_sum_normed(c, f->x, &layer->feed_forward.norm), f->p);
+  } else (void)lunai_result(scope, f->p);
+  if (!f->p) f->p = p;
+  return f->x != NULL;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths) {
-  luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.wants_p = p != NULL;
+  if (!lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), &f)) return NULL;
+  if (p) *p = f.p;
+  return f.x;
 }
 
 LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
@@ -16471,37 +16493,35 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* -> X'; *next_p: P', or next_p is null where it is not wanted; past: of a stream's layer, in place of p, context and
-   lengths, or null */
-LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
-                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p,
-                                          lunai_past *past) {
+/* -> X', also in f->x */
+LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *x = f->x, *p;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  if (!f->past && (!f->p || !f->context))
+    return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
-  y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (past) {
-    y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
-    x = lunai_sum_normed(c, y, &layer->cross_norm);
-  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm,
-                                &layer->memory_norm, &x,
-                         next_p ? &p : NULL)) return NULL;
-  if (!next_p) p = NULL;
-  x = lunai_results_so_far(scope, x, p);
+  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
+  f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  if (f->past) {
+    x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
+    f->x = lunai_sum_normed(c, x, &layer->cross_norm);
+  } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
+  p = f->wants_p ? f->p : NULL;
+  x = lunai_results_so_far(scope, f->x, p);
   x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
-  if (x && p) *next_p = p;
-  return x;
+  return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths) {
-  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.context = context;
+  f.wants_p = p != NULL;
+  x = lunai_decoder_layer(layer, &f);
+  if (x && p) *p = f.p;
+  return x;
 }
 
 /* its own parameters, in front of the attention's memory and kernel */
@@ -16541,18 +16561,22 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   const luna_layer_config *c;
-  luna_tensor *y, *p = NULL;
+  luna_tensor *y;
+  lunai_flow f;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
+  f = lunai_flow_of(x, layer->memory, NULL);
+  f.causal = true;
+  f.past = past;
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
-    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL, past);
+    y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result_so_far(scope, y);
@@ -16568,7 +16592,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/golden.c and tests/models.c.
+   tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
@@ -16887,6 +16911,7 @@ typedef struct lunai_model_config {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
   luna_seq2seq_config seq2seq;
+  luna_lm_config lm;                 /* whose fields are others */
 } lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
@@ -17088,30 +17113,30 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
   const luna_encoder_config *c;
-  luna_tensor *x;
   luna_scope scope;
+  lunai_flow f;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna, hands_p;
+  bool is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
-  x = luna_encoder_embed(e, input, &p);
+  f = lunai_flow_of(NULL, p, input->lengths);
+  f.x = luna_encoder_embed(e, input, &f.p);
   for (i = 0; i < c->layers; i++) {
-    has_x = last_x || i < c->layers - 1;
-    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
-                                   has_p ? &p : NULL)) return false;
-    (void)lunai_results_so_far(scope, has_x ? x : p, has_p ? p : NULL);
+    f.wants_x = last_x || i < c->layers - 1;
+    f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
+    (void)lunai_results_so_far(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   }
-  if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
-  if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
-  if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
-  (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
-  if (has_p) *last_p = p;
-  if (has_x) *last_x = x;
+  if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
+  if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
+  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, input->lengths);
+  if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
+  (void)lunai_results(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+  if (f.wants_p) *last_p = f.p;
+  if (f.wants_x) *last_x = f.x;
   return true;
 }
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
@@ -17423,12 +17448,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
                                                  "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
+  lunai_flow f;
   luna_encoder_config c;
   const lunai_cut *part;
   luna_input own;
   luna_scope scope, inner;
   int64_t i;
-  bool has_p;
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
@@ -17437,10 +17462,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
                 NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  f = lunai_flow_of(x, p, source->lengths);
+  f.context = context;
   for (i = 0; i < model->config.decoder_layers && x; i++) {
-    has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
-    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results_so_far(inner, x, p);
+    f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    x = lunai_decoder_layer(&model->layers[i], &f);
+    f.x = x = lunai_results_so_far(inner, x, f.p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -18241,23 +18268,10 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
 LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
   return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
-LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
-  luna_ctx *ctx = s->params->ctx;
-  luna_lm_config c;
-  lunai_st_text kind;
-  memset(&c, 0, sizeof c);
-  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
-  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
-      !lunai_has_layers(ctx, st, c.layers)) return false;
-  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
-}
-
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
   m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_LM) return luna_lm_init(&model->lm, params, &m->lm);
   if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
@@ -18278,10 +18292,13 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   if (wanted && wanted != model->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
                              kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
-  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
-  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
-      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  if (model->kind == LUNA_MODEL_LM ?
+      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
+    return false;
+  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
@@ -18883,7 +18900,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
    the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
-   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
@@ -19028,8 +19045,11 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
-    if (s->cross) y = lunai_decoder_layer(&layer->of.decoder, x, NULL, NULL, NULL, NULL, &layer->past);
-    else
+    if (s->cross) {
+      lunai_flow f = lunai_flow_of(x, NULL, NULL);
+      f.past = &layer->past;
+      y = lunai_decoder_layer(&layer->of.decoder, &f);
+    } else
 #endif
       y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
     x = lunai_stream_keep(s, x, y, mark);
