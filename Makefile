@@ -12,7 +12,7 @@
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; about 10 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
-#   make mpi                 lm with mpicc, for several processes or machines: build/mpi/lm
+#   make mpi                 lm, classify and listops with mpicc, for several processes or machines: build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
@@ -175,7 +175,7 @@ cuda-bench:
 
 MPICC ?= mpicc
 MPIRUN ?= mpirun
-MPI_EXAMPLES = $(BUILD)/mpi/lm
+MPI_EXAMPLES = $(BUILD)/mpi/lm $(BUILD)/mpi/classify $(BUILD)/mpi/listops
 
 $(BUILD)/mpi/tests/mpi: tests/mpi.c $(BUILD)/luna.o examples/mpi.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@

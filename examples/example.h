@@ -94,6 +94,12 @@ TOOL part rank_part(luna_parallelism mode, int64_t n) {
   return (part){ first, end - first };
 }
 
+/* The sum of what ranks have counted in their parts of a batch; NaN on failure. */
+TOOL double rank_total(double own) {
+  const bool cut = ranks.ranks > 1 && ranks.mode == LUNA_PARALLEL_DATA;
+  return cut && !ranks.all_reduce(ranks.user, &own, 1, LUNA_REDUCTION_SUM_F64) ? NAN : own;
+}
+
 /* The same number for the same --seed, purpose, step and row. */
 TOOL uint64_t draw(uint32_t purpose, int64_t step, int64_t row) {
   uint32_t counter[4] = { (uint32_t)step, (uint32_t)row, (uint32_t)((uint64_t)step >> 32), purpose }, random[4];

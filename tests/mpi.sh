@@ -83,4 +83,25 @@ says "ranks without --parallel" "--parallel data or" -n 2 "$lm" train text $smal
 says "a wrong flag on all" "has no flag --what" -n 3 "$lm" train text --what 1
 says "a folder that is not there" "cannot write" -n 2 "$lm" train text $base --out nowhere/bad.st $small
 check "nothing was written" [ ! -e bad.st ]
+
+# classifiers: the accuracy and loss of one rank
+program=listops
+classes() { # PROGRAM ARGUMENTS...
+  what=$1
+  shift
+  mpi -n 1 "$build/mpi/$what" train "$@" --out one.st
+  sed -n 's/.*accuracy on/accuracy on/p' out >one
+  check "$what on one rank" [ -s one ]
+  for mode in data sequence; do
+    mpi -n 3 "$build/mpi/$what" train "$@" --out many.st --parallel $mode
+    sed -n 's/.*accuracy on/accuracy on/p' out >many
+    check "$what, $mode: as on one rank, $(cat one many)" same one many
+  done
+}
+awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""; for (k = 0; k < 3 + 12 * rand(); k++) line = line " " (rand() < 0.5 ? "the" : good ? "fine" : "poor")
+  print (good ? "yes" : "no") "\t" line " end" } }' >labelled
+classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --held 50 --threads 1
+classes classify labelled --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --vocab 50 --threads 1
+mpi -n 2 "$build/mpi/listops" train --attention softmax --parallel sequence --threads 1
+check "listops: softmax attention cannot be cut, it says" grep -q "cut over" err
 finish
