@@ -314,6 +314,35 @@ static void check_dense(bool causal) {
   test_close("a dense pattern's gradients", grad[1], grad[0], 3 * COUNT, 2e-6);
   for (int i = 0; i < 2; i++) free(y[i]), free(grad[i]);
 }
+/* queries, keys and values are one tensor, whose gradient the three add to: the same bits for any number of threads */
+static void one_tensor(int threads, bool apart, float *grad) {
+  enum { N = 1300, D = 16 };
+  const int64_t shape[3] = {1, N, D};
+  luna_options options = {.threads = threads};
+  luna_attention_pattern window = {.window = true, .left = 40, .right = 9};
+  luna_attention_config c = {.heads = 2, .patterns = &window, .pattern_count = 1};
+  luna_ctx *ctx = luna_open(&options);
+  luna_tensor *in[3];
+  float *values = common_random(N * D, 40, 1.5), *part = common_floats(N * D);
+  luna_begin_step(ctx);
+  for (int i = 0; i < 3; i++) in[i] = i && !apart ? in[0] : luna_require_grad(luna_tensor_new(ctx, values, 3, shape));
+  luna_tensor *out = luna_softmax_attention(in[0], in[1], in[2], &c);
+  CHECK(out && luna_backward(common_loss(out, 5)) == LUNA_OK, "%s", luna_error(ctx));
+  for (int i = 0; i < (apart ? 3 : 1); i++) {
+    luna_read_grad(in[i], part);
+    for (int k = 0; k < N * D; k++) grad[k] = part[k] + (i ? grad[k] : 0);
+  }
+  luna_close(ctx);
+  free(values), free(part);
+}
+static void check_one_tensor(void) {
+  enum { COUNT = 1300 * 16 };
+  float *grad[3] = {common_floats(COUNT), common_floats(COUNT), common_floats(COUNT)};
+  one_tensor(1, false, grad[0]), one_tensor(3, false, grad[1]), one_tensor(1, true, grad[2]);
+  CHECK(memcmp(grad[0], grad[1], COUNT * sizeof(float)) == 0, "one tensor's gradient has other bits with 3 threads");
+  test_close("one tensor's gradient", grad[0], grad[2], COUNT, 2e-6);
+  for (int i = 0; i < 3; i++) free(grad[i]);
+}
 static void check_failures(void) {
   static const int32_t falling[3] = {0, 5, 3}, past[3] = {0, 2, 9}, good[3] = {0, 2, 4};
   static const luna_key_run runs[4] = {{0, 4, false}, {3, 2, false}, {-1, 1, false}, {0, 4, false}};
@@ -342,6 +371,7 @@ static void check_failures(void) {
 int main(void) {
   check_dense(false);
   check_dense(true);
+  check_one_tensor();
   check_failures();
   static const int kinds[] = {0, WINDOW, WINDOW | CAUSAL, WINDOW | NOT_SELF, WINDOW | LENGTHS, WINDOW | DROPOUT,
                                WINDOW | SHARED, LISTS, LISTS | LENGTHS,
