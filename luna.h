@@ -5611,7 +5611,7 @@ LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse
   for (j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
     const lunai_key *key = &q->keys[j];
     const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
-    lines = !q->in_order || s->p->not_self ? 1 :
+    lines = !q->in_order || s->p->not_self || !(all || q->together) ? 1 :
             lunai_min(before ? lowest - key->row : all ? highest - key->row + 1 : q->t.depth, q->t.depth - j);
     if (key->whole || all) continue;
     if (q->together && !s->p->not_self)

@@ -9,7 +9,7 @@
 
 /* ---- random patterns ---- */
 enum { WINDOW = 1, LISTS = 2, ORDERS = 4, LENGTHS = 8, DROPOUT = 16, CAUSAL = 32, SHARED = 64, WHOLE = 128,
-       NOT_SELF = 256, SINGLE = 512 };
+       NOT_SELF = 256, SINGLE = 512, SORTED = 1024 }; /* SORTED: orders are 0, 1, 2, ... */
 typedef struct call {
   luna_attention_args a;
   luna_attention_pattern *patterns;
@@ -56,8 +56,10 @@ static void pattern_draw(luna_attention_pattern *p, int flags, int64_t queries, 
   p->blocks = blocks, p->queries = at, p->offsets = offsets, p->runs = runs;
   for (int64_t c = 0; c < blocks; c++) if (at[c] > at[c + 1]) at[c] = at[c + 1];
   if (!(flags & ORDERS)) return;
-  p->query_order = order_of(wanted, queries, true);
-  p->key_order = order_of(numbered, keys, false);
+  int32_t *query_order = order_of(wanted, queries, true), *key_order = order_of(numbered, keys, false);
+  for (int64_t i = 0; (flags & SORTED) && i < wanted; i++) query_order[i] = (int32_t)i;
+  for (int64_t i = 0; (flags & SORTED) && i < numbered; i++) key_order[i] = (int32_t)(i % keys);
+  p->query_order = query_order, p->key_order = key_order;
   p->key_count = numbered;
 }
 static void pattern_free(const luna_attention_pattern *p) {
@@ -378,7 +380,8 @@ int main(void) {
                               LISTS | WINDOW | WHOLE, LISTS | CAUSAL | DROPOUT, LISTS | ORDERS,
                                   LISTS | ORDERS | WINDOW | WHOLE, LISTS | ORDERS | CAUSAL | NOT_SELF,
                               LISTS | ORDERS | LENGTHS | WINDOW, LISTS | ORDERS | DROPOUT, LISTS | SHARED | WINDOW,
-                                  LISTS | SINGLE | LENGTHS, NOT_SELF | CAUSAL};
+                                  LISTS | SINGLE | LENGTHS, NOT_SELF | CAUSAL, LISTS | ORDERS | SORTED | CAUSAL,
+                              LISTS | ORDERS | SORTED | WINDOW, LISTS | ORDERS | SORTED | WINDOW | NOT_SELF | WHOLE};
   for (int i = 0; i < (int)(sizeof kinds / sizeof *kinds); i++) {
     check(kinds[i], 2, 3, 37, 41, 5, 7);
     check(kinds[i], 2, 2, 150, 140, 16, 16);
