@@ -74,10 +74,11 @@
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
-     empties: a steady step allocates nothing. `options.block` gives a context one block for everything; then no
-     allocator is called. A context opened with `options.measure` computes nothing, and after one dry run of the same
-     calls at the largest sizes, with the same threads and isa and the files that it loads, luna_memory(ctx).peak is
-     the exact size of that block. Streams have memory of their own: with a block, luna_stream_open_bytes.
+     empties: a steady step allocates nothing, and a loop without begin takes more in each round. `options.block` gives
+     a context one block for everything; then no allocator is called. A context opened with `options.measure` computes
+     nothing, and after one dry run of the same calls at the largest sizes, with the same threads and isa and the files
+     that it loads, luna_memory(ctx).peak is the exact size of that block. Streams have memory of their own: with a
+     block, luna_stream_open_bytes.
      Within a step, layers and models are scopes: at a scope's end the values of all tensors made in it are released,
      except its results and, in training, what backward reads (LUNA_OPS says what each op's does) and cannot compute
      again by cheap ops (norms, embeddings, activations). So an inference of many layers takes little more than one of
@@ -118,6 +119,15 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   SEVERAL RANKS
+     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
+     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
+     more than numbers of P's size (>>parallel).
+
+   WHERE TIME GOES
+     luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
+     peak, by scope, as a table or JSON. The examples that train take --profile FILE.
+
    OTHER ATTENTIONS, OTHER OPS
      layer.attention puts softmax, linear or Linformer attention in Luna's place, layer.hook any other, such as the
      thirteen in examples/attentions; what is around it stays the same, so that a comparison compares the mathematics.
@@ -131,8 +141,11 @@
        config.patterns = &window, config.pattern_count = 1;
      Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
      broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
-     instruction sets and of the device, and its tests. Any other op is a row of LUNA_OPS, an entry of each backend's
-     table, a function that checks shapes and builds it, and a case in tests/op_cases.h.
+     instruction sets and of the device, and its tests. Any other op takes four places: a row of LUNA_OPS; the
+     declaration; in >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the
+     function that checks the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and
+     nothing else: a name in COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from
+     other ops, where a backend does not have it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
@@ -164,11 +177,11 @@
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
    CONTENTS (search for the tag)
-     1. Public API        >>status >>errors >>functions >>context >>tensors >>ops >>params >>checkpoints >>layers
-                          >>models >>trainer >>stream >>backend
+     1. Public API        >>status >>errors >>functions >>context >>parallel >>tensors >>ops >>params >>checkpoints
+                          >>layers >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>tensors >>graphs >>params >>ops >>layers
-                          >>models >>trainer >>checkpoints >>stream */
+                          >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
+                          >>layers >>models >>trainer >>checkpoints >>stream */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -222,7 +235,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did */
+  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -235,8 +248,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
-    "no tokens or, of a model of features, no features") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
+    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
+    "which this stream's model reads in place of tokens") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
+    "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -254,7 +271,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, or a backend of another version)") \
+    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
+    "version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -267,10 +285,19 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
   X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
     "luna_stream_open_bytes") \
+  /* several ranks */ \
+  X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
+  X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
+  X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
+    "attention, or LUNA_PARALLEL_DATA") \
   /* arguments of any call */ \
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
+  X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
@@ -282,11 +309,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate (no parameter took part, not in luna_begin_step, " \
-    "or called twice)") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
+    "not made after luna_begin_step") \
+  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
+  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
+    "luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
-  X(RANK, BAD_ARGUMENT, "%s: tensor %t has fewer than %d axes") \
+  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
   X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
   X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
   X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
@@ -299,17 +330,9 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
   X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(WEIGHT_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [out, %d]") \
-  X(VECTOR_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d]") \
-  X(RESIDUAL_SHAPE, BAD_ARGUMENT, "%s: the residual %t must be %t") \
-  X(RATIO_EMPTY, BAD_ARGUMENT, "luna_ratio: the last axis of %t has no element to divide by") \
-  X(EMBEDDING_TABLE, BAD_ARGUMENT, "luna_embedding: table %t must be [vocab, dim]") \
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(TOO_MANY_LOGITS, BAD_ARGUMENT, "%s: input %t and weight %t: too many logits") \
-  X(ATTENTION_SHAPES, BAD_ARGUMENT, "%s: q %t, k %t, v %t with %d heads must be [batch, n, h d], [batch, m, h d], " \
-    "[batch, m, h e] (with offsets all [rows, ...])") \
   X(PATTERNS, BAD_ARGUMENT, \
     "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
     "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
@@ -317,15 +340,6 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
     "key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(CAUSAL_PRODUCT_SHAPES, BAD_ARGUMENT, "luna_causal_product: x %t, y %t, z %t with %d heads must be " \
-    "[batch, n, h a] twice and [batch, n, h b]") \
-  X(CONVOLUTION_SHAPES, BAD_ARGUMENT, "luna_short_convolution: input %t and weight %t must be [batch, n, d] and " \
-    "[d, width]") \
-  X(PACK_SHAPES, BAD_ARGUMENT, "luna_pack: weights %t and context %t must be [batch, r, d] and [batch, m, d]") \
-  X(UNPACK_SHAPES, BAD_ARGUMENT, "luna_unpack: x %t, k %t, bias %t, v %t must be [batch, n, d], [batch, h, l, d], " \
-    "[batch, h, l], [batch, h, l, d], with at least one slot") \
-  X(CAUSAL_NESTED_SHAPES, BAD_ARGUMENT, "luna_causal_nested_attention: q %t, k %t, v %t, s %t with %d heads must be " \
-    "[batch, n, h d] three times and [batch, n, h l]") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
   /* parameters */ \
@@ -353,7 +367,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "its e and f first") \
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
   X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
-  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds max_length %d") \
+  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
   X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
   X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
   X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
@@ -368,6 +382,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
     "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
+    "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
@@ -390,9 +406,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
   X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
+  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
   X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
   X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
@@ -468,13 +487,10 @@ typedef struct luna_input {
   const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it spoils all later steps; the
-     padding may hold anything */
+  /* [batch,n,features]; NaN is a missing number, Inf an error: it would spoil all later steps of a causal model.
+     Padding may hold anything. */
   const float *features;
 } luna_input;
-
-/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
-typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 
 #endif /* what every build has */
 
@@ -483,7 +499,24 @@ typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
+#include <float.h>
+#include <math.h>
+#include <stdarg.h>
+#include <string.h>
 #endif
+typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, and what the caller's sizes may be */
+/* A stream's sizes and indices have 32 bits where addresses have: a fifth of its code. */
+#if defined(LUNA_ONLY_STREAM) && SIZE_MAX <= UINT32_MAX
+#define LUNAI_SMALL_SIZES
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
+/* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
+typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
 /* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
    is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
    not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
@@ -544,6 +577,8 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
 /* a batch stride of what is read: one for all; its gradient is the sum, in order */
 #define LUNA_SHARED (-1)
 
+#endif
+
 /* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
    heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
 typedef struct luna_attention_args {
@@ -568,14 +603,19 @@ typedef struct luna_attention_args {
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
   const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
-  const float *grad_log_sum_exp;     /* backward, with patterns: as log_sum_exp, or null */
+  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
+  /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
+     dropout_run 0: e + dropout_first */
+  int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
 } luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
 #endif
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
 
 /* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
    rows, heads, value_dim] */
@@ -583,10 +623,13 @@ typedef struct luna_causal_args {
   const float *x, *y, *z;
   float *out;
   int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  struct lunai_outside *outside;     /* null; luna.h's own */
   luna_run run;
 } luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
@@ -614,8 +657,44 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
    side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
 
+/* >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
+   collective, makes the same model and the same calls in the same order. Two ways to share the work:
+     LUNA_PARALLEL_DATA      a rank has sequences of its own: luna_input.batch and its arrays are its part of the batch,
+                             in rank order; parts may differ in number, or be empty; n is the same on all ranks
+     LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
+                             in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
+                             alike, are those of whole sequences. luna.h finds each rank's first row by itself
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c. */
+typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
+typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
+typedef struct luna_collective {
+  luna_parallelism mode;
+  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
+  /* buffer: `count` floats or doubles, in place, of all ranks added up */
+  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
+  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
+  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
+  void *user;
+} luna_collective;
+
 typedef struct luna_options {
-  int threads;                       /* 0 = one a core */
+  int threads;                       /* 0 = one a core; of more than cores, no more run at once */
   luna_parallel_for parallel_for;    /* the caller's threads instead of a pool; give `threads` too */
   void *parallel_user;
   luna_isa isa;                      /* 0 = best */
@@ -628,6 +707,7 @@ typedef struct luna_options {
   void *log_user;
   luna_form form;                    /* 0 = by cost */
   const luna_backend *backend;       /* 0 = this CPU */
+  const luna_collective *collective; /* other ranks; copied; 0 = none */
 } luna_options;
 
 /* Null options: all defaults. Returns null when out of memory, the block is too small or an option is invalid;
@@ -644,11 +724,12 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: their pointers must not be
-   used again, not even by luna_item, so keep the numbers. It fails with the first failed init, load of a model,
-   luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
-   name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
-   its own and close it. */
+/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
+   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
+   with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the
+   same call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose
+   failure is to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -678,12 +759,36 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
    tokens are such steps without a call; its steps have no place between begin and end. */
 typedef struct luna_graph luna_graph;
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
 LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
 LUNA_API luna_status luna_graph_end(luna_graph *graph);
 /* why the last one was not one launch; "": it was */
 LUNA_API const char *luna_graph_reason(const luna_graph *graph);
+#endif
+
+#ifndef LUNA_ONLY_STREAM
+/* Where time goes: every op that runs between begin and end is timed.
+
+       luna_profile_begin(ctx);
+       ... some steps ...
+       luna_profile_end(ctx);
+       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
+
+   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
+   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
+   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
+   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
+   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
+   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; what it needs (40 KB)
+   stays until luna_close. Off, it costs one comparison an op. */
+typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user);
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
@@ -718,6 +823,7 @@ typedef struct luna_tensor {
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
+  const struct lunai_cut *part;     /* of which whole it is this rank's part; null: it is whole */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -738,11 +844,19 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
    nothing is released. */
 typedef struct luna_scope {
   luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2];
+  int outer, self;                   /* of a profile */
 } luna_scope;
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx);
+/* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute);
+#ifdef LUNA_ONLY_STREAM
+#define luna_scope_begin(ctx) luna_scope_open(ctx, NULL, false)
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, NULL, true)
+#else
+#define luna_scope_begin(ctx) luna_scope_open(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx);
+#define luna_scope_recompute(ctx) luna_scope_open(ctx, __func__, true)
+#endif
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
 /* t, whose data stay until the next begin: call it before the scope ends */
 LUNA_API luna_tensor *luna_keep(luna_tensor *t);
@@ -770,6 +884,17 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
    All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
    made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
+#endif
+
+#ifndef LUNA_ONLY_STREAM
+/* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
+   [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
+   rank's loss is a part of one loss, which is their sum. */
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
 #endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
@@ -860,6 +985,8 @@ LUNA_MAPS(LUNAI_MAP)
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
+/* x - ln sum e^x over the last axis: exact where a softmax is 0 */
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x);
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths);    /* [batch,n,...]: zeros in rows from
                                                                                lengths[b] on, NaN included; x itself
                                                                                for null */
@@ -1045,8 +1172,9 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
-/* Into a set whose parameters have the file's names and shapes. What is in neither, as heads, pooling, activation or
-   positions, is not compared: luna_load_model takes it from the file. */
+/* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the
+   config from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1066,14 +1194,18 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x);
 
 /* likewise: weight [dim], ones; bias [dim], zeros */
-typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer;
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim);
+/* RMS: x / rms(x) weight, without mean and bias [arXiv 1910.07467] */
+typedef enum luna_norm_kind { LUNA_NORM_LAYER = 0, LUNA_NORM_RMS } luna_norm_kind;
+typedef struct luna_norm_layer { luna_tensor *weight, *bias; } luna_norm_layer; /* bias null: RMS norm */
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind);
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x);
 
 /* What a model of features has in place of an embedding: ((x - mean) scale) W^T + b, where a missing number (NaN)
    counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
    luna_input_layer_fit, or luna_write. */
 typedef struct luna_input_layer {
+  luna_params *params;               /* of a model of tokens there is nothing else */
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
   luna_linear_layer projection;      /* "input_proj" [dim,features] */
 } luna_input_layer;
@@ -1218,6 +1350,7 @@ struct luna_layer_config {
                                         with LUNA_ACTIVATION_SILU */
   luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
+  luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
   float dropout;                     /* of attention's and the feed-forward's result, before each residual sum; in
                                         models also of embeddings and of a classifier's features */
@@ -1232,14 +1365,20 @@ struct luna_layer_config {
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
 };
 
+/* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
+typedef struct luna_feed_forward_layer {
+  luna_linear_layer fc1, fc2, fc3;
+  luna_norm_layer norm;
+} luna_feed_forward_layer;
+
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
-  luna_norm_layer attention_norm, memory_norm, final_norm; /* memory_norm: Luna only */
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
+  luna_feed_forward_layer feed_forward;
 } luna_encoder_layer;
 LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
@@ -1252,8 +1391,8 @@ typedef struct luna_decoder_layer {
   luna_layer_config config;
   luna_causal_attention_layer self_attention;
   luna_nested_attention_layer cross_attention;
-  luna_norm_layer self_norm, cross_norm, memory_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer self_norm, cross_norm, memory_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_decoder_layer;
 LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
                                              const luna_layer_config *config);
@@ -1272,8 +1411,8 @@ typedef struct luna_causal_layer {
   luna_causal_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear */
   void *hook_state;                  /* the hook's */
-  luna_norm_layer attention_norm, final_norm;
-  luna_linear_layer fc1, fc2, fc3;   /* fc3: gated alone */
+  luna_norm_layer attention_norm;
+  luna_feed_forward_layer feed_forward;
 } luna_causal_layer;
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config);
@@ -1459,7 +1598,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
    checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; luna_lm_load is for those who know that it is a luna_lm. */
+   kind opens by luna_load_model; the others are for those who know which it is. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1472,9 +1611,17 @@ typedef struct luna_model {
 } luna_model;
 LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
 LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
+LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
+                                                size_t size);
+LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
+                                               size_t size);
+LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
 #ifndef LUNA_NO_STDIO
 LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
 LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
+LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1497,42 +1644,27 @@ typedef struct luna_schedule {
 LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step); /* null: constant, 1 */
 
 typedef struct luna_optimizer luna_optimizer;
-typedef struct luna_sgd_config {
-  float lr;                          /* 0 = 0.01 */
-  float momentum;
-  bool nesterov;
-  float weight_decay;                /* added to the gradient */
+/* Of every optimiser: 0 = its default, and what it does not have has no effect. */
+typedef struct luna_optimizer_config {
+  float lr;                          /* 0 = 1e-3; SGD: 0.01; Apollo: 1 */
+  float momentum;                    /* SGD */
+  bool nesterov;                     /* SGD with momentum */
+  float beta1;                       /* Adam, AdamW, Apollo (its beta); 0 = 0.9 */
+  float beta2;                       /* Adam, AdamW; 0 = 0.999 */
+  float epsilon;                     /* 0 = 1e-8; Apollo: 1e-4 */
+  float weight_decay;                /* AdamW: decoupled; others: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
-  luna_schedule schedule;
+  luna_schedule schedule;            /* Apollo counts its steps from 0, with warmup 0 = 100, as it needs one, and
+                                        warmup_from 0 = 0.01 */
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
                                         never */
-} luna_sgd_config;
-typedef struct luna_adamw_config {   /* arXiv 1412.6980, 1711.05101 */
-  float lr;                          /* 0 = 1e-3 */
-  float beta1, beta2;                /* 0 = 0.9, 0.999 */
-  float epsilon;                     /* 0 = 1e-8 */
-  float weight_decay;                /* AdamW: decoupled; Adam: added to the gradient; 0 = none */
-  float clip;                        /* max global gradient norm; 0 = none */
-  luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10, negative = never */
-} luna_adamw_config;
-typedef luna_adamw_config luna_adam_config;
-typedef struct luna_apollo_config {  /* arXiv 2009.13586 */
-  float lr;                          /* 0 = 1 */
-  float beta;                        /* 0 = 0.9 */
-  float epsilon;                     /* 0 = 1e-4 */
-  float weight_decay;                /* added to the gradient */
-  float clip;
-  /* its steps count from 0 here; warmup 0 = 100 (Apollo needs one), warmup_from 0 = 0.01 */
-  luna_schedule schedule;
-  int64_t max_skips;                 /* 0 = 10, negative = never */
-} luna_apollo_config;
+} luna_optimizer_config;
 /* Of all parameters of the set; those made later join at the next step, as if no loss had reached them before. Freed
    with the context. Null config: defaults. */
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config);
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config);
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config);
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config);
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config);   /* arXiv 1412.6980 */
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config);  /* arXiv 1711.05101 */
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config); /* arXiv 2009.13586 */
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
    { .max_rank = 1 }: no decay on norms and biases. */
@@ -1577,6 +1709,10 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
+#endif
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -1675,6 +1811,12 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
+#ifdef LUNAI_SMALL_SIZES
+#pragma push_macro("INT64_MAX")
+#undef INT64_MAX
+#define INT64_MAX INT32_MAX
+#define int64_t int32_t
+#endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
    backward needs elsewhere is computed again instead of kept. */
@@ -1692,6 +1834,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(LINEAR, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false) \
   R(ACTIVATION, 1, LUNA_READS_IN(0), true) \
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
+  R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
@@ -1775,9 +1918,10 @@ typedef struct luna_op {
      updates; else null */
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   double *mean_ka, *mean_av;
-  const int64_t *position;           /* in backend memory; where it is 0 the means count as 0, and are not read */
+  const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -1785,6 +1929,7 @@ typedef struct luna_op {
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
+  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
   bool kept_again;                   /* kept was released and computed again */
@@ -1805,8 +1950,10 @@ typedef struct luna_op {
 typedef struct luna_op_functions {
   void (*query)(luna_op *op);        /* sets kept_size, workspace_size and backward_workspace_size */
   luna_status (*forward)(luna_op *op);
+#ifndef LUNA_ONLY_STREAM
   luna_status (*backward)(luna_op *op); /* adds to in[i]->grad, or sets it, where that is not null, from out[]->grad */
   int can;                           /* 0, or bits of the above */
+#endif
 } luna_op_functions;
 
 typedef struct luna_step_state {     /* what changes from step to step, in backend memory */
@@ -1924,7 +2071,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
-#ifdef __OPTIMIZE__
+#if defined(LUNA_ONLY_STREAM) && defined(LUNA_NO_SIMD) && defined(__OPTIMIZE_SIZE__)
+#define LUNAI_INLINE static inline __attribute__((unused)) /* where that is smaller */
+#elif defined(__OPTIMIZE__)
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
 #define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
@@ -1960,6 +2109,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
+#define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -1976,12 +2126,14 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return (lunai_int64)a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
+/* a caller's size; -1 when it is negative or too large */
+LUNAI_FN int64_t lunai_size(lunai_int64 size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : (int64_t)size; }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
@@ -2045,10 +2197,44 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
+/* Which piece of a call a thread takes next: the first that nobody has taken, so that a thread which the system has
+   stopped holds up one piece and not its whole share; without atomics, or on one thread, every `threads`-th. Whose
+   a piece is never changes a bit of it. piece < 0: its first; taken: 0 before the call. */
+#define LUNAI_PIECES 4               /* of a thread */
+LUNAI_INLINE int64_t lunai_claim(uint32_t *taken, int64_t piece, int64_t thread, int64_t threads) {
+#if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
+    (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
+  if (threads > 1) return (int64_t)__atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+#endif
+  (void)taken;
+  return piece < 0 ? thread : piece + threads;
+}
+
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
    under key `seed` is below `threshold` = round(65536 p); what stays is multiplied by `keep` = 1/(1-p). threshold 0: no
    dropout. */
-typedef struct lunai_dropout { uint64_t seed; uint32_t op, step; uint32_t threshold; float keep; } lunai_dropout;
+typedef struct lunai_dropout {
+  uint64_t seed;
+  uint32_t op, step, threshold;
+  float keep;
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
+  int64_t run;                       /* run 0: e + first */
+} lunai_dropout;
+LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
+  return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
+}
+LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
+LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
+  lunai_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!(probability > 0)) return d;
+  d.seed = seed;
+  d.op = op;
+  d.step = step;
+  d.threshold = lunai_dropout_threshold(probability);
+  d.keep = 1.0f / (1.0f - probability);
+  return d;
+}
 
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
@@ -2095,29 +2281,19 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
-/* Attention, eq. 1: out = softmax(scale Q K^T) V per head, or the backward of it. Strides resolved; a batch stride 0
-   shares. Rows: q, out and the [row, head] arrays lse and sums index row = b * queries + i, or query_offsets[b] + i
-   when ragged. */
-typedef struct lunai_attention {
-  const float *q, *k, *v;
-  float *out;
-  /* [rows, heads] log-sum-exp of each row's scores; forward writes it (may be null), backward reads it */
-  float *lse;
-  float *sums;                       /* [rows, heads] row sums of the attention matrix after dropout; may be null */
-  int64_t batch, heads, queries, keys, head_dim, value_dim;
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys of each batch row; null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] ragged: first rows; null: padded (both or none) */
-  float scale;
-  bool causal;                       /* query i sees keys j <= i */
-  lunai_dropout dropout;             /* element ((b heads + head) queries + i) keys + j */
-  const float *grad_out, *grad_sums; /* backward: out's layout; [rows, heads] or null */
-  /* backward adds to these, in q's, k's, v's layout; any may be null; grad_k may equal grad_v */
-  float *grad_q, *grad_k, *grad_v;
-  const luna_attention_pattern *patterns; /* null: dense */
-  int64_t pattern_count;
-  const float *grad_lse;             /* backward, with patterns: [rows, heads] or null */
-} lunai_attention;
+/* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
+   batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
+   when ragged. grad_k may equal grad_v. */
+typedef luna_attention_args lunai_attention;
+typedef luna_causal_args lunai_causal;
+LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
+  lunai_dropout d = lunai_dropout_of(a->dropout, a->seed, a->dropout_op, a->step);
+  d.first = (uint64_t)a->dropout_first;
+  d.run = a->dropout_run;
+  d.skip = (uint64_t)a->dropout_skip;
+  return d;
+}
+LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2135,16 +2311,16 @@ typedef struct lunai_unpack {
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
 
-/* Causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j per head. x, y [batch, rows, heads, dim], z and out
-   [batch, rows, heads, value_dim]; row, head strides resolved, shared by x and y (xy_*), and by z and out (z_*). */
-typedef struct lunai_causal {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head;
-  const float *grad_out;
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-} lunai_causal;
+/* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
+   sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
+typedef struct lunai_outside {
+  void (*scan)(void *op, double *state, int64_t count, bool after);
+  void *op;
+  int64_t position, later;           /* rows of the ranks before, and after */
+  int64_t count;                     /* doubles of all states */
+  bool received;                     /* `before` is there */
+  double *before, *after;            /* the mean over the rows before; room for the sum over those after */
+} lunai_outside;
 
 /* Causal Luna, section 3.3: A = omega(s), U = f(scale q, k, A), W = softmax over slots of U, out = f(W, A, v).
    q, k, v, out [batch, rows, heads, head_dim] dense; s and w [batch, rows, heads, slots] dense. */
@@ -2156,12 +2332,13 @@ typedef struct lunai_causal_luna {
   float scale;
   /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   int activation;
-  int64_t position;                  /* tokens before row 0 (streaming); 0 without a state */
+  lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
   /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
      and A^T v over the tokens so far; read and updated by forward */
   double *mean_ka, *mean_av;
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
+  lunai_outside *outside;            /* null: the rows are all there are, or streaming */
 } lunai_causal_luna;
 
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
@@ -2181,8 +2358,8 @@ typedef struct lunai_target {
   float *sum, *c, *pre;
   const float *bias, *from;          /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
+  int activation;                    /* in lunai_gemm's order one load would take both, and wait for two stores */
   float alpha;
-  int activation;
   bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
 } lunai_target;
 
@@ -2243,7 +2420,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
   K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
                        float *y, float *mean, float *rstd)) \
-  R(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
+  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
       float *mean, float *rstd)) \
   T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
       const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
@@ -2284,8 +2461,6 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
                    float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row, const lunai_target *t)) \
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const lunai_target *t)) \
-  R(double, sum_exp, (int64_t n, const float *x, float shift)) \
-  R(float, softmax_shift, (int64_t n, const float *x, float largest)) \
   R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
   R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
                          float *stats)) \
@@ -2341,7 +2516,7 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   const double c = 1 + q *
       (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
                                                      (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((int64_t)turns & 3);
+  const int quarter = (int)((lunai_int64)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
@@ -2428,10 +2603,13 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_erf(x) LUNAI_K(erf)(x)
 
 #undef LUNAI_PREFETCH
+#undef LUNAI_PREFETCH_L2
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
+#define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
 #else
 #define LUNAI_PREFETCH(p) ((void)0)
+#define LUNAI_PREFETCH_L2(p) ((void)0)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
@@ -3006,6 +3184,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
+#undef LUNAI_AHEAD
+#define LUNAI_AHEAD (LUNAI_PASS == LUNAI_ISA_AVX2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
@@ -3216,20 +3396,39 @@ LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t 
   return e;
 }
 
-/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: a buffer that they are copied to, or null. */
+/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: where they are copied to, or null. Whole tiles
+   of a column-major A are gathered by LUNAI_TILES_ABREAST; with LUNAI_AHEAD in two places by turns, all but the first
+   by gather_ahead. */
 LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
                                           const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
+  const int64_t tile = (row - first) / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
-    if (tile == 0)
+    if (LUNAI_AHEAD ? tile == 0 : tile % LUNAI_TILES_ABREAST == 0)
       LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
-    a_gathered += tile * LUNAI_MR * LUNAI_KA;
+    a_gathered += tile % places * LUNAI_MR * LUNAI_KA;
   } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
   *a_row = *a_column == 1 ? LUNAI_KA : 1;
   *a_column = *a_column == 1 ? 1 : LUNAI_MR;
   return a_gathered;
+}
+/* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
+   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while they
+   come. */
+LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
+                                    int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
+  const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
+  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = first + next * LUNAI_MR;
+  const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
+  const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
+  const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
+  int64_t i, x;
+  if (m - row < LUNAI_MR) return;
+  for (i = end; i < coming; i++)
+    for (x = 0; x < tiles * LUNAI_MR; x += 16) LUNAI_PREFETCH_L2(a + row + i * a_column + x);
+  LUNAI_K(gather_columns)(tiles, end - p, a + row + p * a_column, a_column,
+                          a_gathered + next % (2 * LUNAI_TILES_ABREAST) * LUNAI_MR * LUNAI_KA + p * LUNAI_MR);
 }
 
 /* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
@@ -3241,6 +3440,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
   const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
+  const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   lunai_epilogue e;
   int64_t row, rows, j, p, x;
@@ -3264,6 +3464,9 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
       e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
+      if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
+        LUNAI_K(gather_ahead)(m, k, narrow, (row - narrow) / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column,
+                              a_gathered);
     }
   }
 }
@@ -3367,6 +3570,7 @@ typedef struct lunai_gemm_plan {
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late;
+  uint32_t taken;                                 /* pieces */
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3394,7 +3598,12 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
-    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? 2 * LUNAI_TILES_ABREAST : 1);
+  /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
+  if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
+    p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
+  else if (parts > 1 && p.row_parts == 1 && !p.a_size)
+    p.column_parts = lunai_min(LUNAI_PIECES * p.column_parts, lunai_max(lunai_divide_up(g->n, nr), 1));
   if (p.late && !g->pre && g->k > LUNAI_KC) p.sum_size = lunai_min(LUNAI_SUM_ROWS, g->m) * p.columns;
   return p;
 }
@@ -3500,23 +3709,27 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_gemm_plan *p = (const lunai_gemm_plan *)work;
+/* unit of all batch items' parts */
+LUNAI_FN void lunai_gemm_unit(const lunai_gemm_plan *p, lunai_gemm_thread *own, int64_t unit) {
   const lunai_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
-  const int64_t mr = p->kernels->mr, nr = p->kernels->nr, tiles = lunai_divide_up(g->m, mr),
-                panels = lunai_divide_up(g->n, nr);
+  const int64_t parts = p->row_parts * p->column_parts, mr = p->kernels->mr, nr = p->kernels->nr;
+  const int64_t tiles = lunai_divide_up(g->m, mr), panels = lunai_divide_up(g->n, nr);
+  const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
+  lunai_gemm_part(p, own, unit / parts / g->batch[1], unit / parts % g->batch[1],
+                  lunai_share(tiles, r, p->row_parts) * mr,
+                  lunai_min(g->m, lunai_share(tiles, r + 1, p->row_parts) * mr),
+                  lunai_share(panels, c, p->column_parts) * nr,
+                  lunai_min(g->n, lunai_share(panels, c + 1, p->column_parts) * nr));
+}
+LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
+  lunai_gemm_plan *p = (lunai_gemm_plan *)work;
+  const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  int64_t unit, end = lunai_share(units, thread + 1, threads);
-  for (unit = lunai_share(units, thread, threads); unit < end; unit++) {
-    const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-    const int64_t row = lunai_share(tiles, r, p->row_parts) * mr, row_end = lunai_share(tiles, r + 1,
-                                                                                        p->row_parts) * mr;
-    const int64_t column = lunai_share(panels, c, p->column_parts) * nr,
-                  column_end = lunai_share(panels, c + 1, p->column_parts) * nr;
-    lunai_gemm_part(p, &own, unit / parts / g->batch[1], unit / parts % g->batch[1], row, lunai_min(g->m, row_end),
-                    column, lunai_min(g->n, column_end));
-  }
+  int64_t unit, piece = lunai_claim(&p->taken, -1, thread, threads);
+  for (; piece < pieces; piece = lunai_claim(&p->taken, piece, thread, threads))
+    for (unit = lunai_share(units, piece, pieces); unit < lunai_share(units, piece + 1, pieces); unit++)
+      lunai_gemm_unit(p, &own, unit);
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
@@ -3802,13 +4015,15 @@ LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n,
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
   uint32_t counter[4], word[4];
+  uint64_t place;
   if (d->threshold == 0) return 1.0f;
-  counter[0] = (uint32_t)(element / 8);
-  counter[1] = (uint32_t)((uint64_t)(element / 8) >> 32);
+  place = lunai_dropout_place(d, element);
+  counter[0] = (uint32_t)(place / 8);
+  counter[1] = (uint32_t)(place / 8 >> 32);
   counter[2] = d->op;
   counter[3] = d->step;
   lunai_philox(counter, d->seed, word);
-  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
+  return (word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
 }
 LUNAI_FN void lunai_dropout_reference(const lunai_dropout *d, int64_t first, int64_t n, const float *x, float *y,
                                       bool accumulate) {
@@ -3876,12 +4091,19 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
 #define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
 
-/* ---- maps ---- */
+/* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
     int64_t i; \
     for (i = 0; i < n; i += VF) LUNAI_PUT(y, value); \
+  }
+#define LUNAI_SHORT_MAP(name, arguments, y, value) \
+  LUNAI_FN void LUNAI_K(name) arguments { \
+    int64_t i = 0; \
+    for (; n - i >= VF; i += VF) LUNAI_PUT(y, value); \
+    if (i < n) LUNAI_PUT(y, value); \
   }
 LUNAI_MAP(activate, (int kind, int64_t n, const float *x, float *y), y, LUNAI_K(map1)(kind, LUNAI_GET(x)))
 LUNAI_MAP(activate_grad, (int kind, int64_t n, const float *x, const float *dy, bool add, float *dx), dx,
@@ -3892,12 +4114,13 @@ LUNAI_FN void LUNAI_K(activate_backward)(int kind, int64_t n, const float *x, co
 LUNAI_FN void LUNAI_K(activate_slope)(int kind, int64_t n, const float *x, const float *dy, float *y) {
   LUNAI_K(activate_grad)(kind, n, x, dy, false, y);
 }
-LUNAI_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
-LUNAI_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
-LUNAI_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
+LUNAI_SHORT_MAP(add, (int64_t n, const float *a, const float *b, float *y), y, vf_add(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(mul, (int64_t n, const float *a, const float *b, float *y), y, vf_mul(LUNAI_GET(a), LUNAI_GET(b)))
+LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, vf_mul(vf_set(factor), LUNAI_GET(x)))
+LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
           vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
+#undef LUNAI_SHORT_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
@@ -3990,7 +4213,7 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
 
 /* what to subtract before exp: the largest of x and `largest`, or 0 where that is -Inf. A NaN may be overlooked here:
    the sum of exp is NaN then */
-LUNAI_FN float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
+LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
   int64_t i;
   for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
@@ -4137,9 +4360,37 @@ LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
    ---- */
-/* sum of exp(x - shift) */
-LUNAI_FN double LUNAI_K(sum_exp)(int64_t n, const float *x, float shift) {
-  return LUNAI_K(reduce)(LUNAI_EXP, n, x, NULL, NULL, shift, 0, NULL);
+/* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
+LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_t row, const lunai_row_sums *s) {
+  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) :
+                         s->exps == 0 ? -(double)INFINITY : s->exps;
+  double result = log_sum + ((double)s->shift - (double)s->label);
+  if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
+  if (a->lse) a->lse[row] = (float)((double)s->shift + log_sum);
+  a->loss[row] = (float)result;
+}
+LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
+  const lunai_row_sums none = { 0, 0, (float)-INFINITY, 0 };
+  int64_t row;
+  for (row = 0; row < a->rows; row++) {
+    const float *logits = a->logits + row * a->logits_row;
+    const int64_t label = a->labels[row] - a->first;
+    lunai_row_sums s = a->first == 0 ? none : a->sums[row];
+    float shift;
+    if (a->labels[row] < 0) {
+      a->loss[row] = 0;
+      if (a->lse) a->lse[row] = 0;
+      continue;
+    }
+    shift = LUNAI_K(softmax_shift)(a->columns, logits, s.shift);
+    if (s.exps != 0 && shift > s.shift) s.exps *= (double)LUNAI_K(exp1)(s.shift - shift);
+    s.exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
+    if (shift != 0 || s.exps != 0) s.shift = shift; /* not of columns of -Inf alone */
+    if (a->smoothing > 0) s.logits += LUNAI_K(sum)(a->columns, logits);
+    if (label >= 0 && label < a->columns) s.label = logits[label];
+    if (a->first + a->columns == a->classes) LUNAI_K(cross_entropy_finish)(a, row, &s);
+    else a->sums[row] = s;
+  }
 }
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
@@ -4190,7 +4441,23 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
           const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
-        for (i = 0; i < n; i += VF) {
+        for (i = 0; n - i >= 4 * VF; i += 4 * VF) {
+          const float *start = backward || base > 0 ? y_at + i : bias ? bias + first + i : NULL;
+          vf sum0 = start ? vf_load(start) : vf_zero(), sum1 = start ? vf_load(start + VF) : vf_zero();
+          vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero(), sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
+          for (k = low; k < count; k++) {
+            const float *tap = taps + k * LUNAI_TAP_COLUMNS + i, *x_at = from[k] + i;
+            sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
+            sum1 = vf_fma(vf_load(tap + VF), vf_load(x_at + VF), sum1);
+            sum2 = vf_fma(vf_load(tap + 2 * VF), vf_load(x_at + 2 * VF), sum2);
+            sum3 = vf_fma(vf_load(tap + 3 * VF), vf_load(x_at + 3 * VF), sum3);
+          }
+          vf_store(y_at + i, sum0);
+          vf_store(y_at + i + VF, sum1);
+          vf_store(y_at + i + 2 * VF, sum2);
+          vf_store(y_at + i + 3 * VF, sum3);
+        }
+        for (; i < n; i += VF) {
           vf sum = backward || base > 0 ? LUNAI_GET(y_at) : bias ? LUNAI_GET(bias + first) : vf_zero();
           for (k = low; k < count; k++) sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
           LUNAI_PUT(y_at, sum);
@@ -4328,9 +4595,11 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
 LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
   while (n > 0) {
-    const int64_t skip = first % 8, count = lunai_min(n, 64 - skip);
+    const uint64_t at = lunai_dropout_place(d, first);
+    const int64_t skip = (int64_t)(at % 8);
+    const int64_t count = lunai_min(d->run ? lunai_min(n, d->run - first % d->run) : n, 64 - skip);
     const bool whole = count == 64;
-    LUNAI_K(dropout_block)(d, (uint64_t)first / 8, whole ? mask : block);
+    LUNAI_K(dropout_block)(d, at / 8, whole ? mask : block);
     if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
     first += count;
     mask += count;
@@ -4441,47 +4710,6 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
 }
 #undef LUNAI_GET
 #undef LUNAI_PUT
-
-#elif !defined(LUNAI_PASS)
-
-/* ---- cross-entropy, driver ---- */
-LUNAI_FN void lunai_cross_entropy_row(const lunai_kernels *kernels, const lunai_cross_entropy *a, int64_t row) {
-  const float *logits = a->logits + row * a->logits_row;
-  const int64_t label = a->labels[row] - a->first;
-  const bool last = a->first + a->columns == a->classes;
-  lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-  float shift;
-  if (a->first == 0) {
-    s->exps = s->logits = 0;
-    s->shift = (float)-INFINITY;
-    s->label = 0;
-  }
-  shift = kernels->softmax_shift(a->columns, logits, s->shift);
-  if (s->exps != 0 && shift > s->shift) s->exps *= kernels->sum_exp(1, &s->shift, shift);
-  s->exps += kernels->sum_exp(a->columns, logits, shift);
-  if (shift != 0 || s->exps != 0) s->shift = shift;
-  if (a->smoothing > 0) s->logits += kernels->sum(a->columns, logits);
-  if (label >= 0 && label < a->columns) s->label = logits[label];
-  if (last) {
-    const double log_sum = s->exps > 0 ? (double)lunai_log1_scalar((float)s->exps) : s->exps == 0 ? -(double)INFINITY :
-                 s->exps;
-    const double off = (double)shift - (double)s->label;
-    double result = log_sum + off;
-    if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-    if (a->lse) a->lse[row] = (float)((double)shift + log_sum);
-    a->loss[row] = (float)result;
-  }
-}
-LUNAI_FN void lunai_run_cross_entropy(const lunai_kernels *kernels, const lunai_cross_entropy *a) {
-  int64_t row;
-  for (row = 0; row < a->rows; row++)
-    if (a->labels[row] >= 0) lunai_cross_entropy_row(kernels, a, row);
-    else {
-      a->loss[row] = 0;
-      if (a->lse) a->lse[row] = 0;
-    }
-}
-
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -4517,6 +4745,7 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
   int64_t j, e, first;
   for (j = 0; j < r->keys; j++) {
@@ -4529,14 +4758,15 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
     total = kept = 0;
     for (j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&a->dropout, r->element + j);
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
       for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
     for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->lse) a->lse[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->log_sum_exp)
+    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
   if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
@@ -4554,19 +4784,22 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
   int64_t b, h, i, j;
   for (b = 0; b < a->batch; b++)
     for (h = 0; h < a->heads; h++)
       for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && a->dropout.threshold ? (double)a->grad_sums[r.stat] : 0;
+        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
-                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0);
+                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
+                     (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[r.stat] : 0);
         for (j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, &r, j) - (double)a->lse[r.stat]));
-          const double mask = (double)lunai_dropout_at(&a->dropout, r.element + j);
+          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
+          const double p = (double)lunai_exp1_scalar((float)score);
+          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
           const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
           const double ds = (double)a->scale * p * (dp - mean);
           if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
@@ -4750,6 +4983,7 @@ typedef struct lunai_attention_work {
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
+  uint32_t taken;                       /* items */
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
@@ -4867,7 +5101,7 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   const int64_t d = a->head_dim, dv = a->value_dim, depth = lunai_min(w->keys, LUNAI_KEY_BLOCK),
       few = lunai_min(depth, LUNAI_FEW_KEYS);
   const int64_t scores = LUNAI_TILE * ((depth + 15) / 16 * 16 + 16), back = w->backward ? 1 : 0;
-  const int64_t masked = a->dropout.threshold ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
+  const int64_t masked = lunai_drops(a) ? 1 : 0, tiles = back ? 1 : w->run / LUNAI_TILE;
   m->scores = lunai_take(&scratch, scores);
   m->slopes = lunai_take(&scratch, back * scores);
   m->mask = lunai_take(&scratch, masked * scores);
@@ -4900,9 +5134,7 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a, bool backward) {
-  return a->patterns || (backward && a->grad_lse);
-}
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
@@ -4913,7 +5145,7 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
 LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                         bool backward) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, backward)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
+  if (lunai_is_sparse(a)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
@@ -4940,10 +5172,11 @@ LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_
 /* keep or 0 for each score of the tile */
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
     float *to = t->k_step == 1 ? mask + i * t->q_step : row;
-    kernels->dropout_mask(&a->dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
+    kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
@@ -4970,8 +5203,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   for (i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[at] = head->keys ? state[i] : 0;
-    if (a->sums) a->sums[at] = !head->keys ? 0 : a->dropout.threshold ? state[2 * LUNAI_TILE + i] : 1;
+    if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
+    if (a->sums) a->sums[at] = !head->keys ? 0 : lunai_drops(a) ? state[2 * LUNAI_TILE + i] : 1;
   }
 }
 
@@ -4984,7 +5217,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
   const int64_t d = a->head_dim, dv = a->value_dim,
                 panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
   const float *q = a->q + head->q;
-  float *mask = a->dropout.threshold ? m->mask : NULL, *panels;
+  float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
     kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
@@ -5019,13 +5252,13 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
    ones cost more */
 LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
       items = w->pairs * runs * blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads) {
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
     const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
     const lunai_head head = lunai_head_at(w->a, pair);
     const int64_t last = lunai_min(first + w->run, head.queries);
@@ -5064,7 +5297,7 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
 LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
                                   const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, false)) {
+  if (lunai_is_sparse(a)) {
     lunai_run_sparse(kernels, a, parallel, scratch);
     return;
   }
@@ -5088,9 +5321,10 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
-    lse[i] = a->lse[at];
+    lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
-    if (!a->grad_sums || !a->dropout.threshold) continue;
+    if (a->grad_log_sum_exp) delta[i] -= a->grad_log_sum_exp[at];
+    if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
     delta[i] += add[i] * a->sums[at];
   }
@@ -5117,7 +5351,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
@@ -5157,12 +5391,12 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
 }
 
 LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_attention_work *w = (const lunai_attention_work *)work;
+  lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
-  int64_t item;
+  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (item = thread; item < items; item += threads)
+  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads))
     lunai_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
 }
 
@@ -5217,13 +5451,14 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
 LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
                                            const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a, true)) {
+  if (lunai_is_sparse(a)) {
     lunai_run_sparse_backward(kernels, a, parallel, scratch);
     return;
   }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
+    w.taken = 0;
     lunai_run(parallel, lunai_attention_backward_task, &w);
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
@@ -5324,7 +5559,7 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   int64_t i = s.p->blocks ? 0 : s.queries;
   for (; i < a->queries; i++) {
     memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->lse) a->lse[s.row + i * a->heads] = -INFINITY;
+    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
   }
 }
 
@@ -5349,6 +5584,7 @@ LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
   const lunai_key *key;
   lunai_sparse_walk w;
@@ -5362,26 +5598,29 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
-    lunai_scale_add_reference(a->value_dim, p * lunai_dropout_at(&a->dropout,
-                                                                 s->element + query * s->numbers + key->number),
-                       a->v + s->v + key->row * a->v_row, out);
+    lunai_scale_add_reference(a->value_dim,
+                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
+                              a->v + s->v + key->row * a->v_row, out);
   }
-  if (a->lse) a->lse[s->row + query * a->heads] = max + lunai_log1_scalar(total); /* -Inf without a key */
+  if (a->log_sum_exp) /* -Inf without a key */
+    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
 LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                                         int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
   const float *g = a->grad_out + out;
-  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+  const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
+                     (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(&w, 0, sizeof w);
   while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->lse[at]);
-    const float mask = lunai_dropout_at(&a->dropout, s->element + query * s->numbers + key->number);
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5403,13 +5642,13 @@ LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
 }
 LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a, false)) lunai_sparse_rows(a, false);
+  if (lunai_is_sparse(a)) lunai_sparse_rows(a, false);
   else lunai_dense_reference(a);
 }
 LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
                                                  void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a, true)) lunai_sparse_rows(a, true);
+  if (lunai_is_sparse(a)) lunai_sparse_rows(a, true);
   else lunai_dense_backward_reference(a);
 }
 
@@ -5529,7 +5768,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = w->a->dropout.threshold ? 1 : 0, copied = w->copied ? 1 : 0;
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, copied = w->copied ? 1 : 0;
   const int64_t tiles = lunai_divide_up(LUNAI_RUN, w->tile), queries = back ? LUNAI_TILE : LUNAI_RUN;
   m->scores = lunai_take(&scratch, LUNAI_TILE * depth);
   m->slopes = lunai_take(&scratch, back * LUNAI_TILE * depth);
@@ -5636,11 +5875,12 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_ti
 }
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
                                 float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(s->a);
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&s->a->dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5687,7 +5927,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
-  float *mask = a->dropout.threshold ? m->mask : NULL;
+  float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
   kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
@@ -5736,7 +5976,7 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->lse) a->lse[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -5799,8 +6039,9 @@ LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse 
   for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
   for (i = 0; i < q->t.width; i++) {
     const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->lse[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) - (a->grad_lse ? a->grad_lse[at] : 0);
+    lse[i] = a->log_sum_exp[at];
+    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -5816,7 +6057,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = a->dropout.threshold ? m->mask : NULL;
+  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
   float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
   const int64_t to_row = part->direct ? a->q_row : d;
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
@@ -6050,6 +6291,7 @@ typedef struct lunai_unpack_work {
   int64_t blocks, first, last, unit;
   /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
   float *partial;
+  uint32_t taken;                       /* pieces */
 } lunai_unpack_work;
 
 /* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
@@ -6157,19 +6399,20 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
 }
 
 LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE);
-  const int64_t last = lunai_share(u->batch * panels, thread + 1, threads);
+  const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), items = u->batch * panels;
+  const int64_t pieces = lunai_min(items, LUNAI_PIECES * threads);
   lunai_unpack_space space;
-  int64_t item = lunai_share(u->batch * panels, thread, threads), prepared = -1;
+  int64_t item, prepared = -1, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < last; item++) {
-    const int64_t first = item % panels * LUNAI_TILE;
-    if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
-    lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
-  }
+  for (; piece < pieces; piece = lunai_claim(&w->taken, piece, thread, threads))
+    for (item = lunai_share(items, piece, pieces); item < lunai_share(items, piece + 1, pieces); item++) {
+      const int64_t first = item % panels * LUNAI_TILE;
+      if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
+      lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
+    }
 }
 
 LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_parallel *parallel,
@@ -6207,15 +6450,14 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lu
 }
 
 LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_unpack_work *w = (const lunai_unpack_work *)work;
+  lunai_unpack_work *w = (lunai_unpack_work *)work;
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
-  const int64_t last = w->first + lunai_share(w->last - w->first, thread + 1, threads);
   lunai_unpack_space space;
-  int64_t unit = w->first + lunai_share(w->last - w->first, thread, threads), prepared = -1, row;
+  int64_t prepared = -1, row, piece = lunai_claim(&w->taken, -1, thread, threads);
   lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; unit < last; unit++) {
-    const int64_t b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
+  for (; piece < w->last - w->first; piece = lunai_claim(&w->taken, piece, thread, threads)) {
+    const int64_t unit = w->first + piece, b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
         end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
@@ -6254,6 +6496,7 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
   lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
+    w.taken = 0;
     lunai_run(parallel, lunai_unpack_backward_task, &w);
     lunai_run(parallel, lunai_unpack_gather_task, &w);
   }
@@ -6311,7 +6554,7 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
 /* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(int64_t t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
+LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
                               double *mean, int64_t mean_row, double factor, float *result) {
   int64_t i, j;
   for (j = 0; j < n; j++) {
@@ -6497,10 +6740,13 @@ typedef struct lunai_sweep {
   void (*output)(const void *args, const lunai_causal_chunk *c);
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
-  int64_t items, heads, rows, position, dim, value_dim;
+  int64_t items, heads, rows, dim, value_dim;
+  lunai_int64 position;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
+  lunai_outside *outside;            /* or null */
+  bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
@@ -6554,6 +6800,14 @@ LUNAI_INLINE double *lunai_sweep_carried(const lunai_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
+/* whether there are rows before the first chunk */
+LUNAI_INLINE bool lunai_sweep_continues(const lunai_sweep *s) {
+  if (!s->outside) return s->position > 0;
+  return !s->summing && (s->reverse ? s->outside->later : s->outside->position) > 0;
+}
+LUNAI_INLINE double *lunai_sweep_outside(const lunai_sweep *s, int64_t item) {
+  return (s->reverse ? s->outside->after : s->outside->before) + item * s->unit * s->slots;
+}
 /* the k-th chunk of an item in the sweep's order, with the record at `place` and the buffers of `thread` */
 LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item, int64_t k, int64_t place,
                                               int64_t thread) {
@@ -6566,8 +6820,8 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
   c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
   c.before = (double)(s->position + c.first);
-  c.begins = k == 0 && s->position == 0;
-  c.last = k == s->chunks - 1 && !s->exchange;
+  c.begins = k == 0 && !lunai_sweep_continues(s);
+  c.last = k == s->chunks - 1 && !s->exchange && !s->summing;
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
   c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
@@ -6586,8 +6840,15 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
 }
 
 LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
-  if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
-  else memset(carried, 0, (size_t)lunai_sweep_state(s, item) * sizeof(double));
+  const size_t bytes = (size_t)lunai_sweep_state(s, item) * sizeof(double);
+  if (s->outside && lunai_sweep_continues(s)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
+  else if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
+  else memset(carried, 0, bytes);
+}
+LUNAI_FN void lunai_sweep_end(const lunai_sweep *s, int64_t item, double *carried) {
+  if (s->exchange) s->exchange(s->args, item, carried, true);
+  if (s->summing)
+    memcpy(lunai_sweep_outside(s, item), carried, (size_t)lunai_sweep_state(s, item) * sizeof(double));
 }
 
 /* each thread sweeps whole items */
@@ -6602,9 +6863,9 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, thread, thread);
       s->sum(s->args, &c);
       lunai_sweep_scan(s, &c, carried, 0, lunai_sweep_state(s, item));
-      s->output(s->args, &c);
+      if (!s->summing) s->output(s->args, &c);
     }
-    if (s->exchange) s->exchange(s->args, item, carried, true);
+    lunai_sweep_end(s, item, carried);
   }
 }
 
@@ -6638,9 +6899,29 @@ LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   }
 }
 
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch);
+/* What the other ranks' rows add: this rank's sums go out, those of the ranks before, or after, come back. */
+LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
+  lunai_outside *o = s->outside;
+  double *state = lunai_sweep_outside(s, 0);
+  int64_t i;
+  s->position = s->reverse ? o->position : 0;
+  if (s->reverse || !o->received) {
+    s->summing = true;
+    memset(state, 0, (size_t)o->count * sizeof(double));
+    lunai_sweep_run(s, parallel, scratch);
+    s->summing = false;
+    for (i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
+    o->scan(o->op, state, o->count, s->reverse);
+    for (i = 0; !s->reverse && o->position > 0 && i < o->count; i++) state[i] /= (double)o->position;
+    o->received = true;
+  }
+  s->position = o->position;
+}
 LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
   int64_t item;
+  if (s->outside && !s->summing) lunai_sweep_exchange(s, parallel, scratch);
   parallel = lunai_worth(parallel, work);
   (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
   if (lunai_threads(parallel) == 1 || s->window == 1) {
@@ -6651,9 +6932,9 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
   for (s->start = 0; s->start < s->chunks; s->start += s->window) {
     lunai_run(parallel, lunai_sweep_sums, s);
     lunai_run(parallel, lunai_sweep_scans, s);
-    lunai_run(parallel, lunai_sweep_outputs, s);
+    if (!s->summing) lunai_run(parallel, lunai_sweep_outputs, s);
   }
-  for (item = 0; s->exchange && item < s->items; item++) s->exchange(s->args, item, lunai_sweep_carried(s, item), true);
+  for (item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
 }
 
 /* ---- parts of a chunk ---- */
@@ -6830,6 +7111,7 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
   s->unit = a->dim * a->value_dim;
   s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
   s->reverse = reverse;
+  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
@@ -6857,7 +7139,7 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
     s.output = lunai_causal_out_x;
     lunai_sweep_run(&s, parallel, scratch);
   }
-  if (a->grad_y || a->grad_z) {
+  if (a->grad_y || a->grad_z || a->outside) {
     lunai_causal_sweep(&s, kernels, a, true);
     s.sum = lunai_causal_sum_xg;
     s.output = lunai_causal_out_yz;
@@ -7040,6 +7322,7 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->unit = 2 * a->head_dim;
   s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
   s->reverse = reverse;
+  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
@@ -7082,7 +7365,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   s.sum = lunai_luna_sum_up;
   s.output = lunai_luna_out_up;
   lunai_sweep_run(&s, parallel, rest);
-  if (!a->grad_k && !a->grad_v && !a->grad_s) return;
+  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.args = &grads;
   s.sum = lunai_luna_sum_down;
@@ -7160,7 +7443,6 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
-LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) { lunai_run_cross_entropy(&LUNAI_K(kernels), a); }
 LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
 
 #endif /* LUNAI_PASS_LOOPS */
@@ -7413,18 +7695,6 @@ LUNA_API const char *luna_status_text(luna_status status) {
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
   return lunai_product(dim, value_dim, LUNAI_MAX_SCRATCH) > 0;
 }
-LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
-LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
-  return d;
-}
 
 /* --- sparse attention: which keys a query sees --- */
 /* whether patterns are valid for these sizes */
@@ -7564,61 +7834,48 @@ LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
   for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
-/* The strides of q, k, v or out, [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
-LUNAI_FN bool lunai_heads_of(int64_t batch, int64_t rows, int64_t heads, int64_t dim, bool ragged, bool shared,
-                             const int64_t given[3], int64_t *batch_stride, int64_t *row, int64_t *head) {
-  int64_t extent = lunai_extent(dim, heads, given[2], dim, head);
-  extent = lunai_extent(extent, rows, given[1], lunai_checked(heads, dim), row);
-  if (ragged) *batch_stride = 0;
-  else if (shared) extent = lunai_extent_shared(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
-  else extent = lunai_extent(extent, batch, given[0], lunai_checked(rows, *row), batch_stride);
+/* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
+LUNAI_FN bool lunai_heads_of(const int64_t size[4], bool ragged, bool shared, int64_t *batch, int64_t *row,
+                             int64_t *head) {
+  int64_t extent = lunai_extent(size[3], size[2], *head, size[3], head);
+  extent = lunai_extent(extent, size[1], *row, lunai_checked(size[2], size[3]), row);
+  if (ragged) *batch = 0;
+  else if (shared) extent = lunai_extent_shared(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
+  else extent = lunai_extent(extent, size[0], *batch, lunai_checked(size[1], *row), batch);
   return extent >= 0;
 }
 LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_attention *a) {
-  const int64_t value_dim = args->value_dim ? args->value_dim : args->head_dim;
-  const int64_t q[3] = { args->q_batch, args->q_row, args->q_head },
-      k[3] = { args->k_batch, args->k_row, args->k_head };
-  const int64_t v[3] = { args->v_batch, args->v_row, args->v_head };
-  const int64_t out[3] = { args->out_batch, args->out_row, args->out_head };
-  const int64_t batch = args->batch, heads = args->heads, pairs = lunai_checked(batch, heads);
+  const int64_t pairs = lunai_checked(args->batch, args->heads), d = args->head_dim;
+  const int64_t dv = args->value_dim ? args->value_dim : d;
   const bool ragged = args->query_offsets != NULL;
-  int64_t b, queries = args->queries, keys = args->keys;
-  memset(a, 0, sizeof *a);
-  if (pairs < 0 || heads < 1 || queries < 0 || keys < 0 || args->head_dim < 1 || value_dim < 1)
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_max(args->head_dim, value_dim) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
-  if (!(args->dropout >= 0 && args->dropout < 1) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
-  if (ragged != (args->key_offsets != NULL) || (ragged && args->lengths)) return LUNA_BAD_ARGUMENT;
-  if (ragged) {
-    queries = lunai_ragged_rows(args->query_offsets, args->batch);
-    keys = lunai_ragged_rows(args->key_offsets, args->batch);
-  }
-  if (!lunai_heads_of(batch, queries, heads, args->head_dim, ragged, true, q, &a->q_batch, &a->q_row, &a->q_head) ||
-      !lunai_heads_of(batch, keys, heads, args->head_dim, ragged, true, k, &a->k_batch, &a->k_row, &a->k_head) ||
-      !lunai_heads_of(batch, keys, heads, value_dim, ragged, true, v, &a->v_batch, &a->v_row, &a->v_head) ||
-      !lunai_heads_of(batch, queries, heads, value_dim, ragged, false, out, &a->out_batch, &a->out_row, &a->out_head))
+  const int64_t queries = ragged ? lunai_ragged_rows(args->query_offsets, args->batch) : args->queries;
+  const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
+  const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
+  const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
+  int64_t b;
+  *a = *args;
+  a->value_dim = dv;
+  if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
+  if (pairs < 0 || a->heads < 1 || a->queries < 0 || a->keys < 0 || d < 1 || dv < 1) return LUNA_BAD_ARGUMENT;
+  if (lunai_max(d, dv) > LUNAI_MAX_SCRATCH) return LUNA_BAD_ARGUMENT;
+  if (!(a->dropout >= 0 && a->dropout < 1) || !lunai_is_finite(a->scale)) return LUNA_BAD_ARGUMENT;
+  if (ragged != (a->key_offsets != NULL) || (ragged && a->lengths)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_heads_of(q, ragged, true, &a->q_batch, &a->q_row, &a->q_head) ||
+      !lunai_heads_of(k, ragged, true, &a->k_batch, &a->k_row, &a->k_head) ||
+      !lunai_heads_of(v, ragged, true, &a->v_batch, &a->v_row, &a->v_head) ||
+      !lunai_heads_of(out, ragged, false, &a->out_batch, &a->out_row, &a->out_head))
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
-  if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->keys, INT64_MAX) < 0)
+  if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
+  for (b = 0; a->lengths && b < a->batch; b++)
+    if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
+  if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
+  if (a->dropout_run < 0) return LUNA_BAD_ARGUMENT;
+  if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; args->lengths && b < batch; b++)
-    if (args->lengths[b] < 0 || args->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
-  if ((args->patterns || args->grad_log_sum_exp) && (ragged || args->sums || args->grad_sums)) return LUNA_BAD_ARGUMENT;
-  if (!lunai_patterns_are_good(args->patterns, args->pattern_count, batch, heads, queries, keys))
-    return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < args->pattern_count; b++)
-    if (lunai_product(lunai_product(pairs, args->queries, INT64_MAX), args->patterns[b].key_count, INT64_MAX) < 0)
+  for (b = 0; b < a->pattern_count; b++)
+    if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
-  a->q = args->q; a->k = args->k; a->v = args->v; a->out = args->out; a->lse = args->log_sum_exp; a->sums = args->sums;
-  a->batch = args->batch; a->heads = args->heads; a->queries = args->queries; a->keys = args->keys;
-  a->head_dim = args->head_dim; a->value_dim = value_dim;
-  a->lengths = args->lengths; a->query_offsets = args->query_offsets; a->key_offsets = args->key_offsets;
-  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
-  a->causal = args->causal;
-  a->dropout = lunai_dropout_of(args->dropout, args->seed, args->dropout_op, args->step);
-  a->grad_out = args->grad_out; a->grad_sums = args->grad_sums;
-  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
-  a->patterns = args->patterns; a->pattern_count = args->pattern_count; a->grad_lse = args->grad_log_sum_exp;
   return LUNA_OK;
 }
 
@@ -7644,7 +7901,7 @@ LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool 
   queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
   keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
-  if (backward && queries > 0 && (!a.grad_out || !a.lse || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
+  if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
@@ -7664,24 +7921,14 @@ LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_ar
 #endif
 
 /* --- causal product --- */
-/* whether causal kernels can hold a head's running means [dim, value_dim] and a chunk's rows */
 LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal *c) {
-  const int64_t heads = lunai_checked(lunai_checked(lunai_max(args->batch, 1), lunai_max(args->rows, 1)), args->heads);
-  memset(c, 0, sizeof *c);
-  if (args->batch < 0 || args->rows < 0 || heads < 1 || !lunai_causal_fits(args->dim, args->value_dim))
-    return LUNA_BAD_ARGUMENT;
-  if (lunai_checked(heads, args->dim) < 0 || lunai_checked(heads, args->value_dim) < 0) return LUNA_BAD_ARGUMENT;
-  c->x = args->x; c->y = args->y; c->z = args->z; c->out = args->out;
-  c->batch = args->batch; c->rows = args->rows; c->heads = args->heads; c->dim = args->dim;
-  c->value_dim = args->value_dim;
-  c->xy_head = args->dim;
-  c->z_head = args->value_dim;
-  c->xy_row = args->heads * args->dim;
-  c->z_row = args->heads * args->value_dim;
-  c->xy_batch = args->rows * c->xy_row;
-  c->z_batch = args->rows * c->z_row;
-  c->grad_out = args->grad_out; c->grad_x = args->grad_x; c->grad_y = args->grad_y; c->grad_z = args->grad_z;
-  return LUNA_OK;
+  const int64_t xy[4] = { args->batch, args->rows, args->heads, args->dim };
+  const int64_t z[4] = { args->batch, args->rows, args->heads, args->value_dim };
+  *c = *args;
+  c->outside = NULL;
+  return c->batch >= 0 && c->rows >= 0 && c->heads >= 1 && lunai_causal_fits(c->dim, c->value_dim) &&
+         lunai_heads_of(xy, false, false, &c->xy_batch, &c->xy_row, &c->xy_head) &&
+         lunai_heads_of(z, false, false, &c->z_batch, &c->z_row, &c->z_head) ? LUNA_OK : LUNA_BAD_ARGUMENT;
 }
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
@@ -8017,7 +8264,7 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
-  if (offsets[1] - offsets[0] != t->count * lunai_st_formats[t->dtype].size)
+  if ((size_t)(offsets[1] - offsets[0]) != (size_t)t->count * (size_t)lunai_st_formats[t->dtype].size)
     return lunai_st_fail(j, "a tensor's data_offsets do not fit its dtype and shape");
   t->data = st->data + (size_t)offsets[0];
   t->bytes = (size_t)(offsets[1] - offsets[0]);
@@ -8420,7 +8667,8 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #define LUNA_API LUNAI_PRIVATE
 #endif
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>threads: a pool that hands work over in microseconds (spin, then sleep). Guarded by tests/threads.c.
+   >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
+   wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
     (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
@@ -8444,11 +8692,9 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_close(c) ((void)(c))
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
-#define lunai_yield() SwitchToThread()
 #define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
-#include <sched.h>
 #include <unistd.h>
 typedef pthread_t lunai_thread;
 typedef pthread_mutex_t lunai_mutex;
@@ -8461,7 +8707,6 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_close(c) pthread_cond_destroy(c)
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
-#define lunai_yield() sched_yield()
 #define lunai_process() ((int64_t)getpid())
 #endif
 
@@ -8482,11 +8727,12 @@ struct lunai_pool {
   uint64_t ticket;
   uint32_t count;                    /* atomic */
   uint32_t done;                     /* atomic */
-  uint32_t sleepers;                 /* atomic */
+  uint32_t sleepers;                 /* atomic: workers that wait for a call, */
+  uint32_t waits;                    /* atomic: and whether the call's own thread waits for its end */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
   uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
-  lunai_condition wake;
+  lunai_condition wake, finished;
 };
 
 LUNAI_INLINE void lunai_pause(void) {
@@ -8507,7 +8753,9 @@ LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
 }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { InterlockedExchangeAdd((volatile LONG *)at, (LONG)n); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) {
+  return (uint32_t)InterlockedExchangeAdd((volatile LONG *)at, (LONG)n) + n;
+}
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
@@ -8519,7 +8767,7 @@ LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __
 LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_add32(uint32_t *at, uint32_t n) { __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
 LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
@@ -8544,7 +8792,11 @@ LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
   while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
     if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    lunai_add32(&pool->done, 1);
+    if (lunai_add32(&pool->done, 1) == lunai_load32(&pool->count) && lunai_load32(&pool->waits)) {
+      lunai_mutex_lock(&pool->mutex);
+      lunai_condition_wake(&pool->finished);
+      lunai_mutex_unlock(&pool->mutex);
+    }
     ticket++;
   }
 }
@@ -8611,10 +8863,14 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
   pool->task = task;
   pool->work = work;
   lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (lunai_load32(&pool->done) != (uint32_t)count) {
-    lunai_pause();
-    if (++spins > LUNAI_SPINS) lunai_yield();
-  }
+  while (lunai_load32(&pool->done) != (uint32_t)count && spins++ < LUNAI_SPINS) lunai_pause();
+  if (lunai_load32(&pool->done) == (uint32_t)count) return;
+  /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
+  lunai_mutex_lock(&pool->mutex);
+  lunai_store32(&pool->waits, 1);
+  while (lunai_load32(&pool->done) != (uint32_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
+  lunai_store32(&pool->waits, 0);
+  lunai_mutex_unlock(&pool->mutex);
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
@@ -8624,6 +8880,7 @@ LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   lunai_pool_publish(pool, 0);
   for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
+  lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
 }
 
@@ -8636,6 +8893,7 @@ LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t wo
   pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
+  lunai_condition_open(&pool->finished);
   for (i = 0; i < workers; i++) {
     worker[i].pool = pool;
     if (!lunai_thread_start(&worker[i])) break;
@@ -8679,14 +8937,13 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
-  size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
    began. */
 typedef struct lunai_bump {
-  char *start[2];                    /* small things of the host; data, null where they are only counted */
-  size_t size[2], used[2], peak[2];
+  struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
+                                                               are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM
@@ -8706,7 +8963,41 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
+   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+#define LUNAI_SLAB 16
+typedef struct lunai_slab {
+  struct lunai_slab *next;
+  luna_tensor of_step[2][LUNAI_SLAB];
+} lunai_slab;
+typedef struct lunai_slabs {
+  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
+  int used;                          /* of that */
+  size_t end;                        /* of the newest, in bytes that persist */
+} lunai_slabs;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
+
+#ifndef LUNA_ONLY_STREAM
+#define LUNAI_PROFILE_ROWS 224
+#define LUNAI_PROFILE_SCOPES 64
+typedef struct lunai_profile_shape { int64_t size[LUNA_MAX_RANK]; int rank, unused; } lunai_profile_shape;
+typedef struct lunai_profile_row {   /* sums of an op's calls */
+  const char *name;
+  lunai_profile_shape in, out;
+  int scope;
+  bool backward;
+  int64_t calls;
+  double seconds, bytes, flops;
+} lunai_profile_row;
+typedef struct lunai_profile {
+  const char *scope_name[LUNAI_PROFILE_SCOPES]; /* 0: outside all */
+  int scope_outer[LUNAI_PROFILE_SCOPES];
+  int scopes, scope, rows;           /* scope: the one under way */
+  int64_t steps;                     /* begins */
+  double start, seconds, peak;       /* peak: flops a second; 0: unknown */
+  lunai_profile_row row[LUNAI_PROFILE_ROWS];
+} lunai_profile;
+#endif
 
 struct luna_ctx {
   luna_options options;
@@ -8724,6 +9015,8 @@ struct luna_ctx {
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
   int64_t pieces_made;               /* in this step */
   luna_tensor *made;                 /* the step's newest tensor */
+  lunai_slabs slabs;
+  bool odd;                          /* which half of the slabs this step has */
   char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
@@ -8752,10 +9045,14 @@ struct luna_ctx {
   luna_optimizer *optimizers;        /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
+  luna_collective collective;        /* what options.collective points to, with more than one rank */
+  const luna_params *newest;         /* of its parameter sets */
+#ifndef LUNA_ONLY_STREAM
+  lunai_profile *profile, *profiled; /* under way, or null; the last */
+#endif
 };
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
-#ifndef LUNA_ONLY_STREAM
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
 LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
@@ -8768,6 +9065,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   if (value < 0) digits[--i] = '-';
   lunai_put(text, digits + i);
 }
+#ifndef LUNA_ONLY_STREAM
 /* to six decimals */
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
@@ -8877,7 +9175,9 @@ LUNAI_FN luna_status lunai_backend_result(luna_ctx *ctx, const char *name, luna_
   lunai_fail_backend(ctx, true, name, status);
   return ctx->last_status;
 }
-#else /* no sentences: what a stream runs has been checked */
+#define LUNAI_NAME(name) (name)
+#else /* no sentences, and no names in them: what a stream runs has been checked */
+#define LUNAI_NAME(name) ((void)(name), "")
 LUNAI_INLINE luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
   (void)ctx; (void)newest; (void)name; (void)status;
   return NULL;
@@ -9045,6 +9345,7 @@ LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
   int i;
+  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
@@ -9055,17 +9356,19 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 
 typedef struct lunai_mark {
   lunai_chunk *step[2];
-  size_t used[2], bytes[2], gaps[2];
+  size_t used[2], bytes[2];
   int64_t pieces_made;
   luna_tensor *made;
+  lunai_slab *slab;
+  int slab_used;
   char *small, *small_end;
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
-    mark.bytes[0] = ctx->bump->used[0];
-    mark.bytes[1] = ctx->bump->used[1];
+    mark.bytes[0] = ctx->bump->part[0].used;
+    mark.bytes[1] = ctx->bump->part[1].used;
     return mark;
   }
   for (i = 0; i < 2; i++) {
@@ -9073,10 +9376,11 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
-    mark.gaps[i] = arena->gaps;
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
+  mark.slab = ctx->slabs.now;
+  mark.slab_used = ctx->slabs.used;
   mark.small = ctx->small;
   mark.small_end = ctx->small_end;
   return mark;
@@ -9087,11 +9391,16 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
   if (LUNAI_BUMPS(ctx)) {
-    ctx->bump->used[0] = mark.bytes[0];
-    ctx->bump->used[1] = mark.bytes[1];
+    ctx->bump->part[0].used = mark.bytes[0];
+    ctx->bump->part[1].used = mark.bytes[1];
     return;
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) lunai_release(ctx->made);
+  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
+    lunai_release(ctx->made);
+    ctx->made->grad = NULL;
+  }
+  ctx->slabs.now = mark.slab;
+  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
@@ -9099,7 +9408,6 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
-    arena->gaps = mark.gaps[i];
   }
   ctx->small = mark.small;
   ctx->small_end = mark.small_end;
@@ -9120,14 +9428,13 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next
-     begin; of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, across chunks at the price of other memory: up to 64 MB more at a time,
+     until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
@@ -9143,10 +9450,10 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
   const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
   *out = NULL;
-  if (size < bytes || size > b->size[data] - b->used[data]) return false;
-  if (b->start[data]) *out = b->start[data] + b->used[data];
-  b->used[data] += size;
-  if (b->used[data] > b->peak[data]) b->peak[data] = b->used[data];
+  if (size < bytes || size > b->part[data].size - b->part[data].used) return false;
+  if (b->part[data].start) *out = b->part[data].start + b->part[data].used;
+  b->part[data].used += size;
+  if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
   return true;
 }
 /* Memory of the step, not zeroed; `data` as above. */
@@ -9185,14 +9492,33 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
+/* room for a tensor of the step */
+LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+  lunai_slabs *slabs = &ctx->slabs;
+  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  void *memory;
+  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      slabs->end = ctx->arena[0].persistent_bytes;
+    }
+    slabs->now = *next;
+    slabs->used = 0;
+  }
+  return &slabs->now->of_step[ctx->odd][slabs->used++];
+}
+
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so do all decisions. */
+   bytes from the step's start, alike in every mode, and so do all decisions: where joined neighbours lie in two chunks,
+   until the next begin, other memory stands in for theirs, which is not counted. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
-  char *at;                          /* null where memory is only counted */
+  char *at;                          /* null where memory is only counted, and of a free one that lies in two chunks */
   size_t place, size;
   int64_t number;                    /* of those made in this step */
+  int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
   lunai_piece *piece;
@@ -9223,18 +9549,28 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
+    piece->place = arena->step_bytes - lunai_round(bytes);
     return piece;
   }
   piece = *best;
+  at = piece->at;
+  if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
     rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
     if (!rest) return NULL;
+    rest->backed = piece->backed;
     rest->next = piece->next;
     piece->size = size;
     *best = rest;
   } else *best = piece->next;
+  if (at != piece->at) piece->backed = ctx->pieces_made++;
+  piece->at = (char *)at;
   return piece;
+}
+LUNAI_FN void lunai_piece_join(lunai_piece *lower, const lunai_piece *upper) {
+  if (lower->at && lower->at + lower->size != upper->at) lower->at = NULL;
+  if (upper->backed > lower->backed) lower->backed = upper->backed;
+  lower->size += upper->size;
 }
 /* free neighbours become one, the lower */
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
@@ -9243,11 +9579,12 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
   *given = NULL;
   for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
   if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
-    piece->size += (*above)->size;
+    lunai_piece_join(piece, *above);
     *above = *link;
     link = above;
   }
-  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
+  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place)
+    lunai_piece_join(*link, piece);
   else {
     piece->next = *link;
     *link = piece;
@@ -9255,12 +9592,13 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
 }
 /* What was free before the mark, less what has been taken and not given back since */
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
+  const size_t end = mark.bytes[lunai_on_device(ctx)];
   lunai_piece **link = &ctx->pieces;
   while (*link) {
     if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
     else {
       if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
+      if ((*link)->backed >= mark.pieces_made) (*link)->at = NULL;
       link = &(*link)->next;
     }
   }
@@ -9273,6 +9611,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
+  ctx->odd = !ctx->odd;
   for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -9319,6 +9658,7 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
   int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
+  int64_t workers;
   void *memory;
   if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
   ctx->parallel.run = o->parallel_for;
@@ -9327,13 +9667,15 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
   (void)memory;
+  (void)workers;
   ctx->parallel.threads = 1;
 #else
   if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
                      &memory)) return false;
-  if (o->measure) return true;
+  workers = lunai_min(threads, lunai_cores()) - 1; /* the rest of the memory is for a machine with more cores */
+  if (o->measure || workers == 0) return true;
   lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
-                  threads - 1);
+                  workers);
   if (((lunai_pool *)memory)->workers == 0) return true;
   ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
@@ -9353,6 +9695,12 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!first.kernels || first.options.threads < 0 ||
       !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
+  if (first.options.collective) {
+    const luna_collective *c = first.options.collective;
+    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
+        (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
+    first.collective = *c;
+  }
   if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
   if (first.options.block && lunai_on_device(&first)) return NULL;
   if (first.options.block) {
@@ -9365,6 +9713,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   ctx = (luna_ctx *)memory;
   *ctx = first;
+  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
   if (ctx->backend->open && !ctx->options.measure)
     open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
@@ -9394,7 +9743,119 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   return status;
 }
 
+/* --- ranks --- */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { (void)ctx; return NULL; }
+#else
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
+#endif
+/* What a rank has of a whole: sequences of a batch, or rows of every sequence */
+typedef struct lunai_cut {
+  bool rows;                         /* rows, not sequences */
+  int64_t first, own, whole;         /* of them: those of the ranks before, this one's, all ranks' */
+  int64_t other;                     /* sequences, or the rows of each */
+  int64_t longest;                   /* of the batch's sequences */
+  const int64_t *parts;              /* [ranks] those of each rank */
+} lunai_cut;
+#ifdef LUNA_ONLY_STREAM
+#define lunai_rows_cut(t) ((void)(t), false)
+#else
+LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->part && t->part->rows; }
+#endif
+/* the rows of t's whole sequences, [batch,n,...] */
+LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) { return lunai_rows_cut(t) ? t->part->whole : t->shape[1]; }
+
+/* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
+LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
+  if (!good) lunai_fail(ctx, LUNA_ERROR_COLLECTIVE, name, what, (int64_t)ctx->collective.rank,
+                        (int64_t)ctx->collective.ranks);
+  return good;
+}
+LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
+  const luna_collective *c = lunai_ranks(ctx);
+  int r;
+  if (ctx->status != LUNA_OK) return false;
+  for (r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
+  return !lunai_computes(ctx) || bytes == 0 ||
+         lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
+}
+LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, int64_t count, luna_reduction what) {
+  const luna_collective *c = lunai_ranks(ctx);
+  if (ctx->status != LUNA_OK) return false;
+  return !lunai_computes(ctx) || count == 0 ||
+         lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
+}
+/* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
+LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
+                                 int count, int64_t **all) {
+  const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
+  void *memory;
+  int r, i;
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
+  *all = (int64_t *)memory;
+  if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
+  for (r = 0; r < ranks; r++)
+    for (i = 0; i < count; i++)
+      if (what[i] && (*all)[r * count + i] != (*all)[i])
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
+                          (*all)[i]) != NULL;
+  return true;
+}
+/* the labels that all ranks count */
+LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted) {
+  double all = (double)*counted;
+  if (!lunai_ranks(ctx)) return true;
+  if (!lunai_computes(ctx)) all *= lunai_ranks(ctx)->ranks;
+  if (!lunai_rank_reduce(ctx, name, &all, 1, LUNA_REDUCTION_SUM_F64)) return false;
+  if (!(all >= (double)*counted && all <= (double)INT64_MAX / 2))
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a count of labels below", *counted,
+                      (int64_t)ctx->collective.rank) != NULL;
+  *counted = (int64_t)all;
+  return true;
+}
+#ifndef LUNA_ONLY_STREAM
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* names and shapes of all parameters */
+LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
+/* at each begin */
+LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
+  static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
+                                      "instruction set", "options.form", "options.seed", "call to begin a step",
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes" };
+  const luna_step_state state = lunai_state_of(ctx, ctx->state);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
+  int64_t mine[LUNAI_LENGTH(what)], *all, r;
+  bool good;
+  ctx->status = LUNA_OK;
+  mine[0] = ctx->collective.rank;
+  mine[1] = LUNA_VERSION_NUMBER;
+  mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
+  mine[3] = ctx->collective.ranks;
+  mine[4] = ctx->collective.mode;
+  mine[5] = ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+  mine[6] = ctx->options.form;
+  mine[7] = (int64_t)ctx->options.seed;
+  mine[8] = ctx->training;
+  mine[9] = (int64_t)state.step;
+  mine[10] = ctx->failure.status;
+  mine[11] = (int64_t)lunai_models_hash(ctx);
+  good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
+  for (r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
+    if (all[r * LUNAI_LENGTH(what)] != r)
+      good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
+  lunai_step_rewind(ctx, mark);
+  if (status == LUNA_OK) return good;
+  ctx->status = status;
+  ctx->error_id = ctx->failure.id;
+  memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
+  return false;
+}
+#endif
+
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -9404,6 +9865,12 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) {
+    ctx->profile->scope = 0;
+    ctx->profile->steps++;
+  }
+#endif
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
@@ -9412,7 +9879,10 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, name, status);
+#ifndef LUNA_ONLY_STREAM
+  if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
+#endif
   return status == LUNA_OK ? ctx->status : status;
 }
 #ifndef LUNA_NO_TRAIN
@@ -9456,6 +9926,16 @@ static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
 static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
+
+/* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_CPU_OP(query, forward, backward, can) { lunai_##query, lunai_##forward }
+#define LUNAI_CPU_REST(query, forward, backward, can) { NULL, NULL }
+#else
+#define LUNAI_CPU_OP(query, forward, backward, can) \
+  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
+#define LUNAI_CPU_REST LUNAI_CPU_OP
+#endif
 
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
@@ -9529,6 +10009,7 @@ LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
   lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
 }
+#define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
 /* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
@@ -9557,6 +10038,7 @@ LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
     lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
   int64_t rows, width, stride, r, start = 0;
   int i;
@@ -9574,6 +10056,7 @@ LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
 }
 LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
 LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+#define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
@@ -9587,6 +10070,7 @@ LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
   lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
 
 /* y [outer, inner] += factor * the sums of x [outer, axis, inner] over the axis */
 typedef struct lunai_sum_work {
@@ -9619,12 +10103,36 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
+LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
+  const luna_tensor *a = op->in[0], *b = op->in[1];
+  int64_t rows = 1, n = 1;
+  int i;
+  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
+  for (i = 0; i < a->rank; i++) {
+    const int at = i - a->rank + b->rank;
+    shape[i] = a->shape[i];
+    *(at < 0 ? &rows : &n) *= shape[i];
+    if (at >= 0 && shape[i] != b->shape[at]) return false;
+  }
+  if (n < 1) return false;
+  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
+  op->arg.elementwise.shape[2] = rows;
+  op->arg.elementwise.shape[3] = n;
+  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
+  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
+  return true;
+}
+#ifdef LUNA_ONLY_STREAM              /* nothing else */
+#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
+#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK, a, k;
   bool joins;
+  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (a = rank - 1; a >= 0; a--) {
@@ -9648,6 +10156,7 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+#endif
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
@@ -9748,6 +10257,7 @@ LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
 LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
   lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
                                  op->in[0]->grad + first);
@@ -9755,21 +10265,41 @@ LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
 }
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
-LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op) {
+/* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
+LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
+                                        int64_t width) {
   const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->dropout, state->seed, op->dropout_op, (uint32_t)state->step);
+  lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
+#ifndef LUNA_ONLY_STREAM
+  const lunai_cut *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
+  if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
+  if (part && part->rows) {
+    d.run = part->own * width;
+    d.skip = (uint64_t)(part->whole - part->own) * (uint64_t)width;
+  }
+#else
+  (void)count, (void)width;
+#endif
+  return d;
+}
+LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_t width) {
+  return lunai_dropout_in(op, op->dropout, op->dropout_op, count, width);
 }
 LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
-  const luna_step_state *state = op->ctx->state;
-  return lunai_dropout_of(op->last_dropout, state->seed, op->last_dropout_op, (uint32_t)state->step);
+  return lunai_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), lunai_last(op->out[0]));
+}
+LUNAI_FN lunai_dropout lunai_result_dropout(const luna_op *op) {
+  const luna_tensor *y = op->out[0];
+  return lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
 }
 LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
 }
 LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
 }
 LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
@@ -9778,6 +10308,7 @@ LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
   lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
 }
+#define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
@@ -9808,6 +10339,7 @@ LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
   lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
   int64_t i;
@@ -9836,6 +10368,7 @@ LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
@@ -9871,6 +10404,7 @@ LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int
 }
 LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
 LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+#define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
 LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
@@ -9899,6 +10433,7 @@ LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
 }
+#define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
@@ -9926,12 +10461,17 @@ LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
 }
+#define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
                            int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
-  lunai_clear(g, sizeof *g);
+  g->bias = g->b_panels = g->residual = NULL;
+  g->pre = NULL;
+  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
+  g->activation = LUNA_ACTIVATION_NONE;
+  g->accumulate = g->dots = false;
   g->a = a; g->b = b; g->c = c;
   g->m = m; g->n = n; g->k = k;
   g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
@@ -10011,6 +10551,7 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   }
   return LUNA_OK;
 }
+#define LUNAI_CPU_MATMUL LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0)
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
@@ -10113,6 +10654,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   lunai_residual_backward(op, 3);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LINEAR \
+  LUNAI_CPU_OP(linear_query, linear_forward, linear_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS)
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
@@ -10243,7 +10787,7 @@ LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thr
 }
 LUNAI_FN void lunai_ffn_drop(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
-  const lunai_dropout d = lunai_op_dropout(w->op);
+  const lunai_dropout d = lunai_op_dropout(w->op, lunai_rows(w->op->in[0]) * w->hidden, w->hidden);
   int64_t at, n;
   lunai_ffn_part(w, w->hidden, thread, threads, &at, &n);
   lunai_k(w->op)->dropout(&d, w->first * w->hidden + at, n, w->active + at, w->a + at, false);
@@ -10289,7 +10833,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
-  const lunai_dropout d = lunai_op_dropout(op);
+  const lunai_dropout d = lunai_op_dropout(op, lunai_rows(op->in[0]) * f, f);
   int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
   for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out), *dh;
@@ -10329,6 +10873,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   return LUNA_OK;
 }
 #endif
+#define LUNAI_CPU_FEED_FORWARD \
+  LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward, \
+                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
@@ -10358,6 +10905,7 @@ LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
 }
+#define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
    block's sums of columns are made while it is in cache, and go to the workspace [blocks, 2, n] --- */
@@ -10411,6 +10959,8 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, blocks, lunai_layer_norm_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_LAYER_NORM \
+  LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE)
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
@@ -10437,6 +10987,7 @@ LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
   lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
 }
+#define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
@@ -10462,6 +11013,8 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
       lunai_scatter_through);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SCATTER_ADD \
+  LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
 /* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
    its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
@@ -10518,6 +11071,7 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -10554,6 +11108,8 @@ LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
   return LUNA_OK;
 }
+#define LUNAI_CPU_CROSS_ENTROPY \
+  LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
 /* --- the cross-entropy of logits = x W^T + b by panels of columns: forward (LINEAR_CROSS_ENTROPY) with sums from panel
    to panel and no logits kept, and backward, where also LINEAR makes the gradient of logits that a cross-entropy alone
@@ -10689,6 +11245,38 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return lunai_logits_backward(op, op); }
+#define LUNAI_CPU_LINEAR_CROSS_ENTROPY \
+  LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward, \
+                 LUNA_SETS_GRAD(0))
+
+/* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
+LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
+  if (!op->outside) return 0;
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
+}
+LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
+  return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
+}
+LUNAI_FN luna_status lunai_outside_status(const luna_op *op) { return op->outside ? op->ctx->status : LUNA_OK; }
+LUNAI_FN void lunai_outside_scan(void *user, double *state, int64_t count, bool after) {
+  const luna_op *op = (const luna_op *)user;
+  const luna_collective *c = lunai_ranks(op->ctx);
+  const double *all = (const double *)op->workspace;
+  int64_t i;
+  int r;
+  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)count * sizeof(double));
+  memset(state, 0, (size_t)count * sizeof(double));
+  for (r = after ? c->rank + 1 : 0; r < (after ? c->ranks : c->rank); r++)
+    for (i = 0; i < count; i++) state[i] += all[r * count + i];
+}
+/* what a causal op's kernel gets: op->outside, as it is for this call */
+LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
+  lunai_outside *o = op->outside;
+  if (!o || !op->workspace) return o;
+  o->op = (void *)(uintptr_t)op;
+  o->after = (double *)op->workspace + lunai_ranks(op->ctx)->ranks * o->count;
+  return o;
+}
 
 /* An op that is one kernel with an argument struct: query, forward and backward from lunai_<name>_args. kept_floats:
    for backward */
@@ -10697,20 +11285,22 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
     lunai_##name a; \
     if (op->training) op->kept_size = (size_t)(kept_floats) * sizeof(float); \
     lunai_##name##_args(op, &a); \
-    op->workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
-    op->backward_workspace_size = lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
+    op->workspace_size = lunai_outside_room(op) + \
+                         lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, false); \
+    op->backward_workspace_size = lunai_outside_room(op) + \
+                                  lunai_k(op)->name##_scratch(&a, op->ctx->parallel.threads, true); \
   } \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name(&a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
+    lunai_k(op)->name(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    return lunai_outside_status(op); \
   } \
   LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
     lunai_##name a; \
     lunai_##name##_args(op, &a); \
-    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, op->workspace); \
-    return LUNA_OK; \
+    lunai_k(op)->name##_backward(&a, &op->ctx->parallel, lunai_outside_scratch(op)); \
+    return lunai_outside_status(op); \
   }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -10719,9 +11309,10 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
+  lunai_dropout part;
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
-  a->lse = (float *)op->kept;
+  a->log_sum_exp = (float *)op->kept;
   a->sums = op->out[1] ? op->out[1]->data : NULL;
   a->heads = op->arg.attention.heads; a->batch = op->arg.attention.batch; a->queries = op->arg.attention.queries;
   a->keys = op->arg.attention.keys;
@@ -10736,20 +11327,30 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->lengths = op->lengths; a->query_offsets = op->query_offsets; a->key_offsets = op->key_offsets;
   a->scale = op->arg.attention.scale;
   a->causal = op->arg.attention.causal;
-  a->dropout = lunai_op_dropout(op);
+  a->dropout = op->dropout;
+  a->seed = op->ctx->state->seed;
+  a->dropout_op = op->dropout_op;
+  a->step = (uint32_t)op->ctx->state->step;
+  /* of keys that are cut over ranks a row is a key, of queries all its keys */
+  part = lunai_op_dropout(op, a->batch * a->heads * a->queries * a->keys, op->out[0]->part ? a->keys : 1);
+  a->dropout_first = (int64_t)part.first;
+  a->dropout_run = part.run;
+  a->dropout_skip = (int64_t)part.skip;
   a->grad_out = op->out[0]->grad;
   a->grad_sums = op->out[1] ? op->out[1]->grad : NULL;
   a->grad_q = q->grad; a->grad_k = k->grad; a->grad_v = v->grad;
   a->patterns = op->arg.attention.patterns;
   a->pattern_count = op->arg.attention.pattern_count;
   if (op->kind != LUNA_OP_SPARSE_ATTENTION || !op->out[1]) return;
-  a->lse = op->out[1]->data;
+  a->log_sum_exp = op->out[1]->data;
   a->sums = NULL;
-  /* sizes are asked before that gradient is there */
-  a->grad_lse = op->out[1]->grad ? op->out[1]->grad : (const float *)(const void *)op;
+  a->grad_log_sum_exp = op->out[1]->grad;
   a->grad_sums = NULL;
 }
 LUNAI_KERNEL_OP(attention, lunai_rows(op->out[0]) * op->arg.attention.heads)
+#define LUNAI_CPU_SOFTMAX_ATTENTION LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
+#define LUNAI_CPU_SPARSE_ATTENTION LUNAI_CPU_SOFTMAX_ATTENTION
+#define LUNAI_CPU_PACK LUNAI_CPU_SOFTMAX_ATTENTION
 
 /* --- unpack: in x, k, bias, v, out_bias, residual. kept: log-sum-exp of each row and head --- */
 LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
@@ -10761,7 +11362,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
-  u->dropout = lunai_op_dropout(op);
+  u->dropout = lunai_op_dropout(op, u->batch * u->heads * u->rows * u->slots, u->slots);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;
@@ -10772,6 +11373,8 @@ LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
   lunai_residual_backward(op, 5);
   return lunai_unpack_backward(op);
 }
+#define LUNAI_CPU_UNPACK \
+  LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward, LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
 
 /* --- causal product: in x, y, z; arg: heads --- */
 LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
@@ -10786,8 +11389,10 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->z_batch = c->rows * c->z_row;
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
+  c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
    kept: W --- */
@@ -10807,8 +11412,10 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->grad_out = op->out[0]->grad;
   c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+  c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+#define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
@@ -10848,6 +11455,7 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
   if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
   return LUNA_OK;
 }
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -10865,6 +11473,7 @@ LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
+#define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   (void)ctx;
@@ -11013,59 +11622,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
-#define LUNAI_CPU_OP(query, forward, backward, can) \
-  { lunai_##query, lunai_##forward, LUNAI_TRAIN(lunai_##backward), can }
-#define LUNAI_CPU_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
-  LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
-#define LUNAI_CPU_REST(query, forward, backward, can) \
-  { LUNAI_REST(lunai_##query), LUNAI_REST(lunai_##forward), LUNAI_TRAIN(lunai_##backward), can } /* not in streams */
-static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-      LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,
-  {
-    LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0),
-    LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0),
-    LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0),
-    LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0),
-    LUNA_ELEMENTWISE(LUNAI_CPU_EACH)
-    LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0),
-    LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0),
-    LUNAI_CPU_OP(matmul_query, matmul_forward, matmul_backward, 0),
-    LUNAI_CPU_OP(linear_query, linear_forward, linear_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(3) | LUNA_TAKES_LOSS),
-    LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0),
-    LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0),
-    LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0),
-    LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0),
-    LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE),
-    LUNAI_CPU_OP(layer_norm_query, layer_norm_forward, layer_norm_backward, LUNA_SETS_GRAD(0) | LUNA_SETS_IN_PLACE),
-    LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0),
-    LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0)),
-    LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0),
-    LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0),
-    LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0),
-    LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0),
-    LUNAI_CPU_REST(unpack_query, unpack_forward, unpack_residual_backward,
-                   LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0),
-    LUNAI_CPU_REST(feed_forward_query, feed_forward_forward, feed_forward_backward,
-                 LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0)),
-    LUNAI_CPU_REST(linear_cross_entropy_query, linear_cross_entropy_forward, linear_cross_entropy_backward,
-                 LUNA_SETS_GRAD(0)),
-    LUNAI_CPU_REST(attention_query, attention_forward, attention_backward, 0)
-  }
-};
-#undef LUNAI_CPU_EACH
-#undef LUNAI_CPU_OP
-#undef LUNAI_CPU_REST
-LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
-
 LUNA_API const char *luna_op_name(luna_op_kind kind) {
   static const char *const names[] = {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
@@ -11076,6 +11632,377 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
   };
   return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
 }
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
+   Guarded by tests/profile.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifndef LUNA_ONLY_STREAM
+#if defined(_WIN32)
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#include <windows.h>
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#include <sys/time.h>
+#endif
+/* seconds; 0 where there is no clock */
+LUNAI_FN double lunai_clock(void) {
+#if defined(_WIN32)
+  LARGE_INTEGER now, second;
+  QueryPerformanceFrequency(&second);
+  QueryPerformanceCounter(&now);
+  return (double)now.QuadPart / (double)second.QuadPart;
+#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+  struct timeval now;                /* clock_gettime is hidden where only C99 is asked for */
+  gettimeofday(&now, NULL);
+  return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
+#else
+  return 0;
+#endif
+}
+/* the same once the device is done */
+LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
+  uint64_t step;
+  if (lunai_on_device(ctx)) (void)ctx->backend->copy(ctx, &step, &ctx->state->step, sizeof step, 2);
+  return lunai_clock();
+}
+
+/* the scope that begins inside the one under way, which is returned */
+LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
+  const int outer = p->scope;
+  int i;
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == outer && strcmp(p->scope_name[i], name) == 0) break;
+  if (i == LUNAI_PROFILE_SCOPES) return outer; /* no place: counted there */
+  if (i == p->scopes) {
+    p->scope_name[i] = name;
+    p->scope_outer[i] = outer;
+    p->scopes++;
+  }
+  p->scope = i;
+  return outer;
+}
+
+LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
+  lunai_profile_shape s;
+  memset(&s, 0, sizeof s);
+  if (!t) return s;
+  memcpy(s.size, t->shape, sizeof s.size);
+  s.rank = t->rank;
+  return s;
+}
+/* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
+LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
+                                               const luna_tensor *in, const luna_tensor *out) {
+  lunai_profile_row row, *r = p->row;
+  memset(&row, 0, sizeof row);
+  row.name = name;
+  row.scope = scope < p->scopes ? scope : 0;
+  row.backward = backward;
+  row.in = lunai_profile_shape_of(in);
+  row.out = lunai_profile_shape_of(out);
+  for (; r < p->row + p->rows; r++)
+    if (r->name == name && r->scope == row.scope && r->backward == backward &&
+        memcmp(&r->in, &row.in, sizeof row.in) == 0 && memcmp(&r->out, &row.out, sizeof row.out) == 0) return r;
+  if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
+  if (++p->rows == LUNAI_PROFILE_ROWS) {
+    memset(&row, 0, sizeof row);
+    row.name = "others";
+  }
+  *r = row;
+  return r;
+}
+LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
+  r->calls++;
+  r->seconds += seconds > 0 ? seconds : 0; /* a clock may be set back */
+  r->bytes += bytes;
+  r->flops += flops;
+}
+
+/* of an op's products, forward */
+LUNAI_FN double lunai_op_flops(const luna_op *op) {
+  const luna_tensor *a = op->in[0], *b = op->in[1], *c = op->in[2];
+  const double count = (double)luna_count(a), out = (double)luna_count(op->out[0]);
+  double pairs;
+  switch (op->kind) {
+    case LUNA_OP_MATMUL: return 2 * out * (double)op->arg.matmul.k;
+    case LUNA_OP_LINEAR: return 2 * out * (double)lunai_last(a);
+    case LUNA_OP_LINEAR_CROSS_ENTROPY: return 2 * (double)lunai_rows(a) * (double)luna_count(b);
+    case LUNA_OP_FEED_FORWARD:
+      return 2 * (double)lunai_rows(a) * (double)(luna_count(b) + luna_count(op->in[3]) + luna_count(op->in[6]));
+    case LUNA_OP_SOFTMAX_ATTENTION:  /* of a ragged batch: as if its sequences were of one length */
+      pairs = (double)lunai_rows(a) * (double)lunai_rows(b) / (double)lunai_max(op->arg.attention.batch, 1);
+      return 2 * pairs * (double)(lunai_last(a) + lunai_last(c)) * (op->arg.attention.causal ? 0.5 : 1);
+    case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
+    case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
+    case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)lunai_last(c) / (double)op->arg.causal.heads;
+    case LUNA_OP_CAUSAL_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
+    case LUNA_OP_SHORT_CONVOLUTION: return 2 * count * (double)lunai_last(b);
+    default: return 0;
+  }
+}
+/* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
+LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
+  const int reads = lunai_op_reads[op->kind];
+  double floats = 0;
+  int i;
+  for (i = 0; i < op->outputs; i++)
+    floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
+  for (i = 0; i < op->inputs; i++) {
+    const luna_tensor *t = op->in[i];
+    const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
+    const double count = (double)luna_count(table ? op->out[0] : t);
+    if (!t) continue;
+    if (!backward || reads & LUNA_READS_IN(i)) floats += count;
+    if (backward && t->needs_grad) floats += count * (op->sets >> i & 1 ? 1 : 2);
+  }
+  return floats * (double)sizeof(float) + (double)op->kept_size;
+}
+#endif
+
+/* an op's forward or backward */
+LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
+  luna_ctx *ctx = op->ctx;
+  const luna_op_functions *functions = &ctx->backend->op[op->kind];
+#ifdef LUNA_ONLY_STREAM
+  (void)backward;
+  return functions->forward(op);
+#else
+  if (ctx->profile) {
+    lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+                                                op->out[0]);
+    const double start = lunai_profile_clock(ctx);
+    const luna_status status = backward ? functions->backward(op) : functions->forward(op);
+    lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+                      lunai_op_flops(op) * (backward ? 2 : 1));
+    return status;
+  }
+  return backward ? functions->backward(op) : functions->forward(op);
+#endif
+}
+
+#ifndef LUNA_ONLY_STREAM
+/* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
+enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
+typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
+LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_peak *w = (const lunai_peak *)work;
+  const lunai_kernels *k = w->kernels;
+  char *memory = w->memory + thread * w->bytes;
+  float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
+  float *c = lunai_take(&memory, k->mr * k->nr);
+  int i;
+  (void)threads;
+  for (i = 0; i < LUNAI_PEAK_TILES; i++)
+    lunai_matmul_panels(k, k->mr, k->nr, LUNAI_PEAK_K, a, LUNAI_PEAK_K, 1, b, 1.0f, c, k->nr, false);
+}
+/* flops a second of all threads, in memory of the step that is given back */
+LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
+  const lunai_kernels *k = ctx->kernels;
+  const int64_t threads = lunai_threads(&ctx->parallel);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  double seconds, best = 0;
+  lunai_peak w;
+  void *memory;
+  int i;
+  w.kernels = k;
+  w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
+  if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
+  if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
+    memset(memory, 0, (size_t)(w.bytes * threads));
+    w.memory = (char *)memory;
+    for (i = 0; i < 30; i++) {
+      const double start = lunai_clock();
+      lunai_run(&ctx->parallel, lunai_peak_task, &w);
+      seconds = lunai_clock() - start;
+      if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
+    }
+  }
+  lunai_step_rewind(ctx, mark);
+  return best > 0 ? 2.0 * LUNAI_PEAK_TILES * LUNAI_PEAK_K * (double)(k->mr * k->nr * threads) / best : 0;
+}
+
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
+  lunai_profile *p;
+  void *memory = NULL;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
+    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
+  if (memory) ctx->profiled = (lunai_profile *)memory;
+  p = ctx->profiled;
+  memset(p, 0, sizeof *p);
+  p->scopes = 1;
+  p->peak = lunai_profile_peak(ctx);
+  p->start = lunai_profile_clock(ctx);
+  ctx->profile = p;
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_end");
+  ctx->profile->seconds = lunai_profile_clock(ctx) - ctx->profile->start;
+  ctx->profile = NULL;
+  return LUNA_OK;
+}
+
+/* --- what is written --- */
+typedef struct lunai_profile_text {
+  const lunai_profile *p;
+  void (*write)(void *user, const char *text);
+  void *user;
+  bool json;
+} lunai_profile_text;
+LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format, ...) {
+  char line[400];
+  va_list values;
+  va_start(values, format);
+  lunai_format(line, sizeof line, format, values);
+  va_end(values);
+  w->write(w->user, line);
+}
+/* right-aligned in `width`, to one decimal; nothing for a negative number */
+LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
+  char digits[40];
+  lunai_text text;
+  int64_t n;
+  text.at = digits;
+  text.end = digits + sizeof digits - 1;
+  if (value >= 0) {
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) / 10);
+    lunai_put(&text, ".");
+    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
+  }
+  *text.at = 0;
+  for (n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  w->write(w->user, digits);
+}
+/* a scope's name without the prefix of luna.h's functions */
+LUNAI_FN const char *lunai_profile_name(const char *name) {
+  return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "lunai_", 6) == 0 ? name + 6 : name;
+}
+LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
+  if (scope == 0) return;
+  lunai_profile_path(w, w->p->scope_outer[scope]);
+  lunai_profile_put(w, w->p->scope_outer[scope] ? "/%s" : "%s", lunai_profile_name(w->p->scope_name[scope]));
+}
+LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
+  while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
+  return scope == outer;
+}
+/* sums of a scope's rows and of those inside it */
+LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
+  lunai_profile_row sum;
+  int i;
+  memset(&sum, 0, sizeof sum);
+  for (i = 0; i < p->rows; i++) {
+    if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
+    lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
+    sum.calls += p->row[i].calls - 1;
+  }
+  return sum;
+}
+
+/* calls, ms, share of all time, MB, GFLOP/s and share of the peak; a step's */
+LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_profile_row *r) {
+  const lunai_profile *p = w->p;
+  const double steps = (double)lunai_max(p->steps, 1), rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+  lunai_profile_number(w, 8, (double)r->calls / steps);
+  lunai_profile_number(w, 10, 1e3 * r->seconds / steps);
+  lunai_profile_number(w, 7, p->seconds > 0 ? 100 * r->seconds / p->seconds : -1);
+  lunai_profile_number(w, 10, r->bytes > 0 ? 1e-6 * r->bytes / steps : -1);
+  lunai_profile_number(w, 9, rate > 0 ? 1e-9 * rate : -1);
+  lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
+  w->write(w->user, "  ");
+}
+LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
+  char shapes[2][96];
+  lunai_text text;
+  int i;
+  for (i = 0; i < 2; i++) {
+    const lunai_profile_shape *s = i ? &r->out : &r->in;
+    text.at = shapes[i];
+    text.end = shapes[i] + sizeof shapes[i] - 1;
+    lunai_put_shape(&text, s->rank, s->size);
+    *text.at = 0;
+  }
+  if (w->json)
+    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %s, \"out\": %s, ", r->name,
+                      r->backward ? "backward" : "forward", shapes[0], shapes[1]);
+  else if (r->out.rank)
+    lunai_profile_put(w, "%s %s -> %s%s", r->name, shapes[0], shapes[1], r->backward ? ", backward" : "");
+  else lunai_profile_put(w, "%s", r->name);
+}
+LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
+  const lunai_profile *p = w->p;
+  const lunai_profile_row sum = lunai_profile_sum(p, scope);
+  int i, k;
+  if (scope > 0) {
+    lunai_profile_numbers(w, &sum);
+    for (k = 1; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
+  }
+  for (i = 0; i < p->rows; i++) {
+    if (p->row[i].scope != scope) continue;
+    lunai_profile_numbers(w, &p->row[i]);
+    for (k = 0; k < depth; k++) w->write(w->user, "  ");
+    lunai_profile_op(w, &p->row[i]);
+    w->write(w->user, "\n");
+  }
+  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+}
+LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
+  const lunai_profile *p = w->p;
+  int i;
+  for (i = 0; i < p->rows; i++) {
+    const lunai_profile_row *r = &p->row[i];
+    const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
+    w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
+    lunai_profile_path(w, r->scope);
+    w->write(w->user, "\", ");
+    lunai_profile_op(w, r);
+    lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
+                      1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
+    lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
+                      p->peak > 0 ? rate / p->peak : 0);
+  }
+}
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user) {
+  lunai_profile_text w;
+  lunai_profile_row rest;
+  const char *isa;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
+  if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
+  w.p = ctx->profiled;
+  w.write = write;
+  w.user = user;
+  w.json = format == LUNA_PROFILE_JSON;
+  isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  rest = lunai_profile_sum(w.p, 0);
+  rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
+  if (w.json) {
+    lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
+                      w.p->steps, 1e3 * w.p->seconds, 1e3 * rest.seconds, lunai_threads(&ctx->parallel), isa);
+    lunai_profile_put(&w, "\"peak_gflops\": %f, \"ops\": [", 1e-9 * w.p->peak);
+    lunai_profile_json(&w);
+    w.write(user, "\n]}\n");
+    return LUNA_OK;
+  }
+  lunai_profile_put(&w, "%d steps in %f ms; %s, %d threads, peak %f GFLOP/s; a step's:\n", w.p->steps,
+                    1e3 * w.p->seconds, isa, lunai_threads(&ctx->parallel), 1e-9 * w.p->peak);
+  w.write(user, "   calls        ms  share        MB    GF/s   peak\n");
+  lunai_profile_table(&w, 0, 0);
+  rest.calls = 0;
+  rest.bytes = rest.flops = 0;
+  lunai_profile_numbers(&w, &rest);
+  w.write(user, "between ops\n");
+  return LUNA_OK;
+}
+#endif /* !LUNA_ONLY_STREAM */
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
@@ -11117,6 +12044,8 @@ LUNAI_FN luna_tensor lunai_like(luna_ctx *ctx, int rank, const int64_t *shape) {
 }
 LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank, const int64_t *shape) {
   const luna_tensor like = lunai_like(ctx, rank, shape);
+  if (rank < 0 || rank > LUNA_MAX_RANK)
+    return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "rank", (int64_t)rank, (int64_t)0, (int64_t)LUNA_MAX_RANK);
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
@@ -11133,13 +12062,12 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
     t->data = (float *)data;
     return t;
   }
-  if (!lunai_step_small(ctx, sizeof(luna_tensor), &memory)) return NULL;
-  t = (luna_tensor *)memory;
+  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
   lunai_tensor_set(t, ctx, rank, shape);
   if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
-  if (count == 0 && !ctx->options.measure) t->data = (float *)memory;
+  if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->made;
   return ctx->made = t;
 }
@@ -11179,20 +12107,24 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
   return true;
 }
 
-LUNA_API luna_scope luna_scope_begin(luna_ctx *ctx) {
+LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
   scope.made = ctx ? ctx->made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
-  scope.recompute = false;
-  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
-  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
-  return scope;
-}
-LUNA_API luna_scope luna_scope_recompute(luna_ctx *ctx) {
-  luna_scope scope = luna_scope_begin(ctx);
-  scope.recompute = true;
-  if (ctx) ctx->recomputing = true;
+  scope.recompute = recompute;
+  if (ctx && recompute) ctx->recomputing = true;
+  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[0].used : 0;
+  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[1].used : 0;
+  scope.outer = scope.self = 0;
+#ifdef LUNA_ONLY_STREAM
+  (void)name;
+#else
+  if (ctx && ctx->profile) {
+    scope.outer = lunai_profile_enter(ctx->profile, name ? name : "scope");
+    scope.self = ctx->profile->scope;
+  }
+#endif
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -11213,17 +12145,17 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
 /* of a stream on the host: on a device the move would be work of its own */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
-  char *start = b->start[0] + scope.used[0];
+  char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
   const float *data;
   luna_tensor *moved;
   void *memory;
   if (!x || lunai_on_device(scope.ctx)) return x;
   data = x->data;
-  b->used[0] = scope.used[0];
-  b->used[1] = scope.used[1];
+  b->part[0].used = scope.used[0];
+  b->part[1].used = scope.used[1];
   /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x;
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
@@ -11238,6 +12170,9 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   const bool taped = ctx && ctx->training && !ctx->paused;
   luna_tensor *t;
   int i;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx && ctx->profile) ctx->profile->scope = scope.outer;
+#endif
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
@@ -11259,6 +12194,17 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
   results[0] = x;
   results[1] = p;
   return luna_scope_end(scope, results, 2);
+}
+/* the same of scopes that go on */
+LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
+  x = lunai_results(scope, x, p);
+#ifndef LUNA_ONLY_STREAM
+  if (scope.ctx && scope.ctx->profile) scope.ctx->profile->scope = scope.self;
+#endif
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
+  return lunai_results_so_far(scope, x, NULL);
 }
 /* whether a tensor's data were released: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
@@ -11487,29 +12433,34 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
-  s->name = name;
-  if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
-  else s->mark = lunai_step_mark(ctx);
+  s->name = LUNAI_NAME(name);
+  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
+    s->mark.bytes[0] = ctx->bump->part[0].used;
+    s->mark.bytes[1] = ctx->bump->part[1].used;
+  } else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
+#ifndef LUNA_ONLY_STREAM
+  if (ctx->profile) s->op.scope = ctx->profile->scope;
+#endif
 }
-/* inputs a, b, c: as many as `inputs` says, none null */
-LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, int inputs, luna_tensor *a,
-                          luna_tensor *b, luna_tensor *c) {
-  luna_ctx *ctx = a ? a->ctx : inputs > 1 && b ? b->ctx : inputs > 2 && c ? c->ctx : NULL;
+/* `count` inputs, of which the first `required` must not be null */
+LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
+                          int count) {
+  static const char *const numbers[] = { "the first input", "the second input", "the third input",
+                                         "the fourth input" };
+  luna_ctx *ctx = NULL;
   int i;
+  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
-  s->op.inputs = inputs;
-  s->op.in[0] = a;
-  s->op.in[1] = inputs > 1 ? b : NULL;
-  s->op.in[2] = inputs > 2 ? c : NULL;
-  for (i = 0; i < inputs; i++)
-    if (!LUNAI_BUMPS(ctx) && lunai_is_released(s->op.in[i], name)) return false;
-    else if (!s->op.in[i])
-      return lunai_fail_null(ctx, name, i == 0 ? "the first input" : i == 1 ? "the second input" :
-                             "the third input") != NULL;
+  s->op.inputs = count;
+  for (i = 0; i < count; i++) {
+    s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
+    if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
+  }
   return true;
 }
 /* Whether an array's inputs are all non-null. If not, or if they are too many, the context of the first one that is
@@ -11526,8 +12477,6 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   else if (ctx && missing) lunai_fail_null(ctx, name, "one of the tensors");
   return ctx && !missing && count <= LUNA_MAX_INPUTS;
 }
-/* one more input, which may be null */
-LUNAI_FN void lunai_input(lunai_build *s, luna_tensor *t) { s->op.in[s->op.inputs++] = t; }
 
 /* Copies host integers into the step; null: no memory, or the backend failed */
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
@@ -11573,7 +12522,7 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 }
 
 /* A result of no elements is not computed: an op may still have 2^40 rows of nothing. */
-LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0; }
+LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
 /* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
@@ -11593,7 +12542,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
     good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
     op->workspace = workspace ? workspace->at : NULL;
   } else good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-  if (good && lunai_is_run(op)) *status = ctx->backend->op[op->kind].forward(op);
+  if (good && lunai_is_run(op)) *status = lunai_op_call(op, false);
   if (workspace) lunai_piece_give(ctx, &workspace);
   else lunai_step_rewind(ctx, mark);
   return good && *status == LUNA_OK;
@@ -11611,16 +12560,30 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->used[1];
+  used = ctx->bump->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->used[1] = used;
+  ctx->bump->part[1].used = used;
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
   return lunai_abandon(s);
 }
 
+/* A device's dropout does not know of ranks: each has op numbers of its own there. */
+LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
+  return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+}
+/* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
+LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
+  const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
+                       op->kind == LUNA_OP_SPARSE_ATTENTION;
+  int i;
+  if (op->kind == LUNA_OP_EMBEDDING) return NULL; /* rows in any order */
+  for (i = 0; i < op->inputs; i++)
+    if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
+  return NULL;
+}
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                        int extra_rank, const int64_t *extra_shape) {
@@ -11658,14 +12621,15 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
-  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
-  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
                                                            lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
+  for (i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->kept_piece);
@@ -11907,7 +12871,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   }
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-  if (lunai_is_run(op)) *status = ctx->backend->op[op->kind].backward(op);
+  if (lunai_is_run(op)) *status = lunai_op_call(op, true);
   lunai_step_rewind(ctx, mark);
   lunai_op_done(op);
   if (op->loss) lunai_op_done(op->loss);
@@ -12018,10 +12982,13 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
+  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
+  if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
   if (status != LUNA_OK) return status;
   ctx->tape = NULL;
   ctx->differentiated = true;
@@ -12039,6 +13006,11 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    there; or not at all, where a recording with their hash exists: then that place alone is written. Guarded by
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
+#ifdef LUNA_ONLY_STREAM
+LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
+LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
+LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
+#else
 typedef enum lunai_call_kind {
   LUNAI_CALL_FORWARD = 0, LUNAI_CALL_BACKWARD, LUNAI_CALL_COPY, LUNAI_CALL_ZERO, LUNAI_CALL_BEGIN, LUNAI_CALL_CHECK,
   LUNAI_CALL_NORM, LUNAI_CALL_UPDATE
@@ -12412,6 +13384,7 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
 LUNA_API const char *luna_graph_reason(const luna_graph *g) {
   return g ? g->reason : "there is no graph: on the CPU, and on a device that records none, calls run one by one";
 }
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>params: named tensors, their first values, and text pairs. Guarded by tests/trainer.c and tests/checkpoints.c.
@@ -12433,6 +13406,7 @@ typedef struct lunai_meta { struct lunai_meta *next; const char *key, *value; } 
 struct luna_params {
   luna_ctx *ctx;
   int64_t number;                    /* of the context's sets */
+  const luna_params *older;          /* the set opened before it */
   lunai_param *first, *last;
   lunai_meta *metas, *last_meta;
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
@@ -12488,7 +13462,19 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
   lunai_remember(ctx, NULL, 0, LUNA_OK);
   ((luna_params *)memory)->ctx = ctx;
   ((luna_params *)memory)->number = ctx->sets++;
-  return (luna_params *)memory;
+  ((luna_params *)memory)->older = ctx->newest;
+  return (luna_params *)(uintptr_t)(ctx->newest = (luna_params *)memory);
+}
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
+  uint64_t hash = 0;
+  const luna_params *set;
+  const lunai_param *p;
+  for (set = ctx->newest; set; set = set->older)
+    for (p = set->first; p; p = p->next) {
+      hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
+      hash += p->tensor.needs_grad;
+    }
+  return hash;
 }
 
 LUNA_API luna_params *luna_params_share(luna_ctx *ctx, const luna_params *from) {
@@ -12592,37 +13578,44 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
     }
   }
 }
-LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width,
-                                 uint64_t hash, uint64_t seed) {
+/* what a parameter's first values come from */
+typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
+LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
+  const luna_init_kind kind = f->init.kind;
   int64_t i;
   for (i = 0; i < count; i++) {
     uint32_t counter[4], word[4];
     counter[0] = (uint32_t)(first + i);
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
-    counter[2] = (uint32_t)hash;
-    counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES)
-      out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
-    else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
+    counter[2] = (uint32_t)f->hash;
+    counter[3] = (uint32_t)(f->hash >> 32);
+    if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
+    else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
-      lunai_philox(counter, seed, word);
-      out[i] = bound * (2 * lunai_unit(word[0]) - 1);
-      if (init.kind == LUNA_INIT_IDENTITY && (first + i + 1) % width == 0) out[i] += 1.0f;
+      lunai_philox(counter, f->seed, word);
+      out[i] = f->bound * (2 * lunai_unit(word[0]) - 1);
+      if (kind == LUNA_INIT_IDENTITY && (first + i + 1) % f->width == 0) out[i] += 1.0f;
     }
   }
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
   const int64_t count = luna_count(&p->tensor);
-  float block[1024], bound = init.scale == 0 ? 1.0f : init.scale;
+  float block[1024];
+  lunai_first f;
   int64_t at;
   luna_status status = LUNA_OK;
+  f.init = init;
+  f.bound = init.scale == 0 ? 1.0f : init.scale;
+  f.width = lunai_last(&p->tensor);
+  f.hash = p->hash;
+  f.seed = ctx->options.seed;
   if (init.kind == LUNA_INIT_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
-    bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
+    f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
   for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
     const int64_t n = lunai_min(1024, count - at);
-    lunai_first_values(block, at, n, init, bound, lunai_last(&p->tensor), p->hash, ctx->options.seed);
+    lunai_first_values(&f, block, at, n);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
   }
   return status;
@@ -12810,6 +13803,12 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (params->ctx->open_status != LUNA_OK) return false;
   return lunai_is_given(params->ctx, name, "the layer or model", made != NULL);
 }
+/* zeroes the struct but for its config, its first member */
+LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_t size) {
+  memset(s->made, 0, s->size);
+  memcpy(s->made, config, size);
+  return true;
+}
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
@@ -12909,7 +13908,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
-  const int64_t *position;           /* tokens before */
+  const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   float *history;                    /* [batch, convolution - 1, dim] */
   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
@@ -12925,17 +13924,94 @@ typedef struct lunai_past {
 /* whether the shapes of what comes in are known to fit: a stream's were checked when it was opened */
 LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
 
+/* The shapes of an op's inputs in their order, "x [...,i] weight [o,i] bias? [o]": a letter is the same size wherever
+   it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
+typedef struct lunai_pattern {
+  int64_t sizes[128];                /* of the letters; -1: not met */
+  const luna_tensor *leading;        /* the first input with leading axes */
+  int after;                         /* its axes after them */
+} lunai_pattern;
+/* One input's axes, from the bracket on: 0 when they fit, else the letter whose size differs, '.' for the leading axes,
+   '[' for their number */
+LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
+  const bool open = axes[1] == '.';
+  const char *first = axes + (open ? 5 : 1), *at = first;
+  int a, rank, before;
+  while (at[0] && at[1] == ',') at += 2;
+  rank = (int)(at - first) / 2 + 1;
+  before = t->rank - rank;
+  if (open ? before < 0 : before != 0) return '[';
+  for (a = 0; a < rank; a++) {
+    const char letter = first[2 * a];
+    const int64_t size = t->shape[before + a];
+    int64_t *known = &p->sizes[letter & 127];
+    if (*known < 0) *known = size;
+    if (size != *known || (size < 1 && letter < 'a')) return letter;
+  }
+  if (open && !p->leading) p->leading = t, p->after = rank;
+  return !open || (p->leading->rank - p->after == before &&
+                   memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+  const char *at = pattern;
+  lunai_pattern p;
+  int i;
+  memset(&p, -1, sizeof p.sizes);
+  p.leading = NULL;
+  for (i = 0; *at; i++) {
+    const luna_tensor *t = s->op.in[i];
+    char name[16], wrong[2] = { 0, 0 }, why[40];
+    size_t length = 0;
+    bool optional;
+    for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
+    name[length] = 0;
+    optional = *at == '?';
+    while (*at != '[') at++;
+    if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
+    if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
+      const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
+                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+      return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
+    }
+    while (*at != ']') at++;
+    at += 1 + (at[1] == ' ');
+  }
+  return true;
+}
+LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
+  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
+}
+LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
+  if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
+  return lunai_fail(s->op.ctx, LUNA_ERROR_TOO_LARGE, s->name, a, b, max) != NULL;
+}
+/* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
+LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
+  int i;
+  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+    const int64_t dim = lunai_last(s->op.in[i]);
+    if (heads < 1 || dim % heads != 0)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
+    if (!lunai_product_fits(s, 1, dim / heads, LUNAI_MAX_SCRATCH)) return false;
+  }
+  return true;
+}
+
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory;
+  void *memory = NULL;
   luna_tensor *t;
-  if (!lunai_step_small(x->ctx, sizeof(luna_tensor), &memory)) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
+  else memory = lunai_slab_take(x->ctx);
+  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
   t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
   t->offset = x->offset + offset;
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
+  t->part = x->part;
   return t;
 }
 
@@ -12944,7 +14020,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   int a, open = -1;
   lunai_build s;
   luna_tensor asked;
-  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -12961,7 +14037,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
 
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
-  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", 1, x, NULL, NULL) ?
+  luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
       lunai_view(&s, x, x->rank, x->shape, 0) : NULL;
   if (t) t->needs_grad = false;
   return t;
@@ -12970,7 +14046,7 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
 LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SLICE, "luna_slice", &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_slice", x, (int64_t)axis);
   if (start < 0 || count < 0 || start > x->shape[axis] || count > x->shape[axis] - start)
     return lunai_fail(x->ctx, LUNA_ERROR_SLICE_RANGE, start, count, (int64_t)axis, x);
@@ -12986,7 +14062,7 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
   int a, seen = 0;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
   for (a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
@@ -13011,7 +14087,7 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
   int i, a;
   lunai_build s;
-  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", 1, x[0], NULL, NULL))
+  if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
     return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
@@ -13020,7 +14096,6 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
-    lunai_input(&s, x[i]);
   }
   s.op.arg.concat.axis = axis;
   return lunai_finish(&s, x[0]->rank, shape);
@@ -13030,7 +14105,7 @@ LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   int a;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
@@ -13057,8 +14132,9 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   return lunai_fail(s->op.ctx, LUNA_ERROR_BROADCAST, s->name, s->op.in[k == 0], s->op.in[k == 2 ? 1 : 2]);
 }
 LUNAI_FN luna_tensor *lunai_binary(luna_op_kind kind, const char *name, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { a, b };
   lunai_build s;
-  return lunai_start(&s, kind, name, 2, a, b, NULL) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, kind, name, in, 2, 2) ? lunai_elementwise(&s) : NULL;
 }
 #define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
   LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b) { \
@@ -13073,13 +14149,13 @@ LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b) {
   return lunai_binary(LUNA_OP_LESS_EQUAL, "luna_greater_equal", luna_detach(b), luna_detach(a));
 }
 LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_tensor *b) {
+  luna_tensor *const in[] = { condition && condition->needs_grad ? luna_detach(condition) : condition, a, b };
   lunai_build s;
-  if (condition && condition->needs_grad) condition = luna_detach(condition);
-  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", 3, condition, a, b) ? lunai_elementwise(&s) : NULL;
+  return lunai_start(&s, LUNA_OP_WHERE, "luna_where", in, 3, 3) ? lunai_elementwise(&s) : NULL;
 }
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CLAMP, "luna_clamp", &x, 1, 1)) return NULL;
   if (!(low <= high)) return lunai_fail(x->ctx, LUNA_ERROR_CLAMP, (double)low, (double)high);
   s.op.arg.elementwise.scalar[1] = low;
   s.op.arg.elementwise.scalar[2] = high;
@@ -13087,14 +14163,14 @@ LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high) {
 }
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ADD, "luna_add_scalar", &x, 1, 1)) return NULL;
   s.op.arg.elementwise.scalar[1] = number;
   return lunai_elementwise(&s);
 }
 
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SCALE, "luna_scale", &x, 1, 1)) return NULL;
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
@@ -13104,7 +14180,7 @@ LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, lun
 }
 LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, const char *name) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_ACTIVATION, name, &x, 1, 1)) return NULL;
   s.op.activation = activation;
   return lunai_finish_like(&s, x);
 }
@@ -13125,29 +14201,324 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", 1, x, NULL, NULL) || lunai_dropout_wrong(&s, probability))
+  if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
     return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
   s.op.dropout = probability;
   return lunai_finish_like(&s, x);
 }
 
+/* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
+/* which part of all ranks' an input is, into the step; *part stays null without a collective */
+LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
+                              const lunai_cut **part) {
+  static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
+  const luna_collective *c = lunai_ranks(ctx);
+  const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
+  int64_t mine[3], *all, *parts, b, r, from = 0;
+  void *memory;
+  lunai_cut *made;
+  if (!c) return true;
+  mine[0] = rows ? batch : n;
+  mine[1] = rows ? n : batch;
+  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
+            rows ? 0 : n;
+  for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
+    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
+  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
+  made = (lunai_cut *)memory;
+  memset(made, 0, sizeof *made);
+  made->parts = parts = (int64_t *)(void *)(made + 1);
+  made->rows = rows;
+  made->other = rows ? batch : -1;
+  for (r = 0; r < c->ranks; r++) {
+    const int64_t own = parts[r] = all[3 * r + 1];
+    if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
+      return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
+    if (r < c->rank) made->first += own;
+    made->whole += own;
+    if (rows || own == 0) continue;
+    if (made->other >= 0 && made->other != all[3 * r])
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
+                        made->other) != NULL;
+    made->other = all[3 * r];
+    from = r;
+    made->longest = lunai_max(made->longest, all[3 * r + 2]);
+  }
+  made->own = mine[1];
+  if (parts[c->rank] != made->own)
+    return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "a number of its own", parts[c->rank],
+                      (int64_t)c->rank) != NULL;
+  *part = made;
+  return true;
+}
+/* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
+LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
+                                           const char *name, bool *failed) {
+  void *memory;
+  int64_t b;
+  if (!lengths || !part || !part->rows || *failed) return lengths;
+  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
+  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
+  for (b = 0; b < part->other && !*failed; b++) {
+    *failed = lengths[b] < 0 || lengths[b] > part->whole;
+    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
+                            part->whole);
+    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+  }
+  return *failed ? NULL : (const int32_t *)memory;
+}
+/* What a model's input is a part of, and the input with its lengths as those of its own rows */
+LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
+                               const lunai_cut **part) {
+  bool failed = false;
+  *own = *input;
+  *part = NULL;
+  if (!lunai_cut_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
+  return !failed;
+}
+/* x as a part */
+LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
+  x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
+  if (x && part) x->part = part;
+  return x;
+}
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
+  const lunai_cut *part = NULL;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  if (x->rank < 2) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
+  if (!lunai_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
+  return lunai_cut_of(x, part);
+}
+
+typedef struct lunai_rank_op {
+  luna_ctx *ctx;
+  const char *name;
+  bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
+  float *result, *kept;              /* [luna_count(out)]; what else backward needs */
+  const lunai_cut *part;
+  const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
+  int64_t heads;
+} lunai_rank_op;
+LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, bytes);
+  if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  op->received = true;
+  lunai_copy(op->result, out->data, bytes);
+}
+LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  int64_t i;
+  (void)count;
+  if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
+  for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+}
+typedef void (*lunai_rank_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+typedef void (*lunai_rank_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+/* One of these ops, on the CPU; `kept` floats for backward, `room` floats while it runs. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, lunai_rank_forward forward,
+                                       lunai_rank_backward backward, int rank, const int64_t *shape, int64_t kept,
+                                       int64_t room) {
+  luna_ctx *ctx = in[0]->ctx;
+  const int64_t floats = lunai_shape_count(rank, shape);
+  const size_t bytes = (size_t)(floats + kept) * sizeof(float);
+  luna_custom custom;
+  luna_tensor *y;
+  void *memory;
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
+  memset(&custom, 0, sizeof custom);
+  op->ctx = ctx;
+  op->result = (float *)memory;
+  op->kept = op->result ? op->result + floats : NULL;
+  custom.forward = forward;
+  custom.backward = backward;
+  custom.state = op;
+  custom.state_size = sizeof *op;
+  custom.workspace_size = (size_t)room * sizeof(float);
+  y = luna_custom_op(in, count, rank, shape, &custom);
+  if (!y || ctx->status != LUNA_OK) return NULL;
+  y->part = NULL;
+  return y;
+}
+LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
+  lunai_rank_op op;
+  if (!x || !lunai_ranks(x->ctx)) return x;
+  memset(&op, 0, sizeof op);
+  op.name = name;
+  op.alone = alone;
+  return lunai_rank_op_of(&op, &x, 1, lunai_rank_sum_forward, lunai_rank_sum_backward, x->rank, x->shape, 0, 0);
+}
+
+/* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
+   w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
+LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int ranks = op->ctx->collective.ranks;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
+  const int64_t slots = out->shape[1];
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
+  int64_t i, e;
+  int r;
+  (void)count;
+  lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
+  if (op->received) return;
+  op->received = true;
+  lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
+  for (i = 0; i < lines; i++)
+    lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
+  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float))) return;
+  for (i = 0; i < lines; i++) {
+    float max = -INFINITY;
+    double sum = 0, weight;
+    for (r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
+    for (e = 0; e < n; e++) op->result[i * n + e] = 0;
+    for (r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
+    op->kept[i] = 0;
+    for (r = 0; r < ranks; r++) {
+      if (all[r * size + wide + i] == -INFINITY) continue;
+      weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
+      if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
+      for (e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
+    }
+  }
+  lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
+}
+/* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
+LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
+  int64_t i, e;
+  (void)count;
+  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return;
+  for (i = 0; i < lines; i++) {
+    const float *g = out->grad + i * n;
+    double dot = 0;
+    if (op->kept[i] == 0) continue;
+    for (e = i * n; e < i * n + n; e++) dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
+    for (e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
+    if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
+  }
+}
+LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
+                                       int64_t heads) {
+  luna_tensor *in[2];
+  lunai_rank_op op;
+  if (!y || !lse) return NULL;
+  memset(&op, 0, sizeof op);
+  op.name = "attention over rows that are cut";
+  op.part = part;
+  op.lengths = lengths;
+  op.heads = heads;
+  in[0] = y;
+  in[1] = lse;
+  return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
+                          luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
+}
+/* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
+   width - 1 rows before its first, zeros where there are none. kept: nothing. */
+LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  lunai_rank_op *op = (lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int rank = op->ctx->collective.rank;
+  float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
+  int64_t b, j, at, end;
+  int r;
+  (void)count;
+  if (!op->received) {
+    memset(mine, 0, (size_t)(batch * size) * sizeof(float));
+    memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
+    for (b = 0; b < batch; b++)
+      lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
+    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
+    for (r = 0, end = 0; r < rank; r++)
+      for (end += op->part->parts[r], j = 0; j < rows; j++) {
+        at = op->part->first - rows + j; /* in the whole */
+        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
+                 (size_t)d * sizeof(float));
+      }
+    op->received = true;
+  }
+  lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
+}
+LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int64_t first = op->part->first, end = first + op->part->own;
+  float *all = (float *)luna_custom_run(out).scratch;
+  int64_t b, j, at, i, later = end;
+  int r;
+  (void)count;
+  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
+    for (j = 0; j < rows; j++) {
+      at = later - rows + j;
+      for (b = 0; b < batch && at >= first && at < end; b++)
+        for (i = 0; i < d; i++)
+          in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
+    }
+}
+/* x with the `rows` rows before its first one, which is whole */
+LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
+  const int64_t own = lunai_min(rows, x->shape[1]);
+  luna_tensor *with[2];
+  lunai_rank_op op;
+  int64_t shape[3];
+  memset(&op, 0, sizeof op);
+  op.name = "luna_short_convolution";
+  op.part = x->part;
+  shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  with[1] = luna_slice(x, 1, x->shape[1] - own, own);
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
+                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[1] = x;
+  x = luna_concat(with, 2, 1);
+  if (x) x->part = NULL;
+  return x;
+}
+LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
+  return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
+}
+
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
+/* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
+LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
+  luna_status status;
+  float value;
+  if (!loss || !lunai_ranks(loss->ctx) || !lunai_on_device(loss->ctx)) return lunai_rank_sum(loss, "the loss", true);
+  status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
+  if (status == LUNA_OK && !lunai_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
+  if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
+  return status == LUNA_OK ? loss : lunai_fail_backend(loss->ctx, false, "the loss", status);
+}
+
 /* --- reductions --- */
 LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
-  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, size;
   int a, to = 0;
+  const bool cut = axis == 1 && lunai_rows_cut(x);
+  luna_tensor *y;
   lunai_build s;
-  if (!lunai_start(&s, kind, name, 1, x, NULL, NULL)) return NULL;
+  if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
+  if (cut && kind != LUNA_OP_REDUCE) return lunai_cannot_cut(x, name, "what goes over all rows but a sum");
+  size = cut ? x->part->whole : x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
     if (a != axis) *(a < axis ? &s.op.arg.reduce.outer : &s.op.arg.reduce.inner) *= x->shape[a];
   }
   s.op.arg.reduce.axis = x->shape[axis];
-  s.op.arg.reduce.factor = mean && x->shape[axis] ? 1.0f / (float)x->shape[axis] : 1.0f;
+  s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
   if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
-  return x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  y = x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  return cut ? lunai_rank_sum(y, name, false) : y;
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_REDUCE, axis, false, "luna_sum");
@@ -13175,10 +14546,11 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
   int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  luna_tensor *const in[] = { a, b };
   int i;
   bool good;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", 2, a, b, NULL)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
   good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
   for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
@@ -13207,40 +14579,20 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
-/* whether a vector, where it is there, has that size; a weight [out, in] */
-LUNAI_FN bool lunai_is_vector(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t size) {
-  if (lunai_is_checked(ctx) || !t || (t->rank == 1 && t->shape[0] == size)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_VECTOR_SHAPE, name, what, t, size) != NULL;
-}
-LUNAI_FN bool lunai_is_weight(luna_ctx *ctx, const char *name, const char *what, const luna_tensor *t, int64_t in) {
-  if (lunai_is_checked(ctx) || (t->rank == 2 && t->shape[1] == in)) return true;
-  return lunai_fail(ctx, LUNA_ERROR_WEIGHT_SHAPE, name, what, t, in) != NULL;
-}
-LUNAI_FN bool lunai_has_rank(const char *name, const luna_tensor *t, int rank) {
-  return lunai_is_checked(t->ctx) || t->rank >= rank || lunai_fail(t->ctx, LUNA_ERROR_RANK, name, t,
-                                                                   (int64_t)rank) != NULL;
-}
-
-/* whether x, weight and bias go together; false: the failure is reported */
-LUNAI_FN bool lunai_linear_fits(const lunai_build *s, const luna_tensor *bias) {
-  const luna_tensor *x = s->op.in[0], *weight = s->op.in[1];
-  return lunai_has_rank(s->name, x, 1) && lunai_is_weight(x->ctx, s->name, "weight", weight, lunai_last(x)) &&
-         lunai_is_vector(x->ctx, s->name, "bias", bias, weight->shape[0]);
-}
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
 LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                         luna_activation activation, luna_tensor *residual, float dropout) {
+  luna_tensor *const in[] = { x, weight, bias, residual };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", 2, x, weight, NULL) || !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR, "luna_linear", in, 2, 4) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
   s.op.dots = lunai_is_single_row(x);
-  lunai_input(&s, bias);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
-  lunai_input(&s, residual);
   return lunai_finish_rows(&s, weight->shape[0]);
 }
 LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -13251,43 +14603,24 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
   return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
 }
 
-/* whether a feed-forward layer's inputs, of which x and w1 are in the op, go together; false: the failure is
-   reported */
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_tensor *b1, const luna_tensor *w2,
-                                      const luna_tensor *b2, luna_activation activation,
-                                      const luna_feed_forward_config *c) {
-  const luna_tensor *x = s->op.in[0], *w1 = s->op.in[1];
-  luna_ctx *ctx = x->ctx;
-  luna_tensor want;
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+  luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
-  if (!w2) return lunai_fail_null(ctx, s->name, "w2") != NULL;
   if (lunai_is_checked(ctx)) return true;
   if (!lunai_is_activation(activation))
     return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
-  if (!lunai_has_rank(s->name, x, 1) || !lunai_is_weight(ctx, s->name, "w1", w1, lunai_last(x)) ||
-      !lunai_is_weight(ctx, s->name, "w2", w2, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b1", b1, w1->shape[0]) ||
-      !lunai_is_vector(ctx, s->name, "b2", b2, w2->shape[0])) return false;
-  if (lunai_checked(lunai_rows(x), w1->shape[0]) < 0)
-    return lunai_fail(ctx, LUNA_ERROR_TOO_LARGE, s->name, lunai_rows(x), w1->shape[0], LUNAI_MAX_COUNT) != NULL;
-  lunai_tensor_set(&want, ctx, x->rank, x->shape);
-  want.shape[x->rank - 1] = w2->shape[0];
-  if (c->residual && (c->residual->rank != x->rank || memcmp(c->residual->shape, want.shape, sizeof want.shape) != 0))
-    return lunai_fail(ctx, LUNA_ERROR_RESIDUAL_SHAPE, s->name, c->residual, &want) != NULL;
-  if (!c->gate) return true;
-  if (!lunai_is_weight(ctx, s->name, "gate", c->gate, lunai_last(x)) ||
-      !lunai_is_vector(ctx, s->name, "gate_bias", c->gate_bias, w1->shape[0])) return false;
-  return c->gate->shape[0] == w1->shape[0] ||
-         lunai_fail(ctx, LUNA_ERROR_BROADCAST, s->name, w1, c->gate) != NULL;
+  return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
+         lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
   static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
   const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", 2, x, w1, NULL) ||
-      !lunai_feed_forward_fits(&s, b1, w2, b2, activation, c)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
+      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -13295,10 +14628,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
-  lunai_input(&s, b1);
-  lunai_input(&s, w2);
-  lunai_input(&s, b2);
-  lunai_input(&s, c->residual);
+  s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
   s.op.last_dropout = c->dropout;
@@ -13310,8 +14640,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank("luna_softmax", x, lengths ? 2 : 1)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
 }
@@ -13320,8 +14650,10 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   int64_t b;
   bool failed = false, full = true;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", 1, x, NULL, NULL)) return NULL;
-  if (lengths && !lunai_has_rank("luna_mask", x, 2)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
+  if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
+  lengths = lunai_cut_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
+  if (failed) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
@@ -13337,7 +14669,7 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   lunai_build s;
   shape[0] = luna_count(x);
   shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, 1, x, NULL, NULL)) return NULL;
+  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
   s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
@@ -13347,21 +14679,19 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", 1, x, NULL, NULL)) return NULL;
-  if (x->rank < 1 || lunai_last(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_RATIO_EMPTY, x);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "x [...,N]")) return NULL;
   memcpy(shape, x->shape, sizeof shape);
   shape[x->rank - 1]--;
   return lunai_finish(&s, x->rank, shape);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, 1, x, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(name, x, 1) || !lunai_is_vector(x->ctx, name, "weight", weight, lunai_last(x)) ||
-      !lunai_is_vector(x->ctx, name, "bias", bias, lunai_last(x))) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
+      !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
   s.op.arg.norm.rms = rms;
-  lunai_input(&s, weight);
-  lunai_input(&s, bias);
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
@@ -13375,8 +14705,8 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   int64_t shape[3];
   bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", 1, table, NULL, NULL)) return NULL;
-  if (table->rank != 2) return lunai_fail(table->ctx, LUNA_ERROR_EMBEDDING_TABLE, table);
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -13390,7 +14720,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   int64_t shape[2];
   if (!x || x->rank == 2) return x;
-  if (!lunai_has_rank(name, x, 1)) return NULL;
+  if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
   shape[0] = x->shape[0];
   shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
   return luna_reshape(x, 2, shape);
@@ -13413,16 +14743,18 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", 1, flat, NULL, NULL) ? lunai_indexed(&s, x, indices,
+  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
       count, count) : NULL;
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
   luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
       "luna_scatter_add_rows") : NULL;
+  luna_tensor *in[2];
   lunai_build s;
   int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", 2, flat, added, NULL)) return NULL;
+  in[0] = flat, in[1] = added;
+  if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
@@ -13439,7 +14771,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   int32_t *kept;
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
-  if (!labels) return lunai_fail_null(ctx, s->name, "labels") != NULL;
+  if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
   if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
@@ -13453,6 +14785,7 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     counted += !ignored;
     kept[i] = label;
   }
+  if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
@@ -13465,10 +14798,10 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", 1, logits, NULL, NULL)) return NULL;
-  if (!lunai_has_rank(s.name, logits, 1)) return NULL;
-  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ? lunai_finish(&s, 1, &one) :
-      lunai_abandon(&s);
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
+  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
+  return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
+      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
 
 LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
@@ -13477,19 +14810,74 @@ LUNAI_FN bool lunai_has_op(const luna_tensor *t, luna_op_kind kind) {
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config) {
   const int64_t one = 1;
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", 2, x, weight, NULL) ||
-      !lunai_linear_fits(&s, bias)) return NULL;
+  if (!lunai_start(&s, LUNA_OP_LINEAR_CROSS_ENTROPY, "luna_linear_cross_entropy", in, 2, 3) ||
+      !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
-  lunai_input(&s, bias);
-  if (lunai_checked(lunai_rows(x), weight->shape[0]) < 0) {
-    lunai_fail(x->ctx, LUNA_ERROR_TOO_MANY_LOGITS, s.name, x, weight);
-    return lunai_abandon(&s);
+  if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
+  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
+      lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
+}
+
+/* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
+LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  float part[256], number;
+  int64_t r, i, at;
+  for (r = first; r < last; r++) {
+    float *y = op->out[0]->data + r * n;
+    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
+    double sum = 0;
+    (void)lunai_first_max(in[0], n, 1, &at);
+    number = in[0][at];
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
+    }
+    number = lunai_log1_scalar((float)sum);
+    in[0] = y;
+    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
   }
-  return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ? lunai_finish(&s, 1, &one) :
-      lunai_abandon(&s);
+}
+LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
+  const int64_t n = lunai_last(op->in[0]);
+  int64_t r, i;
+  for (r = first; r < last; r++) {
+    const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
+    const float sum = (float)lunai_k(op)->sum(n, dy);
+    float *dx = op->in[0]->grad + r * n, part[256];
+    lunai_k(op)->add(n, dx, dy, dx);
+    for (i = 0; i < n; i += 256) {
+      lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
+      lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
+    }
+  }
+}
+LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
+  return LUNA_OK;
+}
+LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
+  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
+  return LUNA_OK;
+}
+#define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
+LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
+  int64_t shape[LUNA_MAX_RANK];
+  luna_tensor *z;
+  int axis;
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
+  axis = x->rank - 1;
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
 /* --- losses of numbers, composed of the ops above --- */
@@ -13504,12 +14892,13 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   lunai_build s;
   void *memory;
   int32_t *given;
-  if (!lunai_start(&s, LUNA_OP_COUNT, name, 1, values, NULL, NULL)) return false;
+  if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
   t->given = given = (int32_t *)memory;
   for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  if (!lunai_rank_count(values->ctx, name, &counted)) return false;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
   return t->x != NULL;
@@ -13520,7 +14909,7 @@ LUNAI_FN luna_tensor *lunai_errors(lunai_targets *t, luna_tensor *values, const 
   return lunai_select(luna_sub(t->x, luna_tensor_new(t->x->ctx, targets, 2, t->x->shape)), t->given, 0, name);
 }
 LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *losses) {
-  return luna_scale(luna_sum(losses, 0), t->share);
+  return lunai_rank_loss(luna_scale(luna_sum(losses, 0), t->share));
 }
 
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
@@ -13562,11 +14951,6 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 }
 
 /* --- attention --- */
-LUNAI_FN luna_tensor *lunai_attention_wrong(lunai_build *s) {
-  return lunai_fail(s->op.ctx, LUNA_ERROR_ATTENTION_SHAPES, s->name, s->op.in[0], s->op.in[1], s->op.in[2],
-                    s->op.arg.attention.heads);
-}
-
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
                                       const char *what, bool *failed) {
@@ -13585,34 +14969,29 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
   lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
   return true;
 }
-LUNAI_FN bool lunai_attention_shapes(lunai_build *s, const luna_attention_config *c, bool ragged) {
-  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[2];
-  const int64_t heads = c->heads ? c->heads : 1;
-  const int axis = ragged ? 0 : 1;
-  int64_t batch, longest = 0, b;
-  s->op.arg.attention.heads = heads;
-  if (q->rank != axis + 2 || k->rank != axis + 2 || v->rank != axis + 2 || heads < 1 || lunai_last(q) != lunai_last(k))
-    return false;
-  if (lunai_last(q) % heads || lunai_last(v) % heads || lunai_last(q) == 0 || lunai_last(v) == 0 ||
-      k->shape[axis] != v->shape[axis]) return false;
-  if (lunai_last(q) / heads > LUNAI_MAX_SCRATCH || lunai_last(v) / heads > LUNAI_MAX_SCRATCH) return false;
-  if (ragged) {
-    for (b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->query_offsets[b + 1] - c->query_offsets[b]);
-    s->op.arg.attention.batch = c->sequences;
-    s->op.arg.attention.queries = longest;
-    for (longest = 0, b = 0; b < c->sequences; b++)
-      longest = lunai_max(longest, (int64_t)c->key_offsets[b + 1] - c->key_offsets[b]);
-    s->op.arg.attention.keys = longest;
-    return true;
+/* the longest sequence of a ragged batch */
+LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
+  int64_t longest = 0, b;
+  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  return longest;
+}
+LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
+  const bool ragged = c->sequences > 0;
+  int64_t batch = 1;
+  int i;
+  s->op.arg.attention.heads = c->heads ? c->heads : 1;
+  if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
+      !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
+  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+    const int64_t own = s->op.in[i]->shape[0];
+    if (batch != 1 && own != 1 && own != batch)
+      return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
+    if (own != 1) batch = own;
   }
-  batch = lunai_max(q->shape[0], lunai_max(k->shape[0], v->shape[0]));
-  if (q->shape[0] == 0 || k->shape[0] == 0 || v->shape[0] == 0) batch = 0;
-  if ((q->shape[0] != batch && q->shape[0] != 1) || (k->shape[0] != batch && k->shape[0] != 1) ||
-      (v->shape[0] != batch && v->shape[0] != 1)) return false;
-  s->op.arg.attention.batch = batch;
-  s->op.arg.attention.queries = q->shape[1];
-  s->op.arg.attention.keys = k->shape[1];
+  s->op.arg.attention.batch = ragged ? c->sequences : batch;
+  s->op.arg.attention.queries = ragged ? lunai_ragged_longest(c->query_offsets, c->sequences) : q->shape[1];
+  s->op.arg.attention.keys = ragged ? lunai_ragged_longest(c->key_offsets, c->sequences) : k->shape[1];
   return true;
 }
 
@@ -13660,23 +15039,24 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
   return to;
 }
 
-LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                             const luna_attention_config *config) {
+LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                              const luna_attention_config *config) {
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
   bool failed = false;
+  luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", 3, q, k,
-                   v) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
+                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
   if (lunai_checked(c->sequences, 1) < 0)
     return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
                       LUNAI_MAX_COUNT);
   if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_shapes(&s, c, ragged)) return lunai_attention_wrong(&s);
+  if (!lunai_attention_fits(&s, c)) return NULL;
   s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
                                 &failed);
   if (ragged) {
@@ -13708,30 +15088,74 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
+/* The same of whole queries over the keys of this rank, of each the log-sum-exp, and its own lengths */
+LUNAI_FN luna_tensor *lunai_attention_part(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                           const luna_attention_config *config, luna_tensor **lse,
+                                           const int32_t **lengths) {
+  luna_attention_config own = *config;
+  bool failed = false;
+  own.lengths = *lengths = lunai_cut_lengths(k->ctx, k->part, own.lengths, "luna_softmax_attention", &failed);
+  own.log_sum_exp = lse;
+  if (failed) return NULL;
+  if (lunai_rows_cut(q) || own.causal || own.patterns || own.sums || own.sequences)
+    return lunai_cannot_cut(k, "luna_softmax_attention", "each row's softmax over all rows");
+  return lunai_softmax_attention(q, k, v, &own);
+}
+LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
+                                             const luna_attention_config *config) {
+  luna_attention_config c;
+  const int32_t *lengths;
+  luna_tensor *lse = NULL, *y;
+  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, config);
+  memset(&c, 0, sizeof c);
+  if (config) c = *config;
+  y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
+  return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
+}
+
+/* For a causal op of rows that are cut: states of `size` doubles a sequence; false: it fails */
+LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
+  luna_ctx *ctx = x->ctx;
+  const lunai_cut *part = x->part;
+  lunai_outside *o;
+  size_t bytes;
+  void *memory;
+  if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
+  if (lunai_on_device(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
+  o = (lunai_outside *)memory;
+  memset(o, 0, sizeof *o);
+  o->scan = lunai_outside_scan;
+  o->position = part->first;
+  o->later = part->whole - part->first - part->own;
+  o->count = x->shape[0] * size;
+  o->before = (double *)(void *)((char *)memory + lunai_round(sizeof *o));
+  s->op.outside = o;
+  return true;
+}
 LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  luna_tensor *const in[] = { x, y, z };
   lunai_build s;
-  bool good;
-  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", 3, x, y, z)) return NULL;
-  good = x->rank == 3 && y->rank == 3 && z->rank == 3 && heads >= 1;
-  good = good && x->shape[0] == y->shape[0] && x->shape[0] == z->shape[0] && x->shape[1] == y->shape[1] &&
-      x->shape[1] == z->shape[1];
-  good = good && x->shape[2] == y->shape[2] && x->shape[2] > 0 && z->shape[2] > 0 && x->shape[2] % heads == 0 &&
-      z->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(x->shape[2] / heads, z->shape[2] / heads);
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_CAUSAL_PRODUCT_SHAPES, x, y, z, heads);
+  if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
+      !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
+      !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
+  if (lunai_rows_cut(x) && !lunai_outside_make(&s, x, x->shape[2] * z->shape[2] / heads)) return NULL;
   return lunai_finish_like(&s, z);
 }
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                               const lunai_past *past) {
+  luna_tensor *const in[] = { x, weight, bias };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", 2, x, weight, NULL)) return NULL;
-  if (!lunai_is_checked(x->ctx) &&
-      (x->rank != 3 || weight->rank != 2 || weight->shape[0] != x->shape[2] || weight->shape[1] < 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_CONVOLUTION_SHAPES, x, weight);
-  if (!lunai_is_vector(x->ctx, "luna_short_convolution", "bias", bias, x->shape[2])) return NULL;
-  lunai_input(&s, bias);
+  if (!lunai_start(&s, LUNA_OP_SHORT_CONVOLUTION, "luna_short_convolution", in, 2, 3) ||
+      !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
+  if (lunai_rows_cut(x) && weight->shape[1] > 1) {
+    luna_tensor *y = lunai_short_convolution(lunai_rank_border(x, weight->shape[1] - 1), weight, bias, NULL);
+    return lunai_cut_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->part);
+  }
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
 }
@@ -13743,13 +15167,11 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
   bool failed = false;
+  luna_tensor *const in[] = { weights, context };
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", 2, weights, context, NULL) || lunai_dropout_wrong(&s, dropout))
-    return NULL;
-  if (weights->rank != 3 || context->rank != 3 || weights->shape[0] != context->shape[0] ||
-      weights->shape[2] != context->shape[2] || weights->shape[2] < 1 || weights->shape[2] > LUNAI_MAX_SCRATCH)
-    return lunai_fail(weights->ctx, LUNA_ERROR_PACK_SHAPES, weights, context);
-  if (!lunai_has_op(weights, LUNA_OP_PACK)) {
+  if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
+  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context)) {
     luna_attention_config c;
     memset(&c, 0, sizeof c);
     c.lengths = lengths;
@@ -13791,25 +15213,17 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
 
 LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
     luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  bool good, failed = false;
-  int a;
+  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
+  bool failed = false;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", 3, x, k, bias) || lunai_dropout_wrong(&s, dropout)) return NULL;
-  if (!v) return lunai_fail_null(x->ctx, "luna_unpack", "v");
-  good = x->rank == 3 && k->rank == 4 && bias->rank == 3 && v->rank == 4 && k->shape[0] == x->shape[0] &&
-      k->shape[3] == x->shape[2] && x->shape[2] > 0;
-  for (a = 0; good && a < 4; a++) good = v->shape[a] == k->shape[a] && (a > 2 || bias->shape[a] == k->shape[a]);
-  good = good && lunai_product(k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) > 0; /* at least one slot */
-  good = good && lunai_checked(lunai_rows(x), k->shape[1]) >= 0;
-  if (!good) return lunai_fail(x->ctx, LUNA_ERROR_UNPACK_SHAPES, x, k, bias, v);
-  if (!lunai_is_vector(x->ctx, "luna_unpack", "out_bias", out_bias, x->shape[2])) return NULL;
+  if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
+      !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
+      !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
+      !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
     x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
     return residual ? luna_add(residual, x) : x;
   }
-  lunai_input(&s, v);
-  lunai_input(&s, out_bias);
-  lunai_input(&s, residual);
   s.op.last_dropout = last_dropout;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
   s.op.dropout = dropout;
@@ -13837,27 +15251,20 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                          int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
                                          const lunai_past *past) {
-  bool good, failed = false;
+  luna_tensor *const in[] = { q, k, v, s };
+  bool failed = false;
   float scale;
-  int a;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", 3, q, k, v) ||
-      lunai_dropout_wrong(&build, dropout)) return NULL;
-  if (!s) return lunai_fail_null(q->ctx, "luna_causal_nested_attention", "s");
-  good = q->rank == 3 && k->rank == 3 && v->rank == 3 && s->rank == 3 && heads >= 1 && s->shape[0] == q->shape[0] &&
-      s->shape[1] == q->shape[1];
-  for (a = 0; good && a < 3; a++) good = q->shape[a] == k->shape[a] && q->shape[a] == v->shape[a];
-  good = good && q->shape[2] > 0 && s->shape[2] > 0 && q->shape[2] % heads == 0 && s->shape[2] % heads == 0;
-  good = good && lunai_causal_fits(q->shape[2] / heads, s->shape[2] / heads);
-  if (!good && !lunai_is_checked(q->ctx)) /* a stream's source may have no slots */
-    return lunai_fail(q->ctx, LUNA_ERROR_CAUSAL_NESTED_SHAPES, q, k, v, s, heads);
+  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
+      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
+      !lunai_heads_fit(&build, heads) ||
+      !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  lunai_input(&build, s);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
@@ -13867,6 +15274,7 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     build.op.mean_av = past->mean_av;
     build.op.position = past->position;
   }
+  if (!failed && lunai_rows_cut(q)) failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
   return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
@@ -13877,14 +15285,12 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                      const luna_custom *custom) {
   void *memory;
-  int i;
   lunai_build s;
-  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", 1, in[0], NULL,
-                                                              NULL)) return NULL;
+  if (!lunai_all(in, count, "luna_custom_op") || !lunai_start(&s, LUNA_OP_CUSTOM, "luna_custom_op", in, 1, count))
+    return NULL;
   if (!custom || !custom->forward || !custom->backward || (custom->state_size && !custom->state))
     return lunai_fail_null(in[0]->ctx, "luna_custom_op", !custom ? "custom" : !custom->forward ? "custom->forward" :
                            !custom->backward ? "custom->backward" : "custom->state");
-  for (i = 1; i < count; i++) lunai_input(&s, in[i]);
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
@@ -13906,9 +15312,63 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+static const luna_backend lunai_cpu = {
+  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+  {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
+    LUNAI_CPU_OP(elementwise_query, elementwise_forward, elementwise_backward, (inputs) | LUNA_EACH_IN_PLACE(cheap)),
+    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
+#undef LUNAI_OP_EACH
+#undef LUNAI_OP_KIND
+  }
+};
+LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
+
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
+/* A field of a config, and what it may hold; a fraction is a float from 0 to below 1. Tables of them check configs, and
+   write and read a model's in a checkpoint's metadata as luna.NAME: there a field whose min is 0 may be absent, and a
+   fraction is in units of 10^-9, which give the same float again. */
+typedef struct lunai_field { const char *key; uint16_t at; uint8_t size; bool fraction; int32_t min, max; } lunai_field;
+#define LUNAI_FIELD_OF(config, name, field, min, max) \
+  { "luna." #name, (uint16_t)offsetof(config, field), (uint8_t)sizeof(((config *)NULL)->field), false, min, max },
+#define LUNAI_FRACTION_OF(config, name) \
+  { "luna." #name, (uint16_t)offsetof(config, name), (uint8_t)sizeof(float), true, 0, 999999999 },
+LUNAI_FN int64_t lunai_field_get(const lunai_field *f, const void *config) {
+  const char *at = (const char *)config + f->at;
+  int64_t number;
+  int32_t word;
+  float fraction;
+  if (f->size == 1) return *(const int8_t *)(const void *)at; /* bool, or a short enum */
+  if (f->size == sizeof number) return memcpy(&number, at, sizeof number), number;
+  if (f->fraction) return memcpy(&fraction, at, sizeof fraction), (int64_t)((double)fraction * 1e9 + 0.5);
+  return memcpy(&word, at, sizeof word), word;
+}
+LUNAI_FN void lunai_field_set(const lunai_field *f, void *config, int64_t value) {
+  char *at = (char *)config + f->at;
+  const int32_t word = (int32_t)value;
+  const float fraction = (float)((double)value * 1e-9);
+  if (f->size == 1) *at = (char)value;
+  else if (f->size == sizeof value) memcpy(at, &value, sizeof value);
+  else if (f->fraction) memcpy(at, &fraction, sizeof fraction);
+  else memcpy(at, &word, sizeof word);
+}
+/* whether all of them hold what they may; false with a sentence */
+LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, const void *config) {
+  const lunai_field *f;
+  float fraction;
+  for (f = fields; f < fields + count; f++) {
+    if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
+    if (f->fraction ? !lunai_is_probability(ctx, ctx->call, f->key + 5, fraction) :
+                      !lunai_in(ctx, ctx->call, f->key + 5, lunai_field_get(f, config), f->min, f->max)) return false;
+  }
+  return true;
+}
+
 #define LUNAI_MAX_NAME 192
 /* prefix + name as one parameter name; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
@@ -13922,37 +15382,52 @@ LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const ch
   memcpy(out + a, name, b + 1);
   return true;
 }
-LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
+LUNAI_FN luna_init lunai_init_of(luna_init_kind kind, float scale) {
   luna_init init;
   init.kind = kind;
   init.scale = scale;
   return init;
 }
-LUNAI_FN luna_tensor *lunai_named(luna_params *params, const char *prefix, const char *name, int rank, int64_t a,
-                                  int64_t b, luna_init init) {
-  char full[LUNAI_MAX_NAME];
+#ifdef LUNA_ONLY_STREAM
+#define lunai_init(kind, scale) lunai_init_of(LUNA_INIT_ZEROS, 0) /* makes no parameters */
+#else
+#define lunai_init(kind, scale) lunai_init_of(kind, scale)
+#endif
+/* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
+   ".weight", and beside it is ".bias" [rows], zeros. */
+#define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
+#define LUNAI_MAX_PARTS 16
+typedef struct lunai_part {
+  bool has;                          /* whether this layer has it */
+  luna_tensor **weight, **bias;      /* where they go; bias may be null */
+  const char *name;
+  int64_t rows, columns;
+  luna_init init;
+} lunai_part;
+#define LUNAI_BOTH(layer) &(layer).weight, &(layer).bias
+#define LUNAI_ALONE(tensor) &(tensor), NULL
+LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char *name, const luna_layer_config *c) {
+  luna_tensor **bias = c->norm == LUNA_NORM_RMS ? NULL : &norm->bias;
+  const lunai_part part = { has, &norm->weight, bias, name, c->dim, LUNAI_VECTOR, lunai_init(LUNA_INIT_ONES, 0) };
+  return part;
+}
+LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
+  char name[LUNAI_MAX_NAME];
+  const lunai_part *p;
   int64_t shape[2];
-  shape[0] = a;
-  shape[1] = b;
-  return lunai_name(params, full, prefix, name) ? luna_param(params, full, rank, shape, init) : NULL;
-}
-
-/* "prefix" + "name" + ".weight" and ".bias" */
-LUNAI_FN bool lunai_linear_init(luna_linear_layer *layer, luna_params *params, const char *prefix, const char *name,
-                                int64_t in, int64_t out, luna_init init) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 2, out, in, init);
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, out, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-  return layer->bias != NULL;
-}
-LUNAI_FN bool lunai_norm_init(luna_norm_layer *layer, luna_params *params, const char *prefix, const char *name,
-                              int64_t dim) {
-  char full[LUNAI_MAX_NAME];
-  if (!lunai_name(params, full, prefix, name)) return false;
-  layer->weight = lunai_named(params, full, ".weight", 1, dim, 1, lunai_init(LUNA_INIT_ONES, 0));
-  layer->bias = layer->weight ? lunai_named(params, full, ".bias", 1, dim, 1, lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-  return layer->bias != NULL;
+  for (p = parts; p < parts + count; p++) {
+    if (!p->has) continue;
+    if (!lunai_name(params, name, prefix, p->name)) return false;
+    shape[0] = p->rows;
+    shape[1] = p->columns;
+    *p->weight = luna_param(params, name, p->columns == LUNAI_VECTOR ? 1 : 2, shape, p->init);
+    if (!*p->weight) return false;
+    if (!p->bias) continue;
+    memcpy(strrchr(name, '.'), ".bias", sizeof ".bias");
+    *p->bias = luna_param(params, name, 1, shape, lunai_init(LUNA_INIT_ZEROS, 0));
+    if (!*p->bias) return false;
+  }
+  return true;
 }
 /* "layers.0.fc1." and "layers.0.fc1" name the same layer */
 LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]) {
@@ -13975,42 +15450,66 @@ LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_param
                                             int64_t in, int64_t out, luna_init init) {
   char name[LUNAI_MAX_NAME];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_linear_init(layer, params, lunai_undotted(prefix, name), "", in, out, init));
+  bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
+  if (good) {
+    const lunai_part part = { true, LUNAI_BOTH(*layer), ".weight", out, in, init };
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_linear_layer_forward")) return NULL;
   return luna_linear(x, layer->weight, layer->bias);
 }
 
-LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix,
-                                          int64_t dim) {
+LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
+                                          luna_norm_kind kind) {
   char name[LUNAI_MAX_NAME];
+  luna_layer_config c;
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_norm_init(layer, params, lunai_undotted(prefix, name), "", dim));
+  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
+              lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
+  if (good) {
+    lunai_part part;
+    memset(layer, 0, sizeof *layer);
+    c.dim = dim;
+    c.norm = kind;
+    part = lunai_norm_part(true, layer, ".weight", &c);
+    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
+  }
+  return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return luna_layer_norm(x, layer->weight, layer->bias);
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
 }
 
-/* --- features --- */
-LUNAI_FN bool lunai_input_init(luna_input_layer *layer, luna_params *params, const char *prefix, int64_t features,
-                               int64_t dim, luna_init init) {
+LUNAI_FN int lunai_input_parts(luna_input_layer *layer, int64_t features, int64_t dim, luna_init init,
+                               lunai_part *parts) {
   const luna_init zeros = lunai_init(LUNA_INIT_ZEROS, 0), ones = lunai_init(LUNA_INIT_ONES, 0);
-  return (layer->mean = lunai_named(params, prefix, "input_norm.mean", 1, features, 1, zeros)) != NULL &&
-         (layer->scale = lunai_named(params, prefix, "input_norm.scale", 1, features, 1, ones)) != NULL &&
-         lunai_linear_init(&layer->projection, params, prefix, "input_proj", features, dim, init);
+  const lunai_part all[] = {
+    { features != 0, LUNAI_ALONE(layer->mean), "input_norm.mean", features, LUNAI_VECTOR, zeros },
+    { features != 0, LUNAI_ALONE(layer->scale), "input_norm.scale", features, LUNAI_VECTOR, ones },
+    { features != 0, LUNAI_BOTH(layer->projection), "input_proj.weight", dim, features, init } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer);
-  return lunai_setup_end(&s, good && lunai_input_init(layer, params, prefix, features, dim, init));
+  const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
+  if (good) layer->params = params;
+  return lunai_setup_end(&s, good);
 }
-/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
-   that returns a status. */
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
+typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
+   feature may be Inf */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -14018,39 +15517,63 @@ LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_end(values);
   return false;
 }
-LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
-  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
-  int64_t shape[3], b;
+LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, bool op, const char *name,
+                               const char *what) {
+  const int64_t k = r->vocab ? 1 : r->features;
+  const luna_collective *c = lunai_ranks(r->ctx);
+  const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
+  char field[100];
+  int64_t shape[3], count, i;
   luna_tensor like;
-  if (!ctx) return false;
-  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
   shape[0] = input->batch;
   shape[1] = input->n;
-  shape[2] = layer->mean->shape[0];
-  like = lunai_like(ctx, 3, shape);
-  if (lunai_shape_count(3, shape) < 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
-  if (!input->features && lunai_shape_count(3, shape) > 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
-  for (b = 0; input->lengths && b < input->batch; b++)
-    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
-      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+  shape[2] = k;
+  like = lunai_like(r->ctx, 3, shape);
+  if ((count = lunai_shape_count(3, shape)) < 0)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
+                                              "%s.features, which it reads in place of tokens,", what);
+  if (count > 0 && (r->vocab ? !input->tokens : !input->features))
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, field);
+  if (r->longest && input->n > r->longest)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
+  lunai_print(field, sizeof field, "%s.lengths", what);
+  for (i = 0; input->lengths && i < input->batch && !cut; i++)
+    if (input->lengths[i] < 0 || input->lengths[i] > input->n)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
+  for (i = 0; i < count && r->vocab; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
+                               (int64_t)0, r->vocab - 1);
+  for (i = 0; i < count && !r->vocab && op && !cut; i++)
+    if (!lunai_is_finite(input->features[i]) && input->features[i] == input->features[i] && lunai_is_real(input, i / k))
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
 }
-LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
-  return !input->lengths || step % input->n < input->lengths[step / input->n];
+/* of an input layer; false without a sentence where its init failed or was not called */
+LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
+                                     const char *name) {
+  lunai_reader r;
+  memset(&r, 0, sizeof r);
+  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  if (!r.ctx) return false;
+  if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
+  r.features = layer->mean->shape[0];
+  return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
-  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
-  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   luna_status status;
   lunai_mark mark;
   void *memory;
   float *mean;
-  int64_t i, f;
+  int64_t i, f, k;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  k = layer->mean->shape[0];
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
     return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
@@ -14105,7 +15628,7 @@ LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, 
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   luna_scope scope;
   luna_tensor *x, *present;
-  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
   scope = luna_scope_begin(layer->mean->ctx);
   x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -14118,6 +15641,12 @@ LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, co
 LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
   if (*dim == 0) *dim = 128;
   if (*heads == 0) *heads = 4;
+}
+
+/* a caller's config, or zeros for the defaults */
+LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
+  if (config) memcpy(own, config, size);
+  else memset(own, 0, size);
 }
 
 /* --- Luna attention, eqs. 3-5 --- */
@@ -14135,46 +15664,50 @@ LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_t
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
 }
+LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
+  (void)dim, (void)bert;
+  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
+}
 LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
+  (void)output;
   if (bert) return lunai_init(LUNA_INIT_NORMAL, 0.02f);
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
+LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_nested_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->pk), "pk_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pv), tied ? "pc_proj.weight" : "pv_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), tied ? "c_proj.weight" : "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (tied) { layer->pk = layer->pv; layer->k = layer->v; }
+  if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
+  return true;
+}
+LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_attention_layer_config *config,
+                                              luna_nested_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->pack_heads == 0) c->pack_heads = c->heads;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
+}
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_nested_attention_layer_config *config) {
   luna_nested_attention_layer_config c;
-  const luna_linear_layer none = { NULL, NULL };
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.pack_heads == 0) c.pack_heads = c.heads;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_divides(params->ctx, "pack_heads", c.pack_heads, c.dim) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_QK))
-    return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  layer->pk = layer->k = none;
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->pk, params, prefix, "pk_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pv, params, prefix, c.sharing == LUNA_SHARING_TIED ? "pc_proj" : "pv_proj",
-                                   c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
-                                   c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  if (c.sharing == LUNA_SHARING_TIED) { layer->pk = layer->pv; layer->k = layer->v; }
-  if (c.sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
@@ -14229,6 +15762,24 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
+   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
+                                            luna_tensor *context, const int32_t *lengths) {
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
+  luna_attention_config c;
+  luna_tensor *lse = NULL, *z;
+  const int32_t *own;
+  if (!g) return NULL;
+  memset(&c, 0, sizeof c);
+  c.lengths = lengths;
+  c.scale = 1;
+  z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
+  z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
+  z = lunai_merge_heads(luna_add(z, lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
+  lse = lunai_permute(lunai_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
+  return lunai_rank_merge(z, lse, context->part, own, h);
+}
 /* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
    bpv_h */
 LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
@@ -14239,6 +15790,7 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
   if (!pq) return NULL;
   g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                   lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
   z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
   bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
@@ -14276,8 +15828,9 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
   luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
+  const bool drops = lunai_rows_cut(context) && c->dropout > 0 && p->ctx->training;
   luna_attention_config a;
-  if (lunai_fold(p->ctx, context->shape[1], c->dim, c->pack_heads, p->shape[1], 1 + key))
+  if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
@@ -14310,7 +15863,7 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   if (!y_p) return NULL;
   lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
   if (failed) return NULL;
-  if (lunai_fold(x->ctx, x->shape[1], c->dim, c->heads, y_p->shape[1], 2))
+  if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   memset(&a, 0, sizeof a);
   a.dropout = c->dropout;
@@ -14322,36 +15875,51 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
                            layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
 
-/* *y: Y_X + residual, or null, after a dropout; *packed_context: Y_P. Either is null where its result is not wanted. */
-LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                     luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths,
-                                     luna_tensor **y, luna_tensor **packed_context) {
+/* What goes through a layer: x and P, which become X' and P' where these are wanted. */
+typedef struct lunai_flow {
+  luna_tensor *x, *p;
+  luna_tensor *context;              /* what is packed; null = x */
+  const int32_t *lengths;            /* of the context */
+  bool wants_x, wants_p, causal;
+  lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
+} lunai_flow;
+LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  lunai_flow f;
+  memset(&f, 0, sizeof f);
+  f.x = x;
+  f.p = p;
+  f.lengths = lengths;
+  f.wants_x = true;
+  return f;
+}
+
+/* f->x becomes Y_X + residual, or null, after a dropout; f->p Y_P */
+LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, lunai_flow *f, luna_tensor *residual,
+                                     float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
-  luna_tensor *y_x = NULL, *y_p;
+  luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
   luna_scope scope;
   int64_t batch, d;
-  if (!context) context = x;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
-  if (!p) return lunai_fail_null(x->ctx, name, "p") != NULL;
+  if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
   batch = x->shape[0];
   d = layer->config.dim;
-  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", p, batch, d) ||
+  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   scope = luna_scope_begin(x->ctx);
-  y_p = lunai_nested_pack(layer, p, context, lengths);
-  if (y) y_x = lunai_nested_unpack(layer, x, y_p, residual, dropout, lengths);
-  (void)lunai_results(scope, y_p, y_x);
-  if (packed_context) *packed_context = y_p;
-  if (y) *y = y_x;
-  return y_p && (!y || y_x);
+  f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
+  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
+  (void)lunai_results(scope, f->p, y);
+  return f->p && f->x;
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context) {
-  luna_tensor *y = NULL, *y_p = NULL;
-  if (!lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, &y, &y_p)) return NULL;
-  if (packed_context) *packed_context = y_p;
-  return y;
+  lunai_flow f = lunai_flow_of(x, p, lengths);
+  f.context = context;
+  if (!lunai_nested_attention(layer, &f, NULL, 0)) return NULL;
+  if (packed_context) *packed_context = f.p;
+  return f.x;
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -14359,35 +15927,40 @@ LUNAI_FN bool lunai_is_omega(luna_ctx *ctx, luna_activation a) {
   return a == LUNA_ACTIVATION_SOFTPLUS2 || a == LUNA_ACTIVATION_SOFTPLUS || a == LUNA_ACTIVATION_ELU1 ||
          lunai_fail_status(ctx, LUNA_ERROR_OMEGA, ctx->call, (int64_t)a) == LUNA_OK;
 }
+LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lunai_part *parts) {
+  const luna_causal_attention_layer_config *c = &layer->config;
+  const bool full = c->sharing == LUNA_SHARING_FULL;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->pq), "pq_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->pc), "pc_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), full ? "v_proj.weight" : "c_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
+}
+LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_attention_layer_config *config,
+                                              luna_causal_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
+         lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
+         lunai_is_omega(ctx, c->omega);
+}
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
                                                       const luna_causal_attention_layer_config *config) {
   luna_causal_attention_layer_config c;
-  luna_init init;
+  lunai_part parts[LUNAI_MAX_PARTS];
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "sharing", (int64_t)c.sharing, 0, LUNA_SHARING_FULL))
-    return lunai_setup_end(&s, false);
-  if (!lunai_is_omega(params->ctx, c.omega)) return lunai_setup_end(&s, false);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->pq, params, prefix, "pq_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->pc, params, prefix, "pc_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_FULL)
-    good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, c.sharing == LUNA_SHARING_TIED ? "c_proj" : "v_proj",
-                                   c.dim, c.dim, init);
-  if (c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
+  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
   return lunai_setup_end(&s, good);
 }
 
@@ -14425,7 +15998,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
       p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
   luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
-  if (!lunai_fold(x->ctx, x->shape[1] * (shared ? x->shape[0] : 1), d, h, l, 1)) {
+  if (!lunai_fold(x->ctx, lunai_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
     return lunai_merge_heads(luna_matmul(k, pq, false, true));
@@ -14436,19 +16009,19 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-/* past: of a stream's layer, in place of p and lengths; or null */
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                             luna_tensor *residual, float dropout, const int32_t *lengths,
-                                             lunai_past *past) {
+/* y of x after f->p, + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                             luna_tensor *residual, float dropout, const lunai_flow *f) {
   const luna_causal_attention_layer_config *c;
-  luna_tensor *s, *q, *k, *v;
+  luna_tensor *p = f->p, *s, *q, *k, *v;
+  const int32_t *lengths = f->lengths;
   luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (LUNAI_BUMPS(x->ctx)) lengths = past->slots;
+  if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
   else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
@@ -14457,17 +16030,18 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   if (!LUNAI_BUMPS(x->ctx))
     lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
-  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
+  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
+  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
+  const lunai_flow f = lunai_flow_of(x, p, lengths);
+  return lunai_causal_attention(layer, x, NULL, 0, &f);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -14478,19 +16052,17 @@ LUNAI_FN int64_t lunai_taper(int64_t first, int64_t last, int64_t i, int64_t cou
 LUNAI_FN int64_t lunai_window(const luna_linformer_config *c, int64_t k) { return lunai_divide_up(c->max_length, k); }
 
 /* E (or F), large enough for every head's k, and for every layer's up to last_layer when it is not 0: [k, m], or one
-   kernel [1, w] that starts as the mean; false when it could not be made. No projection to learn: null, true */
-LUNAI_FN bool lunai_linformer_init(luna_params *params, const char *prefix, const char *name,
-                                   const luna_linformer_config *c, int64_t last_layer, luna_tensor **e) {
+   kernel [1, w] that starts as the mean. Other projections have no parameters. */
+LUNAI_FN lunai_part lunai_linformer_part(bool has, luna_tensor **e, const char *name, const luna_linformer_config *c,
+                                         int64_t last_layer) {
+  const bool linear = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR;
+  const bool learned = linear || c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION;
   const int64_t head = c->k_last_head ? c->k_last_head : c->k, layer = last_layer ? last_layer : c->k;
-  const int64_t max = lunai_max(c->k, lunai_max(head, layer)),
-      widest = lunai_window(c, lunai_min(c->k, lunai_min(head, layer)));
-  *e = NULL;
-  if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR)
-    *e = lunai_named(params, prefix, name, 2, max, c->max_length, lunai_init(LUNA_INIT_XAVIER, 1));
-  else if (c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION)
-    *e = lunai_named(params, prefix, name, 2, 1, widest, lunai_init(LUNA_INIT_ONES, 1.0f / (float)widest));
-  else return true;
-  return *e != NULL;
+  const int64_t max = lunai_max(c->k, lunai_max(head, layer)), min = lunai_min(c->k, lunai_min(head, layer));
+  const int64_t rows = linear ? max : 1, columns = linear ? c->max_length : has ? lunai_window(c, min) : 1;
+  const luna_init init = linear ? lunai_init(LUNA_INIT_XAVIER, 1) : lunai_init(LUNA_INIT_ONES, 1.0f / (float)columns);
+  const lunai_part part = { has && learned, e, NULL, name, rows, columns, init };
+  return part;
 }
 LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
   if (c->max_length == 0) c->max_length = 512;
@@ -14504,49 +16076,49 @@ LUNAI_FN bool lunai_linformer_config(luna_ctx *ctx, luna_linformer_config *c) {
                   LUNA_LINFORMER_PROJECTION_CONVOLUTION);
 }
 
+LUNAI_FN bool lunai_attention_init(luna_attention_layer *layer, luna_params *params, const char *prefix) {
+  const luna_attention_layer_config *c = &layer->config;
+  const luna_init in = lunai_projection_init(c->bert_init, false), out = lunai_projection_init(c->bert_init, true);
+  const bool e = c->kind == LUNA_ATTENTION_LINFORMER && c->linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE;
+  const bool f = e && c->linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE;
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_linformer_part(e, &layer->e, "e_proj", &c->linformer, 0),
+    lunai_linformer_part(f, &layer->f, "f_proj", &c->linformer, 0) };
+  if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
+  if (!f) layer->f = layer->e;
+  return true;
+}
+LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer_config *config,
+                                       luna_attention_layer_config *c) {
+  lunai_config_of(c, config, sizeof *c);
+  if (!config) c->kind = LUNA_ATTENTION_SOFTMAX;
+  lunai_default_sizes(&c->dim, &c->heads);
+  if (!lunai_attention_good(ctx, c->dim, c->heads, c->dropout) ||
+      !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
+    return false;
+  if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
+  if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
+  return lunai_linformer_config(ctx, &c->linformer);
+}
 LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-                                               const luna_attention_layer_config *config) {
+    const luna_attention_layer_config *config) {
   luna_attention_layer_config c;
-  luna_init init;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(&c, 0, sizeof c);
-  c.kind = LUNA_ATTENTION_SOFTMAX;
-  if (config) c = *config;
-  lunai_default_sizes(&c.dim, &c.heads);
-  if (!lunai_attention_good(params->ctx, c.dim, c.heads, c.dropout) ||
-      !lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)c.kind, LUNA_ATTENTION_SOFTMAX,
-                LUNA_ATTENTION_LINFORMER))
-    return lunai_setup_end(&s, false);
-  if (c.causal && c.kind == LUNA_ATTENTION_LINFORMER) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LINFORMER_CAUSAL, params->ctx->call);
-    return lunai_setup_end(&s, false);
-  }
-  if (c.kind == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(params->ctx, &c.linformer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  init = lunai_projection_init(c.bert_init, false);
-  good = lunai_linear_init(&layer->q, params, prefix, "q_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->k, params, prefix, "k_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->v, params, prefix, "v_proj", c.dim, c.dim, init);
-  good = good && lunai_linear_init(&layer->out, params, prefix, "out_proj", c.dim, c.dim,
-                                   lunai_projection_init(c.bert_init, true));
-  if (c.kind == LUNA_ATTENTION_LINFORMER && c.linformer.sharing != LUNA_LINFORMER_SHARING_LAYERWISE) {
-    good = good && lunai_linformer_init(params, prefix, "e_proj", &c.linformer, 0, &layer->e);
-    layer->f = layer->e;
-    if (c.linformer.sharing == LUNA_LINFORMER_SHARING_HEADWISE)
-      good = good && lunai_linformer_init(params, prefix, "f_proj", &c.linformer, 0, &layer->f);
-  }
-  layer->config = c;
+  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_attention_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
-LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal,
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
@@ -14563,6 +16135,7 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, lun
     return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
   }
   y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
+  if (lunai_rows_cut(k)) y = luna_rank_sum(y);
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
 }
 
@@ -14604,12 +16177,13 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
-LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k,
-                                            luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *const qkv[3], int64_t first,
+                                            int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   const int64_t width = layer->config.dim / layer->config.heads * heads,
       from = first * (layer->config.dim / layer->config.heads);
-  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
+  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_attention_config a;
   memset(&a, 0, sizeof a);
   a.heads = heads;
@@ -14625,20 +16199,20 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
-LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v,
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *const qkv[3],
                                       const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *parts[2] = { NULL, NULL };
+  luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
   int64_t h;
-  if (!q || !k || !v) return NULL;
+  if (!qkv[0] || !k || !qkv[2]) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
   if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
                                    c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
-  if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
+  if (c->k_last_head == 0) return lunai_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
-    parts[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    parts[1] = lunai_linformer_heads(layer, qkv, h, 1, lengths);
     parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
   return parts[0];
@@ -14648,25 +16222,27 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths) {
   const luna_attention_layer_config *c;
   luna_attention_config a;
-  luna_tensor *q, *k, *v, *y;
+  luna_tensor *qkv[3], *y;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!context) context = x;
   if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
       !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
+  if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
+    return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
   scope = luna_scope_begin(x->ctx);
-  q = luna_linear_layer_forward(&layer->q, x);
-  k = luna_linear_layer_forward(&layer->k, context);
-  v = luna_linear_layer_forward(&layer->v, context);
+  qkv[0] = luna_linear_layer_forward(&layer->q, x);
+  qkv[1] = luna_linear_layer_forward(&layer->k, context);
+  qkv[2] = luna_linear_layer_forward(&layer->v, context);
   memset(&a, 0, sizeof a);
   a.heads = c->heads;
   a.lengths = lengths;
   a.causal = c->causal;
   a.dropout = c->dropout;
-  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) :
-          lunai_linformer(layer, q, k, v, lengths);
+  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
+          lunai_linformer(layer, qkv, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -14706,6 +16282,17 @@ LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna
   layer->heads = *heads;
   layer->ffn = *ffn;
 }
+#define LUNAI_DROPOUTS 3                /* the rows of lunai_layer_fields that are in every model's metadata */
+static const lunai_field lunai_layer_fields[] = {
+  LUNAI_FRACTION_OF(luna_layer_config, dropout) LUNAI_FRACTION_OF(luna_layer_config, attention_dropout)
+  LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
+#define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
+  LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
+  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
+  LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
+  LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
+#undef LUNAI_LAYER_FIELD
+};
 /* fills in the defaults; false with a sentence when the config is invalid */
 LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
                                  luna_layer_config *c) {
@@ -14717,15 +16304,7 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
   if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
-  return lunai_in(ctx, ctx->call, "dim", c->dim, 1, 1 << 24) && lunai_in(ctx, ctx->call, "ffn", c->ffn, 1, 1 << 26) &&
-         lunai_in(ctx, ctx->call, "layer.convolution", c->convolution, 0, 1024) &&
-         lunai_is_probability(ctx, ctx->call, "layer.dropout", c->dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.attention_dropout", c->attention_dropout) &&
-         lunai_is_probability(ctx, ctx->call, "layer.activation_dropout", c->activation_dropout) &&
-         lunai_in(ctx, ctx->call, "layer.activation", (int64_t)c->activation, 0, LUNA_ACTIVATION_TANH) &&
-         lunai_in(ctx, ctx->call, "layer.attention", (int64_t)c->attention, 0, LUNA_ATTENTION_LINFORMER) &&
-         lunai_in(ctx, ctx->call, "layer.recompute", (int64_t)c->recompute, 0, LUNA_RECOMPUTE_LAYER) &&
-         lunai_in(ctx, ctx->call, "layer.own_memory", c->own_memory, 0, 1 << 20) &&
+  return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
 }
@@ -14749,13 +16328,15 @@ LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer
   a.bert_init = c->bert_init;
   return a;
 }
-LUNAI_FN bool lunai_ffn_init(luna_linear_layer *fc1, luna_linear_layer *fc2, luna_linear_layer *fc3,
-    luna_params *params, const char *prefix, const luna_layer_config *c) {
+LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
   const luna_init init = lunai_projection_init(c->bert_init, true);
-  memset(fc3, 0, sizeof *fc3);
-  return lunai_linear_init(fc1, params, prefix, "fc1", c->dim, c->ffn, init) && lunai_linear_init(fc2, params, prefix,
-      "fc2", c->ffn, c->dim, init) &&
-         (!c->gated || lunai_linear_init(fc3, params, prefix, "fc3", c->dim, c->ffn, init));
+  const lunai_part all[] = {
+    { true, LUNAI_BOTH(layer->fc1), "fc1.weight", c->ffn, c->dim, init },
+    { true, LUNAI_BOTH(layer->fc2), "fc2.weight", c->dim, c->ffn, init },
+    { c->gated, LUNAI_BOTH(layer->fc3), "fc3.weight", c->ffn, c->dim, init },
+    lunai_norm_part(true, &layer->norm, "final_layer_norm.weight", c) };
+  memcpy(parts, all, sizeof all);
+  return LUNAI_LENGTH(all);
 }
 
 /* the end of a half-layer: its sum, normed when post-norm */
@@ -14772,20 +16353,19 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
   return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
 }
 
-/* x + FFN(x) */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_linear_layer *fc1,
-    const luna_linear_layer *fc2, const luna_linear_layer *fc3,
-                                const luna_norm_layer *norm) {
+/* x + FFN(x), not normed when post-norm */
+LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
   luna_feed_forward_config f;
   f.activation = c->activation;
   f.activation_dropout = c->activation_dropout;
   f.dropout = c->dropout;
   f.residual = x;
-  f.gate = fc3->weight;
-  f.gate_bias = fc3->bias;
+  f.gate = layer->fc3.weight;
+  f.gate_bias = layer->fc3.bias;
   /* of a layer that is computed again as well: it need not hold a hidden layer then either */
   f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
-  return luna_feed_forward(lunai_normed(c, x, norm), fc1->weight, fc1->bias, fc2->weight, fc2->bias, &f);
+  return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
+                           layer->fc2.bias, &f);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -14808,237 +16388,241 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+/* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
-                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
-                                  luna_tensor **p, const int32_t *lengths, bool causal) {
-  const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+                                  void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
+  const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call;
   luna_tensor *y;
   int i;
   memset(&call, 0, sizeof call);
   call.x = x;
-  call.input = input;
+  call.input = f->x;
   call.norm = c->pre_norm ? norm : NULL;
-  call.p = *p;
-  call.lengths = lengths;
-  call.causal = causal;
-  *p = NULL;
-  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  call.p = f->p;
+  call.lengths = f->lengths;
+  call.causal = f->causal;
+  f->p = NULL;
+  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
+  if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
   y = c->hook->forward(hook_state, &call);
-  *p = call.next_p;
+  f->p = call.next_p;
   for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
-LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx) {
-  return c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(ctx) : luna_scope_begin(ctx);
+LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
+  return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
 
 /* a learned P */
-LUNAI_FN luna_tensor *lunai_memory_init(luna_params *params, const char *prefix, int64_t slots, int64_t dim) {
-  return lunai_named(params, prefix, "projected_embeddings", 2, slots, dim,
-                     lunai_init(LUNA_INIT_NORMAL, (float)(1.0 / sqrt((double)dim))));
+LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
+  const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
+                            lunai_embedding_init(dim, false) };
+  return part;
 }
-
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
-                                             const luna_layer_config *config) {
+LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config attention = lunai_nested_config(c);
+  const bool is_luna = lunai_is_luna(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config attention;
+  int count = 0;
+  parts[count++] = lunai_memory_part(is_luna && c->own_memory, &layer->memory, c->own_memory, c->dim);
+  parts[count++] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 1) &&
+         (is_luna ? luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                    lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  is_luna = lunai_is_luna(&layer->config);
-  if (good && is_luna && layer->config.own_memory)
-    good = (layer->memory = lunai_memory_init(params, prefix, layer->config.own_memory, layer->config.dim)) != NULL;
-  attention = lunai_nested_config(&layer->config);
-  if (is_luna) good = good && luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config,
-                                       false);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  if (is_luna)
-    good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "self_atten_proj_layer_norm",
-                                   layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
-/* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
+/* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
-                                luna_tensor *x,
-                                luna_tensor *p, luna_tensor *context, const int32_t *lengths,
-                                    const luna_norm_layer *norm,
-                                const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
-  const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
-  luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
-  if (!lunai_nested_attention(attention, in, lunai_normed(c, p, memory_norm), context ? context : in, x, c->dropout,
-                              lengths, next_x ? &sum : NULL, &y_p)) return false;
-  if (next_x) *next_x = lunai_sum_normed(c, sum, norm);
-  if (next_p) *next_p = lunai_residual(c, p, y_p, memory_norm);
-  (void)lunai_results(scope, next_x ? *next_x : NULL, next_p ? *next_p : NULL);
-  return (!next_x || *next_x) && (!next_p || *next_p);
+                                const luna_norm_layer *norm, const luna_norm_layer *memory_norm, lunai_flow *f) {
+  const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
+  lunai_flow in = *f;
+  in.x = lunai_normed(c, f->x, norm);
+  in.p = lunai_normed(c, f->p, memory_norm);
+  if (!lunai_nested_attention(attention, &in, f->x, c->dropout)) return false;
+  if (f->wants_x) f->x = lunai_sum_normed(c, in.x, norm);
+  if (f->wants_p) f->p = lunai_residual(c, f->p, in.p, memory_norm);
+  (void)lunai_results(scope, f->wants_x ? f->x : NULL, f->wants_p ? f->p : NULL);
+  return (!f->wants_x || f->x) && (!f->wants_p || f->p);
 }
 
-/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
-                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
+/* f->p: as it was where P' is not wanted or there is none */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = f->p;
   luna_scope scope;
-  bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
+    return false;
   c = &layer->config;
-  is_luna = lunai_is_luna(c);
-  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
-  if (!is_luna) {
-    y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
-    x = lunai_residual(c, x, y, &layer->attention_norm);
+  if (lunai_is_luna(c) && !p && !layer->memory)
+    return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  if (!lunai_is_luna(c)) {
+    y = lunai_normed(c, f->x, &layer->attention_norm);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
+    f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, x->shape[1])));
-      p = luna_expand(p, x->shape[0]);
+      f->p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(f->x))));
+      f->p = luna_expand(f->p, f->x->shape[0]);
     }
-    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
-                           next_x ? &x : NULL, next_p ? &p : NULL)) return false;
+    if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
-  if (!next_p) p = NULL;
-  if (next_x) {
-    x = lunai_results(scope, x, p);
-    x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
-    if (x) *next_x = x;
-  } else (void)lunai_result(scope, p);
-  if (x && p) *next_p = p;
-  return x != NULL;
+  if (!f->wants_p) f->p = NULL;
+  if (f->wants_x) {
+    f->x = lunai_results_so_far(scope, f->x, f->p);
+    f->x = lunai_results_so_far(scope, lunai_ffn(c, f->x, &layer->feed_forward), f->p);
+    f->x = lunai_results(scope, lunai_sum_normed(c, f->x, &layer->feed_forward.norm), f->p);
+  } else (void)lunai_result(scope, f->p);
+  if (!f->p) f->p = p;
+  return f->x != NULL;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths) {
-  luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.wants_p = p != NULL;
+  if (!lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), &f)) return NULL;
+  if (p) *p = f.p;
+  return f.x;
 }
 
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
-                                             const luna_layer_config *config) {
+LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
+  return lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, what) == LUNA_OK;
+}
+LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix) {
+  const luna_layer_config *c = &layer->config;
+  const luna_nested_attention_layer_config cross = lunai_nested_config(c);
+  const luna_causal_attention_layer_config self = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
   char name[LUNAI_MAX_NAME];
-  luna_nested_attention_layer_config cross;
-  luna_causal_attention_layer_config self;
+  int count = 0;
+  parts[count++] = lunai_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c);
+  parts[count++] = lunai_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c);
+  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
+  return lunai_name(params, name, prefix, "self_attn.") &&
+         luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts, 1) && lunai_name(params, name, prefix, "encoder_attn.") &&
+         luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
+         lunai_parts_init(params, prefix, parts + 1, count - 1);
+}
+LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
+    const luna_layer_config *config) {
+  luna_layer_config c;
   lunai_setup s;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  if (config && !lunai_is_luna(config)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_LUNA_ONLY, params->ctx->call, "a decoder layer");
-    return lunai_setup_end(&s, false);
-  }
-  good = lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  cross = lunai_nested_config(&layer->config);
-  self = lunai_causal_config(&layer->config);
-  good = good && luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->self_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  good = good && lunai_name(params, name, prefix, "encoder_attn.");
-  good = good && luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK;
-  good = good && lunai_norm_init(&layer->cross_norm, params, prefix, "encoder_attn_layer_norm", layer->config.dim);
-  good = good && lunai_norm_init(&layer->memory_norm, params, prefix, "encoder_atten_proj_layer_norm",
-                                 layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
+                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
   return lunai_setup_end(&s, good);
 }
 
-/* -> X'; *next_p: P', or next_p is null where it is not wanted; past: of a stream's layer, in place of p, context and
-   lengths, or null */
-LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
-                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p,
-                                          lunai_past *past) {
+/* -> X', also in f->x */
+LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *x = f->x, *p;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
+  if (!f->past && (!f->p || !f->context))
+    return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
-  y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (past) {
-    y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
-    x = lunai_sum_normed(c, y, &layer->cross_norm);
-  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm,
-                                &layer->memory_norm, &x,
-                         next_p ? &p : NULL)) return NULL;
-  if (!next_p) p = NULL;
-  x = lunai_results(scope, x, p);
-  x = lunai_results(scope, lunai_ffn(c, x, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->final_norm), p);
-  if (x && p) *next_p = p;
-  return x;
+  scope = lunai_layer_scope(c, x->ctx, __func__);
+  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
+  f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  if (f->past) {
+    x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
+    f->x = lunai_sum_normed(c, x, &layer->cross_norm);
+  } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
+  p = f->wants_p ? f->p : NULL;
+  x = lunai_results_so_far(scope, f->x, p);
+  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
+  return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths) {
-  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.context = context;
+  f.wants_p = p != NULL;
+  x = lunai_decoder_layer(layer, &f);
+  if (x && p) *p = f.p;
+  return x;
 }
 
+/* its own parameters, in front of the attention's memory and kernel */
+LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, int64_t memory, lunai_part *parts) {
+  const luna_layer_config *c = &layer->config;
+  const lunai_part kernel = { c->convolution != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", c->dim,
+                              c->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f) };
+  parts[0] = lunai_memory_part(lunai_is_luna(c), &layer->memory, memory, c->dim);
+  parts[1] = kernel;
+  parts[2] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
+  return 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
+}
+LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
+                                      int64_t memory) {
+  const luna_layer_config *c = &layer->config;
+  const luna_causal_attention_layer_config attention = lunai_causal_config(c);
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_causal_layer_parts(layer, memory, parts);
+  char name[LUNAI_MAX_NAME];
+  return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 2) &&
+         (lunai_is_luna(c) ? luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
+                             lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, true)) &&
+         lunai_parts_init(params, prefix, parts + 2, count - 2);
+}
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config) {
-  char name[LUNAI_MAX_NAME];
-  luna_causal_attention_layer_config attention;
+  luna_layer_config c;
   lunai_setup s;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer))
-    return lunai_setup_end(&s, false);
-  is_luna = !config || lunai_is_luna(config);
-  if (memory == 0) memory = 16;
-  if (is_luna && !lunai_in(params->ctx, params->ctx->call, "memory", memory, 1, LUNAI_MAX_COUNT))
-    return lunai_setup_end(&s, false);
-  memset(layer, 0, sizeof *layer);
-  good = lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &layer->config) &&
-         lunai_name(params, name, prefix, "self_attn.");
-  attention = lunai_causal_config(&layer->config);
-  if (good && is_luna) good = (layer->memory = lunai_memory_init(params, prefix, memory, layer->config.dim)) != NULL;
-  if (good && layer->config.convolution) {
-    layer->kernel = lunai_named(params, prefix, "conv.weight", 2, layer->config.dim, layer->config.convolution,
-                                lunai_init(LUNA_INIT_IDENTITY, 0.1f));
-    layer->kernel_bias = layer->kernel ? lunai_named(params, prefix, "conv.bias", 1, layer->config.dim, 1,
-                                                     lunai_init(LUNA_INIT_ZEROS, 0)) : NULL;
-    good = layer->kernel_bias != NULL;
-  }
-  if (is_luna) good = good && luna_causal_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK;
-  else good = good && lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, &layer->config, true);
-  good = good && lunai_norm_init(&layer->attention_norm, params, prefix, "self_attn_layer_norm", layer->config.dim);
-  good = good && lunai_ffn_init(&layer->fc1, &layer->fc2, &layer->fc3, params, prefix, &layer->config);
-  good = good && lunai_norm_init(&layer->final_norm, params, prefix, "final_layer_norm", layer->config.dim);
+  const int64_t slots = memory == 0 ? 16 : memory;
+  const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
+                    ((config && !lunai_is_luna(config)) ||
+                     lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
+                    lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &c) &&
+                    lunai_setup_config(&s, &c, sizeof c) && lunai_causal_layer_init(layer, params, prefix, slots);
   return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   const luna_layer_config *c;
-  luna_tensor *y, *p = NULL;
+  luna_tensor *y;
+  lunai_flow f;
   luna_scope scope;
-  if (!lunai_layer_made(x, layer ? layer->fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx);
+  scope = lunai_layer_scope(c, x->ctx, __func__);
+  f = lunai_flow_of(x, layer->memory, NULL);
+  f.causal = true;
+  f.past = past;
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
-    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL, past);
+    y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
-  y = lunai_result(scope, y);
-  y = lunai_result(scope, lunai_ffn(c, y, &layer->fc1, &layer->fc2, &layer->fc3, &layer->final_norm));
-  return lunai_result(scope, lunai_sum_normed(c, y, &layer->final_norm));
+  y = lunai_result_so_far(scope, y);
+  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->feed_forward));
+  return lunai_result(scope, lunai_sum_normed(c, y, &layer->feed_forward.norm));
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL);
@@ -15049,122 +16633,150 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/golden.c and tests/models.c.
+   tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
-/* The fields of a model's config in a checkpoint's __metadata__, F(name, min, max), for writing, reading and
-   checking. A field whose min is 0 may be absent. */
+/* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(memory, 1, 1 << 20) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(ffn, 1, \
-      1 << 22) F(convolution, 0, 1024) \
-  F(sharing, 0, 1) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 3, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 0, 3) F(max_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(outputs, 0, 1 << 24)
+  F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, memory, 1, 1 << 20) \
+  F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
+  F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
+  F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
+  F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
+  F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
+  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
 #define LUNAI_LM_KIND "causal_lm"
+#define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
+LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
+  const luna_lm_config *c = &model->config;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED;
+  const int64_t d = c->layer.dim;
+  const luna_init init = lunai_embedding_init(d, c->layer.bert_init);
+  const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
+  const int inputs = lunai_input_parts(&model->input, c->features, d, projection, parts);
+  const lunai_part all[] = {
+    { !c->features, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", c->max_length, d, init },
+    lunai_norm_part(c->layer.pre_norm, &model->norm, "layer_norm.weight", &c->layer),
+    { c->outputs != 0, LUNAI_BOTH(model->output), "output_projection.weight", c->outputs, d, projection } };
+  memcpy(parts + inputs, all, sizeof all);
+  return inputs + LUNAI_LENGTH(all);
+}
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
+#else
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#endif
+#define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
+#define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
+#define LUNAI_NO_LM "it holds no causal language model of luna.h"
 typedef struct lunai_lm_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
+  LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
+#undef LUNAI_LM_SIZE
 } lunai_lm_sizes;
 LUNAI_FN int64_t lunai_lm_outputs(const lunai_lm_sizes *s) { return s->outputs ? s->outputs : s->vocab; }
-
-LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  memset(c, 0, sizeof *c);
-  c->vocab = s->vocab; c->layers = s->layers; c->memory = s->memory;
-  c->layer.dim = s->dim; c->layer.heads = s->heads; c->layer.ffn = s->ffn; c->layer.convolution = s->convolution;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
-  c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention; c->positions = (luna_positions)s->positions;
-  c->max_length = s->max_length;
-  c->features = s->features; c->outputs = s->outputs;
-}
-
-typedef struct lunai_field { const char *key; size_t at; int64_t min, max; } lunai_field;
 static const lunai_field lunai_lm_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_lm_sizes, name), min, max },
-  LUNAI_LM_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_LM_FIELD(name, field, min, max) LUNAI_FIELD_OF(luna_lm_config, name, field, min, max)
+  LUNAI_LM_FIELDS(LUNAI_LM_FIELD)
+#undef LUNAI_LM_FIELD
 };
-LUNAI_INLINE int64_t *lunai_field_of(const lunai_field *field, void *sizes) {
-  return (int64_t *)(void *)((char *)sizes + field->at);
+LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
+  int f;
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    ((int64_t *)(void *)s)[f] = lunai_field_get(&lunai_lm_fields[f], c);
+}
+LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
+  int f;
+  memset(c, 0, sizeof *c);
+  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+    lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
-/* returns the first field that a file's metadata lacks or has out of range, or null */
-LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *sizes) {
-  lunai_st_text value;
+/* a decimal number of at most nine digits, or -1 */
+LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
+  int64_t value = 0;
   size_t i;
-  int f;
-  for (f = 0; f < count; f++) {
-    int64_t *out = lunai_field_of(&fields[f], sizes);
-    *out = 0;
-    if (!lunai_st_meta(st, fields[f].key, &value)) {
-      if (fields[f].min > 0) return fields[f].key;
-      continue;
-    }
-    if (value.size == 0 || value.size > 9) return fields[f].key;
-    for (i = 0; i < value.size; i++) {
-      if (value.at[i] < '0' || value.at[i] > '9') return fields[f].key;
-      *out = *out * 10 + (value.at[i] - '0');
-    }
-    if (*out < fields[f].min || *out > fields[f].max) return fields[f].key;
+  if (text.size == 0 || text.size > 9) return -1;
+  for (i = 0; i < text.size; i++) {
+    if (text.at[i] < '0' || text.at[i] > '9') return -1;
+    value = value * 10 + (text.at[i] - '0');
+  }
+  return value;
+}
+/* returns the first field that a file's metadata lacks or has out of range, or null */
+LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
+  const lunai_field *f;
+  lunai_st_text text;
+  for (f = fields; f < fields + count; f++) {
+    const bool found = lunai_st_meta(st, f->key, &text);
+    const int64_t value = found ? lunai_st_number(text) : 0;
+    if (value < f->min || value > f->max) return f->key;
+    lunai_field_set(f, config, value);
   }
   return NULL;
 }
 /* not the model's: an optimiser's moments */
 LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st) { /* the model's */
+/* the tensors of a file that are the model's, and the numbers in them */
+LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st, double *numbers) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t count = 0;
-  while (lunai_st_next(st, &cursor, &t)) count += !lunai_st_ours(t.name);
+  while (lunai_st_next(st, &cursor, &t)) {
+    if (lunai_st_ours(t.name)) continue;
+    count++;
+    if (numbers) *numbers += (double)t.count;
+  }
   return count;
 }
-
-LUNAI_FN bool lunai_st_matrix(const lunai_st *st, const char *name, int64_t rows, int64_t columns) {
-  lunai_st_tensor t;
-  return lunai_st_find(st, name, &t) && t.rank == 2 && t.shape[0] == rows && t.shape[1] == columns;
+/* the same of parts */
+LUNAI_FN int64_t lunai_parts_tensors(const lunai_part *parts, int count, double *numbers) {
+  const lunai_part *p;
+  int64_t tensors = 0;
+  for (p = parts; p < parts + count; p++) {
+    if (!p->has) continue;
+    tensors += p->bias ? 2 : 1;
+    *numbers += (double)p->rows * (double)((p->columns == LUNAI_VECTOR ? 1 : p->columns) + (p->bias ? 1 : 0));
+  }
+  return tensors;
 }
-
-/* Sizes in a file's metadata are untrusted: before anything is allocated by them, the file's tensors must be as many
-   and as large. */
-LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const lunai_lm_sizes *s) {
-  const int64_t linears = (s->attention ? 6 : s->sharing ? 8 : 7) + (s->gated != 0);
-  const int64_t layer = (s->attention ? 0 : 1) + (s->convolution ? 2 : 0) + 2 * linears + 4;
-  if (lunai_st_tensors(st) != (s->features ? 4 : 1) + (s->outputs ? 2 : 0) + (s->positions == LUNA_POSITIONS_LEARNED) +
-                              s->layers * layer + (s->pre_norm ? 2 : 0))
-    return "its tensors are not those of luna.layers layers";
-  if (s->features ? !lunai_st_matrix(st, "input_proj.weight", s->dim, s->features) :
-                    !lunai_st_matrix(st, "embed_tokens.weight", s->vocab, s->dim))
-    return s->features ? "input_proj.weight is not [luna.dim, luna.features]" :
-                         "embed_tokens.weight is not [luna.vocab, luna.dim]";
-  if (s->outputs && !lunai_st_matrix(st, "output_projection.weight", s->outputs, s->dim))
-    return "output_projection.weight is not [luna.outputs, luna.dim]";
-  if (s->positions == LUNA_POSITIONS_LEARNED && !lunai_st_matrix(st, "embed_positions.weight", s->max_length, s->dim))
-    return "embed_positions.weight is not [luna.max_length, luna.dim]";
-  if (!s->attention && !lunai_st_matrix(st, "layers.0.projected_embeddings", s->memory, s->dim))
-    return "layers.0.projected_embeddings is not [luna.memory, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.fc1.weight", s->ffn, s->dim))
-    return "layers.0.fc1.weight is not [luna.ffn, luna.dim]";
-  if (!lunai_st_matrix(st, "layers.0.self_attn.q_proj.weight", s->dim, s->dim))
-    return "layers.0.self_attn.q_proj.weight is not [luna.dim, luna.dim]";
+/* Sizes in a file's metadata are untrusted: before memory is laid out by them, the file's tensors must be as many and
+   hold as many numbers. */
+LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const luna_lm_config *c) {
+  lunai_part parts[LUNAI_MAX_PARTS];
+  luna_lm model;
+  luna_causal_layer layer;
+  double numbers = 0, each = 0, found = 0;
+  int64_t tensors;
+  model.config = *c;
+  layer.config = c->layer;
+  layer.attention.config = lunai_causal_config(&c->layer);
+  tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
+  tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, c->memory, parts), &each);
+  tensors = c->layers * tensors + lunai_parts_tensors(parts, lunai_lm_parts(&model, parts), &numbers);
+  if (lunai_st_tensors(st, &found) != tensors) return LUNAI_NO_LAYERS;
+  if (found != numbers + (double)c->layers * each) return "its tensors are not of the sizes in its metadata";
   return NULL;
 }
 
 /* reads the sizes of the model in a checkpoint; null, or what is wrong */
 LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
+  luna_lm_config config;
   lunai_st_text kind;
+  memset(&config, 0, sizeof config);
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
-  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), sizes))
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return LUNAI_NO_LM;
+  if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
-  return sizes->dim % sizes->heads ? "luna.dim is not a multiple of luna.heads" : lunai_lm_claims(st, sizes);
+  lunai_lm_to_sizes(&config, sizes);
+  if (config.layer.attention) return "only Luna attention streams in constant memory";
+  return sizes->dim % sizes->heads ? LUNAI_NO_HEADS : lunai_lm_claims(st, &config);
 }
 
 /* one row of sinusoidal positions */
-LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
+LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   int64_t i;
@@ -15191,6 +16803,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
+  if (lunai_rows_cut(x)) first += x->part->first;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
     return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])
@@ -15199,78 +16812,34 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 }
 
 /* --- what all models' inits have in common --- */
-LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
-  return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
-}
 
-LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, void *sizes) {
-  int f;
-  for (f = 0; f < count; f++)
-    if (!lunai_in(ctx, ctx->call, fields[f].key + 5, *lunai_field_of(&fields[f], sizes), fields[f].min, fields[f].max))
-      return false;
-  return true;
-}
-LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, void *sizes) {
+LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
   int f;
   bool good = true;
   for (f = 0; f < count && good; f++) {
-    lunai_print(text, sizeof text, "%d", *lunai_field_of(&fields[f], sizes));
+    lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
   return good;
 }
-/* Dropout is stored for further training, in units of 10^-9, which give the same float again. */
-#define LUNAI_DROPOUT_FIELDS(F) \
-  F(dropout, 0, 999999999) F(attention_dropout, 0, 999999999) F(activation_dropout, 0, 999999999)
-typedef struct lunai_dropouts {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_dropouts;
-static const lunai_field lunai_dropout_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_dropouts, name), min, max },
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-};
-LUNAI_FN const char *lunai_dropouts_read(const lunai_st *st, luna_layer_config *c) {
-  lunai_dropouts d;
-  const char *wrong = lunai_fields_read(st, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
-  if (wrong) return wrong;
-#define LUNAI_FIELD(name, min, max) c->name = (float)((double)d.name * 1e-9);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return NULL;
-}
 /* the model's pairs: its kind, its sizes, its dropouts */
-LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *c,
-                                    const lunai_field *fields, int count, void *sizes) {
-  lunai_dropouts d;
-  if (c->hook) return true;          /* a hook cannot be stored */
-#define LUNAI_FIELD(name, min, max) d.name = lunai_min((int64_t)((double)c->name * 1e9 + 0.5), max);
-  LUNAI_DROPOUT_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, sizes) &&
-         lunai_fields_put(params, lunai_dropout_fields, LUNAI_LENGTH(lunai_dropout_fields), &d);
+LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
+                                    const lunai_field *fields, int count, const void *config) {
+  if (layer->hook) return true;      /* a hook cannot be stored */
+  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
+         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
 }
-/* memory for a model's layers, zeroed */
-LUNAI_FN bool lunai_layers_memory(luna_params *params, int64_t count, size_t size, void **out) {
-  return lunai_persist(params->ctx, (size_t)count * size, false, out) ||
-         lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size) == LUNA_OK;
+/* memory for a model's layers, zeroed; null with a sentence */
+LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
+  void *memory;
+  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
+  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
 }
 
 /* --- the causal language model --- */
-LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
-  s->vocab = c->vocab; s->layers = c->layers; s->memory = c->memory;
-  s->dim = c->layer.dim; s->heads = c->layer.heads; s->ffn = c->layer.ffn; s->convolution = c->layer.convolution;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm;
-  s->attention = c->layer.attention; s->positions = c->positions; s->max_length = c->max_length;
-  s->features = c->features; s->outputs = c->outputs;
-}
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  lunai_lm_sizes s;
   luna_layer_config layer;
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
@@ -15288,160 +16857,143 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
       !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
   c->layer = layer;
   c->ffn = layer.ffn;
-  lunai_lm_to_sizes(c, &s);
-  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &s);
+  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
-LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
+  const luna_lm_config *c = &model->config;
+  lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_lm_parts(model, parts);
   char prefix[48];
-  lunai_setup s;
-  lunai_lm_sizes sizes;
-  luna_lm_config c;
-  luna_init projection;
-  void *memory = NULL;
   int64_t i;
-  bool good;
-  if (!lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&s, false);
-  if (!lunai_lm_defaults(params->ctx, config, &c)) return lunai_setup_end(&s, false);
-  projection = lunai_projection_init(c.layer.bert_init, true);
-  memset(model, 0, sizeof *model);
-  if (c.features) good = lunai_input_init(&model->input, params, "", c.features, c.layer.dim, projection);
-  else good = (model->embedding = lunai_named(params, "", "embed_tokens.weight", 2, c.vocab, c.layer.dim,
-                                              lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  if (good && c.positions == LUNA_POSITIONS_LEARNED)
-    good = (model->positions = lunai_named(params, "", "embed_positions.weight", 2, c.max_length, c.layer.dim,
-                                           lunai_embedding_init(c.layer.dim, c.layer.bert_init))) != NULL;
-  good = good && lunai_layers_memory(params, c.layers, sizeof(luna_causal_layer), &memory);
-  model->layers = (luna_causal_layer *)memory;
-  for (i = 0; i < c.layers && good; i++) {
+  model->params = model->input.params = params;
+  if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
+  model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
+  if (!model->layers) return false;
+  for (i = 0; i < c->layers; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
-    good = luna_causal_layer_init(&model->layers[i], params, prefix, c.memory, &c.layer) == LUNA_OK;
+    if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
   }
-  if (good && c.layer.pre_norm) good = lunai_norm_init(&model->norm, params, "", "layer_norm", c.layer.dim);
-  if (good && c.outputs)
-    good = lunai_linear_init(&model->output, params, "", "output_projection", c.layer.dim, c.outputs, projection);
-  lunai_lm_to_sizes(&c, &sizes);
-  good = good && lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields),
-                                       &sizes);
-  model->config = c;
-  model->params = params;
+  return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
+}
+LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
+  luna_lm_config c;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_lm_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
+                    lunai_lm_init(model, params) &&
+                    lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields,
+                                          LUNAI_LENGTH(lunai_lm_fields), &c);
   return lunai_setup_end(&s, good);
 }
 
-/* the context of a model whose init succeeded, where there is an input; else null */
-LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *input, const char *name) {
-  luna_ctx *ctx = lunai_ctx_of(params);
-  if (ctx && !input) lunai_fail_null(ctx, name, "the input");
-  return input ? ctx : NULL;
+/* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
+LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
+                                      const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
+  lunai_reader r;
+  r.ctx = lunai_ctx_of(params);
+  r.vocab = table ? table->shape[0] : 0;
+  r.features = input && input->mean ? input->mean->shape[0] : 0;
+  r.longest = positions ? positions->shape[0] - first : 0;
+  return r;
 }
-LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b,
-                                  const char *name) {
-  luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
-  if (!ctx || a->batch == b->batch) return ctx;
-  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
-  return NULL;
+LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
+  if (!m) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  return lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
+}
+/* the context of a model whose init succeeded and whose input fits; else null */
+LUNAI_FN luna_ctx *lunai_model_ctx(lunai_reader r, const luna_input *input, const char *name, const char *what) {
+  return r.ctx && lunai_input_fits(&r, input, true, name, what) ? r.ctx : NULL;
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
-  luna_tensor *x = model->embedding ? luna_embedding(model->embedding, input->tokens, input->batch, input->n) :
-                                      luna_input_layer_forward(&model->input, input);
+  const lunai_cut *part;
+  luna_input own;
+  luna_tensor *x;
   int64_t i;
-  x = lunai_result(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
-  x = lunai_result(scope, luna_dropout(x, model->config.layer.dropout));
-  for (i = 0; i < model->config.layers; i++) x = lunai_result(scope, luna_causal_layer_forward(&model->layers[i], x));
-  return model->norm.weight ? lunai_result(scope, luna_norm_layer_forward(&model->norm, x)) : x;
+  if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
+  x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+                                       luna_input_layer_forward(&model->input, &own), part);
+  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
+  for (i = 0; i < model->config.layers; i++)
+    x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
+  return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_forward", "input");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
   const luna_scope scope = luna_scope_begin(ctx);
+  const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
   luna_tensor *x;
+  int64_t i;
   if (!ctx) return NULL;
-  if (!labels) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  for (i = 0; i < input->batch * input->n; i++)
+    if (labels[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
   x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
-/* --- the fields of models with an encoder --- */
-#define LUNAI_MODEL_FIELDS(F) \
-  F(vocab, 1, 1 << 24) F(layers, 1, 1024) F(dim, 1, 1 << 20) F(heads, 1, 1 << 16) F(pack_heads, 0, 1 << 16) F(ffn, 1, \
-      1 << 22) F(memory, 1, 1 << 20) \
-  F(sharing, 0, 3) F(activation, 1, LUNA_ACTIVATION_TANH) F(gated, 0, 1) F(omega, 0, 5) F(pre_norm, 0, 1) \
-  F(attention, 0, 3) F(positions, 1, 3) F(max_length, 1, 1 << 26) F(first_position, 0, 1 << 26) \
-  F(embedding_scale, 0, 2) F(norm_embedding, 0, 1) F(tied_layers, 0, 1) F(own_memory, 0, 1) F(keep_padding, 0, 1) \
-  F(linformer_k, 0, 1 << 26) F(linformer_k_last_layer, 0, 1 << 26) F(linformer_k_last_head, 0, \
-      1 << 26) F(linformer_sharing, 0, 2) F(linformer_projection, 0, 3) \
-  F(classes, 0, 1 << 24) F(pooling, 0, 4) F(pre_logits, 0, 1 << 22) F(pair, 0, 1) \
-  F(target_vocab, 0, 1 << 24) F(share_embeddings, 0, 1) F(separate_output, 0, 1) F(decoder_layers, 0, \
-      1024) F(max_target_length, 0, 1 << 26) \
-  F(features, 0, 1 << 20) F(per_step, 0, 1)
-typedef struct lunai_model_sizes {
-#define LUNAI_FIELD(name, min, max) int64_t name;
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
-} lunai_model_sizes;
+/* --- the models with an encoder: what their metadata holds, alike for all: a field of another model is 0 --- */
+typedef struct lunai_model_config {
+  int64_t vocab;
+  luna_encoder_config encoder;       /* of the model below */
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+  luna_lm_config lm;                 /* whose fields are others */
+} lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
-#define LUNAI_FIELD(name, min, max) { "luna." #name, offsetof(lunai_model_sizes, name), min, max },
-  LUNAI_MODEL_FIELDS(LUNAI_FIELD)
-#undef LUNAI_FIELD
+#define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
+  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
+  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
+  LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
+  LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
+  LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
+  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
+  LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
+  LUNAI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
+  LUNAI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
+  LUNAI_F(classes, classifier.classes, 0, 1 << 24) LUNAI_F(pooling, classifier.pooling, 0, 4)
+  LUNAI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LUNAI_F(pair, classifier.pair, 0, 1)
+  LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
+  LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
+  LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
+  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
+#undef LUNAI_F
 };
-
-LUNAI_FN void lunai_encoder_to_sizes(const luna_encoder_config *c, lunai_model_sizes *s) {
-  const luna_linformer_config *l = &c->layer.linformer;
-  memset(s, 0, sizeof *s);
-  s->layers = c->layers; s->dim = c->dim; s->heads = c->heads; s->ffn = c->ffn; s->memory = c->memory;
-  s->pack_heads = c->layer.pack_heads;
-  s->sharing = c->layer.sharing; s->activation = c->layer.activation; s->gated = c->layer.gated;
-  s->omega = c->layer.omega; s->pre_norm = c->layer.pre_norm; s->attention = c->layer.attention;
-  s->positions = c->positions; s->max_length = c->max_length; s->first_position = c->first_position;
-  s->embedding_scale = c->embedding_scale;
-  s->norm_embedding = c->norm_embedding; s->tied_layers = c->tied_layers; s->own_memory = c->own_memory;
-  s->keep_padding = c->keep_padding;
-  s->linformer_k = l->k; s->linformer_k_last_layer = l->k_last_layer; s->linformer_k_last_head = l->k_last_head;
-  s->linformer_sharing = l->sharing; s->linformer_projection = l->projection;
-  s->features = c->features;
+LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
+  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
+                               m);
 }
-LUNAI_FN void lunai_encoder_from_sizes(const lunai_model_sizes *s, luna_encoder_config *c) {
-  luna_linformer_config *l = &c->layer.linformer;
-  memset(c, 0, sizeof *c);
-  c->layers = s->layers; c->dim = s->dim; c->heads = s->heads; c->ffn = s->ffn; c->memory = s->memory;
-  c->layer.pack_heads = s->pack_heads;
-  c->layer.sharing = (luna_sharing)s->sharing; c->layer.activation = (luna_activation)s->activation;
-  c->layer.omega = (luna_activation)s->omega;
-  c->layer.pre_norm = s->pre_norm != 0; c->layer.gated = s->gated != 0;
-  c->layer.attention = (luna_attention_kind)s->attention;
-  c->positions = (luna_positions)s->positions; c->max_length = s->max_length; c->first_position = s->first_position;
-  c->embedding_scale = (luna_embedding_scale)s->embedding_scale;
-  c->norm_embedding = s->norm_embedding != 0; c->tied_layers = s->tied_layers != 0; c->own_memory = s->own_memory != 0;
-  c->keep_padding = s->keep_padding != 0;
-  l->k = s->linformer_k; l->k_last_layer = s->linformer_k_last_layer; l->k_last_head = s->linformer_k_last_head;
-  l->sharing = (luna_linformer_sharing)s->linformer_sharing;
-  l->projection = (luna_linformer_projection)s->linformer_projection;
-  c->features = s->features;
-}
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_sizes *s) {
-  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
-}
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
-                                   lunai_model_sizes *s) {
-  return lunai_fields_describe(params, kind, layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), s);
+/* whether a model's config is good, its encoder's defaults filled in */
+LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
+                               const luna_encoder_config *encoder) {
+  m->vocab = vocab;
+  m->encoder = *encoder;
+  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), m);
 }
 
 /* --- encoder --- */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, const luna_encoder_config *config, luna_encoder_config *c) {
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   luna_layer_config layer;
-  if (config) *c = *config;
-  else memset(c, 0, sizeof *c);
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -15475,69 +17027,60 @@ LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encode
   return true;
 }
 
-/* the learned embeddings and their norms */
-LUNAI_FN bool lunai_encoder_embeddings(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
-  const luna_encoder_config *c = &e->config;
-  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
-  if (lunai_is_luna(&c->layer) && !c->own_memory && (e->memory =
-      lunai_named(params, prefix, "projected_embeddings", 2, c->memory, c->dim, init)) == NULL) return false;
-  if (c->features ? !lunai_input_init(&e->input, params, prefix, c->features, c->dim,
-                                      lunai_projection_init(c->layer.bert_init, true)) :
-      (e->embedding = lunai_named(params, prefix, "embed_tokens.weight", 2, vocab, c->dim, init)) == NULL) return false;
-  if (c->positions == LUNA_POSITIONS_LEARNED && (e->positions =
-      lunai_named(params, prefix, "embed_positions.weight", 2, c->first_position + c->max_length, c->dim, init)) ==
-          NULL) return false;
-  if (!c->norm_embedding) return true;
-  return lunai_norm_init(&e->embedding_norm, params, prefix, "emb_layer_norm", c->dim) &&
-      (!e->memory || lunai_norm_init(&e->memory_embedding_norm, params, prefix, "proj_emb_layer_norm", c->dim));
-}
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
   const luna_encoder_config *c = &e->config;
+  const luna_linformer_config *l = &c->layer.linformer;
   const int64_t count = c->tied_layers ? 1 : c->layers;
   const bool layerwise = c->layer.attention == LUNA_ATTENTION_LINFORMER && !c->layer.hook &&
-      c->layer.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
+                         l->sharing == LUNA_LINFORMER_SHARING_LAYERWISE;
   luna_layer_config layer = c->layer;
   luna_tensor *shared = NULL;
+  const lunai_part part = lunai_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LUNAI_MAX_NAME], number[32];
-  void *memory;
   int64_t i;
-  if (!lunai_layers_memory(params, count, sizeof(luna_encoder_layer), &memory)) return false;
-  e->layers = (luna_encoder_layer *)memory;
-  if (layerwise && !lunai_linformer_init(params, prefix, "e_proj", &c->layer.linformer, c->layer.linformer.k_last_layer,
-                                         &shared)) return false;
+  e->layers = (luna_encoder_layer *)lunai_layers_memory(params, count, sizeof(luna_encoder_layer));
+  if (!e->layers || !lunai_parts_init(params, prefix, &part, 1)) return false;
   for (i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
-    layer.linformer.k = lunai_taper(c->layer.linformer.k, c->layer.linformer.k_last_layer, i, count);
-    if (!lunai_name(params, name, prefix, number) || luna_encoder_layer_init(&e->layers[i], params, name,
-        &layer) != LUNA_OK) return false;
+    layer.linformer.k = lunai_taper(l->k, l->k_last_layer, i, count);
+    if (!lunai_name(params, name, prefix, number) ||
+        luna_encoder_layer_init(&e->layers[i], params, name, &layer) != LUNA_OK) return false;
     if (layerwise) e->layers[i].other_attention.e = e->layers[i].other_attention.f = shared;
   }
   return true;
 }
-
+LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab) {
+  const luna_encoder_config *c = &e->config;
+  const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->own_memory;
+  const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
+  const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  const lunai_part parts[] = {
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init },
+    { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->dim, init },
+    { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->dim, init },
+    lunai_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
+    lunai_norm_part(c->layer.pre_norm && is_luna, &e->memory_norm, "proj_layer_norm.weight", &c->layer) };
+  lunai_part input[LUNAI_MAX_PARTS];
+  const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
+                                       lunai_projection_init(c->layer.bert_init, true), input);
+  e->params = e->input.params = params;
+  return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
+         lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
+         lunai_parts_init(params, prefix, parts + 5, 2);
+}
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
-                                       const luna_encoder_config *config) {
-  lunai_setup setup;
-  lunai_model_sizes s;
-  luna_encoder_config c;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_encoder_init", params, prefix, e, sizeof *e))
-    return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, config, &c)) return lunai_setup_end(&setup, false);
-  if (vocab == 0) vocab = 256;
-  lunai_encoder_to_sizes(&c, &s);
-  s.vocab = vocab;
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
-  memset(e, 0, sizeof *e);
-  e->config = c;
-  e->params = params;
-  good = lunai_encoder_embeddings(e, params, prefix, vocab) && lunai_encoder_layers(e, params, prefix);
-  if (good && c.layer.pre_norm) {
-    good = lunai_norm_init(&e->norm, params, prefix, "layer_norm", c.dim);
-    if (lunai_is_luna(&c.layer))
-      good = good && lunai_norm_init(&e->memory_norm, params, prefix, "proj_layer_norm", c.dim);
-  }
-  return lunai_setup_end(&setup, good);
+    const luna_encoder_config *config) {
+  lunai_setup s;
+  lunai_model_config m;
+  bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e);
+  memset(&m, 0, sizeof m);
+  if (config) m.encoder = *config;
+  good = good && lunai_encoder_defaults(params->ctx, &m.encoder) &&
+         lunai_model_good(params->ctx, &m, vocab ? vocab : 256, &m.encoder) &&
+         lunai_setup_config(&s, &m.encoder, sizeof m.encoder) && lunai_encoder_init(e, params, prefix, m.vocab);
+  return lunai_setup_end(&s, good);
 }
 
 LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
@@ -15545,35 +17088,48 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
 LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
-                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input) {
+                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input,
+                                  const luna_input *own, const lunai_cut *part) {
   const float factor = lunai_embedding_factor(c);
   const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = table ? luna_embedding(table, input->tokens, input->batch, input->n) :
-                           luna_input_layer_forward(features, input);
-  if (factor != 1 && table) x = lunai_result(scope, luna_scale(x, factor));
-  x = lunai_result(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
-  if (c->keep_padding) x = lunai_result(scope, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_result(scope, luna_norm_layer_forward(norm, x));
-  x = lunai_result(scope, luna_dropout(x, c->layer.dropout));
-  return c->keep_padding ? x : lunai_result(scope, luna_mask(x, input->lengths));
+  luna_tensor *x = lunai_cut_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
+                                         luna_input_layer_forward(features, own), part);
+  if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
+  if (norm && norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
+  x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
+  return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
-LUNAI_FN int64_t lunai_longest(const luna_input *input) {
-  int64_t longest = input->lengths ? 1 : input->n, b;
+LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
+  lunai_reader r;
+  if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
+    r.longest = e->config.max_length;
+  return r;
+}
+LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
+  const int64_t n = part && part->rows ? part->whole : input->n;
+  int64_t longest = input->lengths ? 1 : n, b;
+  if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
   for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
-  return lunai_min(longest, lunai_max(input->n, 1));
+  return lunai_min(longest, lunai_max(n, 1));
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
   const luna_encoder_config *c;
+  const lunai_cut *part;
+  luna_input own;
   luna_tensor *memory;
   luna_scope scope;
   int64_t slots;
   float factor;
-  if (!ctx) return NULL;
+  if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   c = &e->config;
-  slots = lunai_min(c->memory, lunai_longest(input));
+  slots = lunai_min(c->memory, lunai_longest(input, part));
   factor = lunai_embedding_factor(c);
   memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
@@ -15581,44 +17137,47 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
-    memory = luna_dropout(luna_expand(memory, input->batch), c->layer.dropout);
+    memory = luna_expand(memory, input->batch);
+    if (part && !part->rows) memory = lunai_cut_of(memory, part);
+    memory = luna_dropout(memory, c->layer.dropout);
     if (!c->keep_padding) memory = luna_mask(memory, input->lengths);
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input), memory);
+  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input, &own,
+                                          part), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
    null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
   const luna_encoder_config *c;
-  luna_tensor *x;
   luna_scope scope;
+  lunai_flow f;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna, hands_p;
+  bool is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
-  x = luna_encoder_embed(e, input, &p);
+  f = lunai_flow_of(NULL, p, input->lengths);
+  f.x = luna_encoder_embed(e, input, &f.p);
   for (i = 0; i < c->layers; i++) {
-    has_x = last_x || i < c->layers - 1;
-    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
-                                   has_p ? &p : NULL)) return false;
-    (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
+    f.wants_x = last_x || i < c->layers - 1;
+    f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
+    (void)lunai_results_so_far(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   }
-  if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
-  if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
-  if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
-  (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
-  if (has_p) *last_p = p;
-  if (has_x) *last_x = x;
+  if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
+  if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
+  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, input->lengths);
+  if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
+  (void)lunai_results(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+  if (f.wants_p) *last_p = f.p;
+  if (f.wants_x) *last_x = f.x;
   return true;
 }
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
@@ -15630,50 +17189,40 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN void lunai_classifier_sizes(const luna_classifier_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->classes = c->classes; s->pooling = c->pooling; s->pre_logits = c->pre_logits;
-  s->pair = c->pair;
-  s->per_step = c->per_step;
+LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
+  luna_classifier_config *c = &m->classifier;
+  bool is_luna;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  is_luna = lunai_is_luna(&c->encoder.layer);
+  if (c->vocab == 0) c->vocab = 256;
+  if (c->classes == 0) c->classes = 2;
+  if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
+  if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
+  return lunai_model_features(ctx, &c->features, &c->encoder) &&
+         (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
+         lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
+}
+LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
+  const luna_classifier_config *c = &model->config;
+  const int64_t pooled = c->encoder.dim * (c->pair ? 4 : 1), features = c->pre_logits ? c->pre_logits : pooled;
+  const luna_init init = lunai_projection_init(c->encoder.layer.bert_init, true);
+  const lunai_part parts[] = {
+    { c->pre_logits != 0, LUNAI_BOTH(model->pre_logits), "pre_logits.0.weight", c->pre_logits, pooled, init },
+    { true, LUNAI_ALONE(model->projection), "sentence_projection_layer.weight", c->classes, features, init } };
+  model->params = params;
+  return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
+         lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
 LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
                                           const luna_classifier_config *config) {
-  luna_classifier_config c;
-  lunai_model_sizes s;
-  lunai_setup setup;
-  int64_t features;
-  bool good, is_luna;
-  if (!lunai_setup_begin(&setup, "luna_classifier_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  is_luna = lunai_is_luna(&c.encoder.layer);
-  if (c.vocab == 0) c.vocab = 256;
-  if (c.classes == 0) c.classes = 2;
-  if (c.pooling == LUNA_POOLING_DEFAULT) c.pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
-  if (!is_luna && lunai_pools_memory(c.pooling)) {
-    lunai_fail_status(params->ctx, LUNA_ERROR_POOLING_MEMORY);
-    return lunai_setup_end(&setup, false);
-  }
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder) ||
-      (c.per_step && !lunai_is_unused(params->ctx, "pair", c.pair, "with per_step")))
-    return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_classifier_sizes(&c, &s);
-  if (!lunai_model_good(params->ctx, &s)) return lunai_setup_end(&setup, false);
-  memset(model, 0, sizeof *model);
-  features = c.encoder.dim * (c.pair ? 4 : 1);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  if (good && c.pre_logits)
-    good = lunai_linear_init(&model->pre_logits, params, "", "pre_logits.0", features, c.pre_logits,
-                             lunai_projection_init(c.encoder.layer.bert_init, true));
-  if (good)
-    model->projection = lunai_named(params, "", "sentence_projection_layer.weight", 2, c.classes,
-        c.pre_logits ? c.pre_logits : features, lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && model->projection && lunai_model_describe(params, "classifier", &c.encoder.layer, &s);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_model_config m;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
+                    lunai_classifier_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
+                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
+  return lunai_setup_end(&s, good);
 }
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
@@ -15688,9 +17237,22 @@ LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
   if (!y) return NULL;
   if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
     return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
-  for (b = 0; b < shape[0]; b++) ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], x->shape[1]));
+  for (b = 0; b < shape[0]; b++)
+    ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
   factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
+}
+/* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
+LUNAI_FN luna_tensor *lunai_first_row(luna_tensor *x) {
+  const int64_t batch = x->shape[0];
+  void *memory;
+  int64_t b;
+  if (lunai_whole_rows(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
+  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, batch, x->shape[2], 1, 1);
+  if (!lunai_step(x->ctx, (size_t)batch * sizeof(int32_t), false, &memory))
+    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)batch * sizeof(int32_t));
+  for (b = 0; b < batch; b++) ((int32_t *)memory)[b] = 1;
+  return luna_sum(luna_mask(x, (const int32_t *)memory), 1);
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -15701,9 +17263,7 @@ LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_te
   if (!lunai_is_sequence("luna_classifier_pool", memory ? "p" : "x", rows, rows->shape[0], model->config.encoder.dim))
     return NULL;
   switch (model->config.pooling) {
-    case LUNA_POOLING_CLS: return x->shape[1] < 1 ? lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x)
-                                               : lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1,
-                                                               1);
+    case LUNA_POOLING_CLS: return lunai_first_row(x);
     case LUNA_POOLING_MEMORY: return lunai_mean_rows(p, lengths);
     case LUNA_POOLING_MEMORY_BATCH: return luna_mean(p, 1);
     default: return lunai_mean_rows(x, lengths);
@@ -15723,15 +17283,26 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_classifier_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_classifier_forward", "input");
   if (!ctx) return NULL;
   if (model->config.pair)
     return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
+/* ctx: null when the first input does not fit */
+LUNAI_FN luna_ctx *lunai_pair_ctx(luna_ctx *ctx, const luna_input *first, lunai_reader r, const luna_input *second,
+                                  const char *name, const char *what) {
+  if (!ctx || !lunai_model_ctx(r, second, name, what)) return NULL;
+  if (first->batch == second->batch) return ctx;
+  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch);
+  return NULL;
+}
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
+  const char *name = "luna_classifier_forward_pair";
+  const lunai_reader r = lunai_encoder_reader(model ? &model->encoder : NULL);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(r, first, name, "first"), first, r, second, name, "second");
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
@@ -15743,35 +17314,38 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   return lunai_classifier_logits(model, luna_concat(part, 4, 1));
 }
 
-/* --- masked language model --- */
+LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, const luna_masked_lm_config *config, lunai_model_config *m) {
+  luna_masked_lm_config *c = &m->masked_lm;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
+  if (c->vocab == 0) c->vocab = 257;
+  return lunai_model_features(ctx, &c->features, &c->encoder) && lunai_encoder_defaults(ctx, &c->encoder) &&
+         lunai_model_good(ctx, m, c->vocab, &c->encoder);
+}
+LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
+  const luna_masked_lm_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const luna_init projection = lunai_projection_init(layer->bert_init, true);
+  const luna_init embedding = lunai_embedding_init(layer->dim, layer->bert_init);
+  const lunai_part parts[] = {
+    { true, LUNAI_BOTH(model->dense), "lm_head.dense.weight", layer->dim, layer->dim, projection },
+    lunai_norm_part(true, &model->norm, "lm_head.layer_norm.weight", layer),
+    { true, LUNAI_ALONE(model->bias), "lm_head.bias", c->vocab, LUNAI_VECTOR, lunai_init(LUNA_INIT_ZEROS, 0) },
+    { c->features != 0, LUNAI_ALONE(model->output), "lm_head.weight", c->vocab, layer->dim, embedding } };
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->output = model->encoder.embedding;
+  return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
+}
 LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
                                          const luna_masked_lm_config *config) {
-  luna_masked_lm_config c;
-  lunai_model_sizes s;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_masked_lm_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (c.vocab == 0) c.vocab = 257;
-  if (!lunai_model_features(params->ctx, &c.features, &c.encoder)) return lunai_setup_end(&setup, false);
-  if (!lunai_encoder_defaults(params->ctx, &c.encoder, &c.encoder)) return lunai_setup_end(&setup, false);
-  lunai_encoder_to_sizes(&c.encoder, &s);
-  s.vocab = c.vocab;
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK;
-  good = good && lunai_linear_init(&model->dense, params, "", "lm_head.dense", c.encoder.dim, c.encoder.dim,
-                                   lunai_projection_init(c.encoder.layer.bert_init, true));
-  good = good && lunai_norm_init(&model->norm, params, "", "lm_head.layer_norm", c.encoder.dim);
-  if (good) model->bias = lunai_named(params, "", "lm_head.bias", 1, c.vocab, 1, lunai_init(LUNA_INIT_ZEROS, 0));
-  if (good) model->output = !c.features ? model->encoder.embedding :
-                            lunai_named(params, "", "lm_head.weight", 2, c.vocab, c.encoder.dim,
-                                        lunai_embedding_init(c.encoder.dim, c.encoder.layer.bert_init));
-  good = good && model->bias && model->output && lunai_model_describe(params, "masked_lm", &c.encoder.layer, &s);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_model_config m;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
+                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
+                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
+  return lunai_setup_end(&s, good);
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
@@ -15780,26 +17354,31 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
                                                                       LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_forward", "input");
+  luna_tensor *x = ctx ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
   return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_loss", "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
-  int64_t i, all, count = 0;
+  int64_t i, all, counted, count = 0;
   void *memory;
   if (!x) return NULL;
   all = input->batch * input->n;
-  if (!labels) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
+  if (!labels && all > 0) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < all; i++) {
     count += labels[i] >= 0;
     if (labels[i] >= vocab)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
   }
-  if (count == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
-  if (!lunai_step(ctx, (size_t)(2 * count) * sizeof(int32_t), false, &memory))
+  counted = count;
+  if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
+  if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
+  if (!lunai_step(ctx, (size_t)lunai_max(1, 2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
   places = (int32_t *)memory;
   chosen = places + count;
@@ -15847,97 +17426,89 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-/* --- encoder-decoder --- */
-LUNAI_FN void lunai_seq2seq_sizes(const luna_seq2seq_config *c, lunai_model_sizes *s) {
-  lunai_encoder_to_sizes(&c->encoder, s);
-  s->vocab = c->vocab; s->target_vocab = c->target_vocab; s->share_embeddings = c->share_embeddings;
-  s->separate_output = c->separate_output;
-  s->decoder_layers = c->decoder_layers; s->max_target_length = c->max_target_length;
-}
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, luna_seq2seq_config *c) {
-  lunai_model_sizes s;
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *config, lunai_model_config *m) {
+  luna_seq2seq_config *c = &m->seq2seq;
+  memset(m, 0, sizeof *m);
+  if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) {
-    lunai_fail_status(ctx, LUNA_ERROR_LUNA_ONLY, ctx->call, "an encoder-decoder");
-    return false;
-  }
-  if (c->share_embeddings && c->vocab != c->target_vocab) {
-    lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab);
-    return false;
-  }
-  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder, &c->encoder) ||
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory)
+    return lunai_is_luna_only(ctx, "an encoder-decoder");
+  if (c->share_embeddings && c->vocab != c->target_vocab)
+    return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
+  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
-  lunai_seq2seq_sizes(c, &s);
-  return lunai_model_good(ctx, &s);
+  return lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
-LUNAI_FN bool lunai_decoder_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *c) {
-  const int64_t d = c->encoder.dim;
-  const luna_init init = lunai_embedding_init(d, c->encoder.layer.bert_init);
+LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
+  const luna_seq2seq_config *c = &model->config;
+  const luna_layer_config *layer = &c->encoder.layer;
+  const int64_t d = layer->dim, places = c->encoder.first_position + c->max_target_length;
+  const luna_init init = lunai_embedding_init(d, layer->bert_init);
+  const bool learned = c->encoder.positions == LUNA_POSITIONS_LEARNED;
+  const lunai_part parts[] = {
+    { !c->share_embeddings, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->target_vocab, d, init },
+    { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", places, d, init },
+    lunai_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
+    lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
+    { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
   char prefix[48];
-  void *memory;
   int64_t i;
-  model->embedding = c->share_embeddings ? model->encoder.embedding :
-      lunai_named(params, "decoder.", "embed_tokens.weight", 2, c->target_vocab, d, init);
-  if (!model->embedding) return false;
-  if (c->encoder.positions == LUNA_POSITIONS_LEARNED && (model->positions =
-      lunai_named(params, "decoder.", "embed_positions.weight", 2, c->encoder.first_position + c->max_target_length, d,
-                  init)) == NULL) return false;
-  if (!lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer), &memory)) return false;
-  model->layers = (luna_decoder_layer *)memory;
+  model->params = params;
+  if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
+  model->embedding = model->encoder.embedding;
+  if (!lunai_parts_init(params, "decoder.", parts, 2)) return false;
+  model->output = model->embedding;
+  model->layers = (luna_decoder_layer *)lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
+  if (!model->layers) return false;
   for (i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &c->encoder.layer) != LUNA_OK) return false;
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
-  if (c->encoder.layer.pre_norm && !(lunai_norm_init(&model->norm, params, "decoder.", "layer_norm", d) &&
-      lunai_norm_init(&model->memory_norm, params, "decoder.", "proj_layer_norm", d))) return false;
-  model->output = c->separate_output ? lunai_named(params, "decoder.", "output_projection.weight", 2, c->target_vocab,
-                                                   d, init) : model->embedding;
-  return model->output != NULL;
+  return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
 LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  luna_seq2seq_config c;
-  lunai_model_sizes s;
-  lunai_setup setup;
-  bool good;
-  if (!lunai_setup_begin(&setup, "luna_seq2seq_init", params, NULL, model, sizeof *model))
-    return lunai_setup_end(&setup, false);
-  if (config) c = *config;
-  else memset(&c, 0, sizeof c);
-  if (!lunai_seq2seq_defaults(params->ctx, &c)) return lunai_setup_end(&setup, false);
-  lunai_seq2seq_sizes(&c, &s);
-  memset(model, 0, sizeof *model);
-  good = luna_encoder_init(&model->encoder, params, "encoder.", c.vocab, &c.encoder) == LUNA_OK &&
-      lunai_decoder_init(model, params, &c);
-  good = good && lunai_model_describe(params, "seq2seq", &c.encoder.layer, &s);
-  model->config = c;
-  model->params = params;
-  return lunai_setup_end(&setup, good);
+  lunai_model_config m;
+  lunai_setup s;
+  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
+                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
+                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
+                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
+  return lunai_setup_end(&s, good);
 }
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
+  const char *name = "luna_seq2seq_forward";
+  const lunai_reader to = lunai_reader_of(model ? model->params : NULL, model ? model->embedding : NULL, NULL,
+      model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
+                                                 "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
+  lunai_flow f;
   luna_encoder_config c;
+  const lunai_cut *part;
+  luna_input own;
   luna_scope scope, inner;
   int64_t i;
-  bool has_p;
-  if (!ctx) return NULL;
+  if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
   c = model->config.encoder;
   c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target) : NULL;
+  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
+                NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  f = lunai_flow_of(x, p, source->lengths);
+  f.context = context;
   for (i = 0; i < model->config.decoder_layers && x; i++) {
-    has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
-    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results(inner, x, p);
+    f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    x = lunai_decoder_layer(&model->layers[i], &f);
+    f.x = x = lunai_results_so_far(inner, x, f.p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -15977,9 +17548,7 @@ typedef struct lunai_group { luna_param_group group; struct lunai_group *next; }
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
-  luna_adamw_config config;          /* SGD ignores betas and epsilon, Apollo beta2 */
-  bool nesterov;
-  float momentum;
+  luna_optimizer_config config;
   int moments;                       /* tensors beside each parameter */
   int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
@@ -15988,6 +17557,7 @@ struct luna_optimizer {
   luna_step_state *state;            /* in backend memory */
   uint64_t backwards;                /* the context's, at the last step */
   uint64_t skipped_in_row;           /* the state's, as far as the host knows */
+  bool summed;                       /* has summed gradients over ranks */
   luna_optimizer *next;              /* of the context */
 };
 
@@ -16044,40 +17614,68 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
 
 /* whether a config is valid; false with a sentence */
 LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const char *name) {
-  const luna_adamw_config *c = &o->config;
+  const luna_optimizer_config *c = &o->config;
   const luna_schedule *s = &c->schedule;
   const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
   if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
-      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", o->momentum) ||
+      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
-  if (o->nesterov && o->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
+  if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
          lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
-         (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
+         (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
-LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_optimizer *like, const char *name) {
+typedef struct lunai_optimizer_defaults {
+  const char *name;
+  int moments;                       /* SGD: with momentum */
+  float lr, beta1, beta2, epsilon;
+} lunai_optimizer_defaults;
+/* its config with defaults; what it does not have is 0 */
+LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_defaults *d) {
+  luna_optimizer_config *c = &o->config;
+  const bool sgd = o->kind == LUNA_OPTIMIZER_SGD, apollo = o->kind == LUNA_OPTIMIZER_APOLLO;
+  if (c->lr == 0) c->lr = d->lr;
+  if (c->beta1 == 0 || d->beta1 == 0) c->beta1 = d->beta1;
+  if (c->beta2 == 0 || d->beta2 == 0) c->beta2 = d->beta2;
+  if (c->epsilon == 0 || d->epsilon == 0) c->epsilon = d->epsilon;
+  if (!sgd) c->momentum = 0;
+  if (!sgd) c->nesterov = false;
+  if (apollo && c->schedule.warmup == 0) c->schedule.warmup = 100;
+  if (apollo && c->schedule.warmup_from == 0) c->schedule.warmup_from = 0.01f;
+  o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
+}
+LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
+                                              const luna_optimizer_config *config) {
+  static const lunai_optimizer_defaults defaults[] = { /* by kind */
+    { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
+    { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_apollo", 3, 1, 0.9f, 0, 1e-4f } };
+  const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
   lunai_persistent_mark mark;
   luna_status status;
-  luna_optimizer *o = NULL;
+  luna_optimizer like, *o = NULL;
   void *memory, *state;
   if (!ctx) return NULL;
+  memset(&like, 0, sizeof like);
+  like.kind = kind;
+  like.params = params;
+  if (config) like.config = *config;
+  lunai_optimizer_default(&like, d);
   mark = lunai_persistent(ctx);
-  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, name);
-  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, like, name))
+  if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
+  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, &like, d->name))
     status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
   else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
            !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
-    status = lunai_fail_memory(ctx, name, sizeof(luna_optimizer));
+    status = lunai_fail_memory(ctx, d->name, sizeof(luna_optimizer));
   else {
     o = (luna_optimizer *)memory;
-    *o = *like;
-    o->params = params;
+    *o = like;
     o->state = (luna_step_state *)state;
-    status = lunai_optimizer_join(o, name);
+    status = lunai_optimizer_join(o, d->name);
   }
   lunai_remember(ctx, params, 0, status);
   if (status != LUNA_OK) {
@@ -16087,64 +17685,17 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, const luna_op
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_sgd_config *config) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) {
-    o.config.lr = config->lr;
-    o.config.weight_decay = config->weight_decay;
-    o.config.clip = config->clip;
-    o.config.schedule = config->schedule;
-    o.config.max_skips = config->max_skips;
-    o.momentum = config->momentum;
-    o.nesterov = config->nesterov;
-  }
-  if (o.config.lr == 0) o.config.lr = 0.01f;
-  o.moments = o.momentum != 0;
-  return lunai_optimizer_open(params, &o, "luna_sgd");
+LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_SGD, config);
 }
-
-LUNAI_FN luna_optimizer *lunai_adam(luna_params *params, const luna_adamw_config *config, luna_optimizer_kind kind,
-                                    const char *name) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) o.config = *config;
-  if (o.config.lr == 0) o.config.lr = 1e-3f;
-  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
-  if (o.config.beta2 == 0) o.config.beta2 = 0.999f;
-  if (o.config.epsilon == 0) o.config.epsilon = 1e-8f;
-  o.kind = kind;
-  o.moments = 2;
-  return lunai_optimizer_open(params, &o, name);
+LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAM, config);
 }
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_adam_config *config) {
-  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAM, "luna_adam");
+LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, config);
 }
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_adamw_config *config) {
-  return lunai_adam(params, config, LUNA_OPTIMIZER_ADAMW, "luna_adamw");
-}
-
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_apollo_config *config) {
-  luna_optimizer o;
-  memset(&o, 0, sizeof o);
-  if (config) {
-    o.config.lr = config->lr;
-    o.config.beta1 = config->beta;
-    o.config.epsilon = config->epsilon;
-    o.config.weight_decay = config->weight_decay;
-    o.config.clip = config->clip;
-    o.config.schedule = config->schedule;
-    o.config.max_skips = config->max_skips;
-  }
-  if (o.config.lr == 0) o.config.lr = 1;
-  if (o.config.beta1 == 0) o.config.beta1 = 0.9f;
-  if (o.config.epsilon == 0) o.config.epsilon = 1e-4f;
-  if (o.config.schedule.warmup == 0) o.config.schedule.warmup = 100;
-  if (o.config.schedule.warmup_from == 0) o.config.schedule.warmup_from = 0.01f;
-  o.kind = LUNA_OPTIMIZER_APOLLO;
-  o.moments = 3;
-  return lunai_optimizer_open(params, &o, "luna_apollo");
+LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config) {
+  return lunai_optimizer_open(params, LUNA_OPTIMIZER_APOLLO, config);
 }
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
@@ -16248,6 +17799,85 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   if (!changed || o->table == o->parts) return LUNA_OK;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
+/* Copies up to `room` floats of the gradients, from place `at` of all on, to the bucket or back; how many there were */
+LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float *bucket, int64_t room, bool back,
+                                      luna_status *status) {
+  luna_ctx *ctx = o->params->ctx;
+  int64_t i, moved = 0;
+  for (i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
+    const luna_tensor *t = o->trained[i].tensor;
+    const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0, n = lunai_min(count - at, room - moved);
+    const size_t bytes = n > 0 ? (size_t)n * sizeof(float) : 0;
+    if (n > 0) {
+      *status = ctx->backend->copy(ctx, back ? t->grad + at : bucket + moved, back ? bucket + moved : t->grad + at,
+                                   bytes, back ? 1 : 2);
+      moved += n;
+    }
+    at = lunai_max(0, at - count);
+  }
+  return moved;
+}
+/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same parameters with a
+   gradient, and at an optimiser's first step the same values. A NaN or Inf in one rank's loss counts for all. */
+#define LUNAI_BUCKET ((int64_t)1 << 18)
+LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
+  static const char *const what[] = { "number of optimiser steps", "set of parameters with a gradient",
+                                      "value of some parameter before the first step", NULL };
+  static const char name[] = "luna_optimizer_step";
+  luna_ctx *ctx = o->params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  luna_step_state state = lunai_state_of(ctx, ctx->state);
+  luna_status status = LUNA_OK;
+  const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
+  int64_t mine[4], *all, at, n;
+  void *bucket;
+  bool good;
+  int i;
+  mine[0] = o->attempts;
+  mine[1] = mine[2] = 0;
+  mine[3] = state.nonfinite != 0;
+  good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
+         lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
+  for (at = 0; at < o->size && good; at++) {
+    const luna_tensor *t = o->trained[at].tensor;
+    if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
+                                     o->trained[at].frozen + 1);
+    if (o->summed || lunai_on_device(ctx) || !t->data) continue;
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+                                        (size_t)luna_count(t) * sizeof(float));
+  }
+  good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
+  for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
+  for (at = 0; good && status == LUNA_OK; at += n) {
+    n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
+    if (n == 0) break;
+    good = status == LUNA_OK && lunai_rank_reduce(ctx, name, bucket, n, LUNA_REDUCTION_SUM_F32);
+    if (good) (void)lunai_gradients_move(o, at, (float *)bucket, room, true, &status);
+  }
+  o->summed = true;
+  lunai_step_rewind(ctx, mark);
+  return good ? lunai_backend_result(ctx, name, status) : ctx->status;
+}
+/* the backend's norm or update of all parts */
+LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *rule, bool update) {
+  luna_ctx *ctx = o->params->ctx;
+  const double start = ctx->profile ? lunai_profile_clock(ctx) : 0;
+  const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
+                                                                                  o->reached);
+  double floats = 0;
+  int64_t i;
+  int k;
+  if (!ctx->profile) return status;
+  for (i = 0; i < o->reached; i++) {
+    int passes = update ? 4 : 1;     /* values and gradients are read and written */
+    for (k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    floats += (double)o->parts[i].count * passes;
+  }
+  lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
+                                       NULL), lunai_profile_clock(ctx) - start, floats * (double)sizeof(float), 0);
+  return status;
+}
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   luna_ctx *ctx;
   luna_rule rule;
@@ -16258,19 +17888,20 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
-  if (ctx->options.measure) return LUNA_OK;
+  if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
+  if (ctx->options.measure || status != LUNA_OK) return status;
   memset(&rule, 0, sizeof rule);
   rule.kind = o->kind;
-  rule.nesterov = o->nesterov;
-  rule.momentum = o->momentum;
+  rule.nesterov = o->config.nesterov;
+  rule.momentum = o->config.momentum;
   rule.beta1 = o->config.beta1;
   rule.beta2 = o->config.beta2;
   rule.epsilon = o->config.epsilon;
   rule.clip = o->config.clip;
   rule.state = o->state;
   status = lunai_optimizer_parts(o);
-  if (status == LUNA_OK) status = ctx->backend->norm(ctx, &rule, o->parts, o->table, o->reached);
-  if (status == LUNA_OK) status = ctx->backend->update(ctx, &rule, o->parts, o->table, o->reached);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
+  if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
@@ -16389,6 +18020,21 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
 }
+/* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
+   differ, and so may the longest sequence, which a learned table has as its shape. */
+LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
+  luna_ctx *ctx = params->ctx;
+  const lunai_meta *m;
+  char in_file[40];
+  lunai_st_text value;
+  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+    if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
+    if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
+    lunai_st_decode(value, in_file, sizeof in_file);
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_CONFIG, ctx->call, m->key, in_file, lunai_file_name(ctx), m->value);
+  }
+  return LUNA_OK;
+}
 LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
   const char *file = lunai_file_name(ctx);
@@ -16396,6 +18042,8 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   size_t cursor = 0;
   int64_t matched = 0;
   lunai_param *p;
+  const luna_status status = lunai_load_config(params, st);
+  if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
@@ -16503,6 +18151,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   luna_error_id wrong;
   void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
   for (p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
@@ -16636,7 +18285,7 @@ LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
   if (!params->borrowing) params->filling = st;
 }
 LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
-  const int64_t count = lunai_st_tensors(st), made = s->params->size - s->count;
+  const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
   s->params->filling = NULL;
   if (status == LUNA_OK && made != count)
     status = lunai_fail_status(s->params->ctx, LUNA_ERROR_FILE_TENSOR_COUNT, s->params->ctx->call,
@@ -16644,96 +18293,99 @@ LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_stat
   return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
 }
 
-LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
-  luna_ctx *ctx = s->params->ctx;
-  lunai_lm_sizes sizes;
-  luna_lm_config config;
-  const char *wrong = lunai_lm_read(st, &sizes);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), wrong) == LUNA_OK;
-  lunai_lm_from_sizes(&sizes, &config);
-  wrong = lunai_dropouts_read(st, &config.layer);
+LUNAI_FN bool lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why) == LUNA_OK;
+}
+/* a model's config from a file; false with a sentence */
+LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count, void *config,
+                                luna_layer_config *layer) {
+  const char *wrong = lunai_fields_read(st, fields, count, config);
+  if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
-  lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &config));
+  return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
 }
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size) {
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_lm_load_bytes", params, NULL, model, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_lm_load_bytes") == LUNA_OK;
-  if (good) {
-    good = lunai_lm_load_st(model, &s, &file.st);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
+/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+   memory comes first, are at most as many as tensors. */
+LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
+  return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
-
-LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, luna_model_kind kind,
-                                      const lunai_model_sizes *s, const luna_layer_config *dropouts) {
-  luna_classifier_config classifier;
-  luna_masked_lm_config masked_lm;
-  luna_seq2seq_config seq2seq;
-  luna_encoder_config encoder;
-  lunai_encoder_from_sizes(s, &encoder);
-  encoder.layer.dropout = dropouts->dropout; encoder.layer.attention_dropout = dropouts->attention_dropout;
-  encoder.layer.activation_dropout = dropouts->activation_dropout;
-  memset(&classifier, 0, sizeof classifier);
-  memset(&masked_lm, 0, sizeof masked_lm);
-  memset(&seq2seq, 0, sizeof seq2seq);
-  classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
-  classifier.vocab = masked_lm.vocab = seq2seq.vocab = s->vocab;
-  classifier.classes = s->classes; classifier.pooling = (luna_pooling)s->pooling; classifier.pre_logits = s->pre_logits;
-  classifier.pair = s->pair != 0;
-  classifier.per_step = s->per_step != 0;
-  seq2seq.target_vocab = s->target_vocab; seq2seq.share_embeddings = s->share_embeddings != 0;
-  seq2seq.separate_output = s->separate_output != 0;
-  seq2seq.decoder_layers = s->decoder_layers; seq2seq.max_target_length = s->max_target_length;
-  if (kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &classifier);
-  if (kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &masked_lm);
-  return luna_seq2seq_init(&model->seq2seq, params, &seq2seq);
+LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
+  m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
+  m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_LM) return luna_lm_init(&model->lm, params, &m->lm);
+  if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
+  if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
+  return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-LUNAI_FN bool lunai_model_load_st(luna_model *model, const lunai_setup *s, const lunai_st *st) {
-  static const char *const kinds[] = { "classifier", "masked_lm", "seq2seq" };
-  luna_params *params = s->params;
-  luna_ctx *ctx = params->ctx;
-  const char *file = lunai_file_name(ctx);
-  lunai_model_sizes sizes;
+/* wanted: the kind that the file must have; 0: any */
+LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+  static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
+  luna_ctx *ctx = s->params->ctx;
+  lunai_model_config m;
   lunai_st_text kind;
-  luna_layer_config dropouts;
-  const char *wrong;
-  int64_t count;
   int k = 0;
-  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size) == LUNA_OK;
-  if (!lunai_st_meta(st, "luna.kind", &kind))
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, LUNAI_NO_KIND) == LUNA_OK;
-  model->kind = LUNA_MODEL_LM;
-  if (lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_lm_load_st(&model->lm, s, st);
-  while (k < 3 && !lunai_st_equal(kind, kinds[k])) k++;
-  if (k == 3)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file, "its luna.kind is unknown") == LUNA_OK;
-  wrong = lunai_fields_read(st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &sizes);
-  if (!wrong) wrong = lunai_dropouts_read(st, &dropouts);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, file) == LUNA_OK;
-  count = lunai_st_tensors(st);
-  if ((!sizes.tied_layers && sizes.layers > count) || sizes.decoder_layers > count)
-    return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, file,
-                             "its tensors are not those of luna.layers layers") == LUNA_OK;
-  model->kind = (luna_model_kind)(LUNA_MODEL_CLASSIFIER + k);
-  lunai_fill_begin(params, st);
-  return lunai_fill_end(s, st, lunai_model_init(model, params, model->kind, &sizes, &dropouts));
+  memset(&m, 0, sizeof m);
+  if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
+  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
+  while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
+  if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
+  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (wanted && wanted != model->kind)
+    return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
+                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
+  if (model->kind == LUNA_MODEL_LM ?
+      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
+    return false;
+  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
+  lunai_fill_begin(s->params, st);
+  return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size) {
+/* into `model`, `size` bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load {
+  const char *name;
+  luna_model_kind kind;
+  void *model;
+  size_t at, size;
+} lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
+  const lunai_kind_load *k = (const lunai_kind_load *)load;
+  luna_model any;
   lunai_setup s;
   lunai_file file;
-  bool good = lunai_setup_begin(&s, "luna_load_model_bytes", params, NULL, model, sizeof *model);
-  if (good) memset(model, 0, sizeof *model);
-  good = good && lunai_file_open(params->ctx, &file, bytes, size, "luna_load_model_bytes") == LUNA_OK;
+  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
+              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
+  memset(&any, 0, sizeof any);
   if (good) {
-    good = lunai_model_load_st(model, &s, &file.st);
+    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
+    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
     lunai_file_close(&file, LUNA_OK);
   }
   return lunai_setup_end(&s, good);
 }
+#define LUNAI_KIND_LOADS(F) \
+  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
+  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
+  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
+  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
+LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
+  lunai_kind_load k;
+  k.name = name;
+  k.kind = (luna_model_kind)kind;
+  k.model = model;
+  k.at = at;
+  k.size = size;
+  return k;
+}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
+    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
+    return lunai_load_kind_bytes(&k, params, bytes, size); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
@@ -16927,12 +18579,6 @@ typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void 
 LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
   (void)into;
   return luna_load_bytes(params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_lm(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_lm_load_bytes((luna_lm *)model, params, bytes, size);
-}
-LUNAI_FN luna_status lunai_load_any(void *model, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_model_bytes((luna_model *)model, params, bytes, size);
 }
 typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
 LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
@@ -17258,18 +18904,16 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
   return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
 }
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_lm_load", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_lm_load", lunai_load_lm, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path) {
-  lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_load_model", params, NULL, model, sizeof *model);
-  good = good && lunai_load_path(params->ctx, "luna_load_model", lunai_load_any, model, params, path) == LUNA_OK;
-  return lunai_setup_end(&s, good);
-}
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
+    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
+    lunai_setup s; \
+    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
+    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
+    return lunai_setup_end(&s, good); \
+  }
+LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
+#undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
   luna_load_report none;
   memset(&none, 0, sizeof none);
@@ -17297,57 +18941,14 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
    the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
-   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
-enum { LUNAI_SLOT_ALWAYS, LUNAI_SLOT_FULL, LUNAI_SLOT_TIED, LUNAI_SLOT_GATED, LUNAI_SLOT_CONVOLUTION,
-    LUNAI_SLOT_MATRIX };
-/* The parameters of a stream's layers: name.weight [rows, columns], and name.bias [rows] beside it; a norm's are both
-   [rows]; a MATRIX is alone, by its name. rows and columns are offsets in lunai_lm_sizes. */
-typedef struct lunai_slot { const char *name; uint16_t at, rows, columns; uint8_t when; } lunai_slot;
-#define LUNAI_NO_COLUMNS 0xFFFF
-#define LUNAI_SLOT(type, field, name, rows, columns, when) \
-  { name, (uint16_t)offsetof(type, field), (uint16_t)offsetof(lunai_lm_sizes, rows), columns, when },
-#define LUNAI_SIZE(size) (uint16_t)offsetof(lunai_lm_sizes, size)
-static const lunai_slot lunai_causal_slots[] = {
-#define LUNAI_FIELD(field, name, rows, columns, when) LUNAI_SLOT(luna_causal_layer, field, name, rows, columns, when)
-  LUNAI_FIELD(attention.pq, "self_attn.pq_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.pc, "self_attn.pc_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.q, "self_attn.q_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(attention.k, "self_attn.k_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.v_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_FULL)
-  LUNAI_FIELD(attention.v, "self_attn.c_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_TIED)
-  LUNAI_FIELD(attention.out, "self_attn.out_proj", dim, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, "fc1", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc2, "fc2", dim, LUNAI_SIZE(ffn), LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc3, "fc3", ffn, LUNAI_SIZE(dim), LUNAI_SLOT_GATED)
-  LUNAI_FIELD(kernel, "conv", dim, LUNAI_SIZE(convolution), LUNAI_SLOT_CONVOLUTION)
-  LUNAI_FIELD(attention_norm, "self_attn_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(final_norm, "final_layer_norm", dim, LUNAI_NO_COLUMNS, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(memory, "projected_embeddings", memory, LUNAI_SIZE(dim), LUNAI_SLOT_MATRIX)
-#undef LUNAI_FIELD
-};
-#ifndef LUNA_ONLY_STREAM
-static const lunai_slot lunai_decoder_slots[] = { /* read from a model alone */
-#define LUNAI_FIELD(field, when) LUNAI_SLOT(luna_decoder_layer, field, "", dim, LUNAI_NO_COLUMNS, when)
-  LUNAI_FIELD(self_attention.pq, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.pc, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_attention.q, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.k, LUNAI_SLOT_FULL)
-  LUNAI_FIELD(self_attention.v, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(self_attention.out, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(self_norm, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_attention.q, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(cross_attention.out, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(cross_norm, LUNAI_SLOT_ALWAYS)
-  LUNAI_FIELD(fc1, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc2, LUNAI_SLOT_ALWAYS) LUNAI_FIELD(fc3, LUNAI_SLOT_GATED)
-  LUNAI_FIELD(final_norm, LUNAI_SLOT_ALWAYS)
-#undef LUNAI_FIELD
-};
-#endif
-#undef LUNAI_SLOT
-#undef LUNAI_SIZE
-
 /* a layer, its own tensors of the parameters, and its past */
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[28];
+  luna_tensor parameters[32];
 } lunai_stream_layer;
 
 struct luna_stream {
@@ -17356,13 +18957,11 @@ struct luna_stream {
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_tensor embedding, output, positions; /* [vocab, dim], [outputs, dim]; a learned table */
-  luna_tensor output_bias;           /* of rank 0: none */
-  luna_tensor mean, feature_scale, projection, projection_bias; /* of features, in the embedding's place */
-  float *standard;                   /* mean and scale on the host, [2, features] */
-  luna_tensor norm_weight, norm_bias;
-  luna_norm_layer norm;              /* these, where there are any */
-  int64_t batch, chunk, position, first_position;
+  luna_lm model;                     /* its config and what is beside its layers, or the like of a decoder */
+  luna_tensor parameters[12];        /* theirs */
+  float *standard;                   /* mean and scale of features on the host, [2, features] */
+  int64_t batch, chunk;
+  lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
@@ -17403,9 +19002,16 @@ LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, 
   return t;
 }
 
+/* the shape of what lies in t->data, [sources, a, b, c], of one source [a, b, c]; so many of a, b, c */
+LUNAI_FN void lunai_stream_shape(luna_stream *s, luna_tensor *t, int64_t sources, int axes, int64_t a, int64_t b,
+                                 int64_t c) {
+  *t = sources > 1 ? lunai_stream_tensor(s, t->data, axes + 1, sources, a, b, c) :
+                     lunai_stream_tensor(s, t->data, axes, a, b, c, 1);
+}
+
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
-  int64_t *position;                 /* rows before these */
+  lunai_int64 *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
@@ -17414,27 +19020,31 @@ typedef struct lunai_inputs {
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
   lunai_inputs in;
-  in.position = (int64_t *)(void *)at;
+  in.position = (lunai_int64 *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
   in.features = in.angles + angles;
-  in.size = sizeof(int64_t) + (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.size = sizeof(lunai_int64) +
+            (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
+}
+/* a feature standardised, as luna_input_layer_forward does */
+LUNAI_FN float lunai_stream_feature(const luna_stream *s, float x, int64_t f) {
+  return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
 }
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const int64_t first = s->first_position + s->position, k = s->sizes.features;
+  const lunai_int64 first = s->first_position + s->position;
+  const int64_t k = s->sizes.features;
   int64_t i, f;
   *in.position = s->position;
   for (i = 0; i < s->batch * rows; i++) {
-    const int64_t row = i / rows * from->n + at + i % rows;
+    const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
-    for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
-      const float x = from->features[row * k + f];
-      in.features[i * k + f] = x == x ? (x - s->standard[f]) * s->standard[k + f] : 0;
-    }
+    for (f = 0; f < k; f++)
+      in.features[i * k + f] = lunai_stream_feature(s, from->features[row * k + f], f);
   }
   for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
   for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
@@ -17457,12 +19067,12 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   luna_tensor angles, features, *x, *y;
   int64_t shape[2], i;
   lunai_mark mark;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear(&features, &s->projection, &s->projection_bias);
-  } else x = y = luna_embedding(&s->embedding, in.tokens, s->batch, rows);
+    x = y = luna_linear_layer_forward(&s->model.input.projection, &features);
+  } else x = y = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
   mark = lunai_step_mark(&s->ctx);
   if (s->scale != 1) y = luna_scale(y, s->scale);
   shape[0] = rows;
@@ -17471,13 +19081,16 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   angles.data = in.angles;
   if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(&s->positions, in.places, 1, rows), 2, shape));
+    y = luna_add(y, luna_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, shape));
   x = lunai_stream_keep(s, x, y, mark);
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
-    if (s->cross) y = lunai_decoder_layer(&layer->of.decoder, x, NULL, NULL, NULL, NULL, &layer->past);
-    else
+    if (s->cross) {
+      lunai_flow f = lunai_flow_of(x, NULL, NULL);
+      f.past = &layer->past;
+      y = lunai_decoder_layer(&layer->of.decoder, &f);
+    } else
 #endif
       y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
     x = lunai_stream_keep(s, x, y, mark);
@@ -17485,8 +19098,8 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
-  if (s->norm.weight && x) x = luna_norm_layer_forward(&s->norm, x);
-  return luna_linear(x, &s->output, s->output_bias.rank ? &s->output_bias : NULL);
+  if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
+  return luna_linear_layer_forward(&s->model.output, x);
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
@@ -17497,7 +19110,7 @@ LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t wid
   shape[1] = width;
   lunai_tensor_set(&table, &s->ctx, 2, shape);
   table.data = (float *)state;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
@@ -17536,7 +19149,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.used[0] = s->bump.used[1] = 0;
+    s->bump.part[0].used = s->bump.part[1].used = 0;
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -17568,156 +19181,135 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
   int64_t rows;
-  s->batch = config && config->batch ? config->batch : 1;
-  s->chunk = config && config->chunk ? config->chunk : 64;
+  s->batch = config && config->batch ? lunai_size(config->batch) : 1;
+  s->chunk = config && config->chunk ? lunai_size(config->chunk) : 64;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
   s->sources = 1;
   s->scale = 1;
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
-  if (z->attention) return "only Luna attention streams in constant memory";
   rows = lunai_checked(s->batch, s->chunk);
-  if (s->batch < 1 || s->chunk < 1 || rows < 0) return "config.batch or config.chunk is negative or too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) <
-      0)
-    return "a stream of these sizes is too large";
-  if (lunai_checked(rows, z->ffn) < 0 || lunai_checked(lunai_checked(s->batch, z->dim), 2 * z->memory) < 0 ||
-      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0 ||
-          lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
-      lunai_checked(rows, z->features + 1) < 0) return "a stream of these sizes is too large";
+  if (rows < 0) return "config.batch or config.chunk is negative or too large";
+  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
+      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0 ||
+      lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 ||
+      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0) return "a stream of these sizes is too large";
   return NULL;
 }
 
-/* A parameter of the stream: that of a model, or the file's by that name; neither: its shape alone. False: it is not as
-   it should be. */
-LUNAI_FN bool lunai_stream_parameter(luna_stream *s, luna_tensor *t, const luna_tensor *from, const lunai_st *st,
-                                     const char *prefix, const char *name, const char *suffix,
-                                     int rank, int64_t rows, int64_t columns) {
-  char full[96];                     /* all three are ours: at most 26, 40 and 7 characters */
+/* The stream's own tensors of parts, from `own` on: of a model those that the parts point to, else the file's by their
+   names; without a file their shapes alone. The parts then point to them. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_own(luna_stream *s, luna_tensor *own, const lunai_part *parts, int count, const char *prefix,
+                               const lunai_st *st) {
   lunai_st_tensor found;
-  size_t at = strlen(prefix), size = strlen(name);
-  *t = lunai_stream_tensor(s, NULL, rank, rows, columns, 1, 1);
-  if (from) {
-    *t = *from;
-    t->ctx = &s->ctx;
-  }
-  if (from || !st) return true;
-  memcpy(full, prefix, at);
-  memcpy(full + at, name, size);
-  memcpy(full + at + size, suffix, strlen(suffix) + 1);
-  if (!lunai_st_find(st, full, &found) || found.rank != rank || found.shape[0] != rows ||
-      (rank == 2 && found.shape[1] != columns)) return false;
-  t->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-  return t->data != NULL;
+  lunai_text name;
+  const lunai_part *p;
+  int i;
+  for (p = parts; p < parts + count; p++)
+    for (i = 0; i < 2; i++) {
+      luna_tensor **at = i ? p->bias : p->weight;
+      const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
+      if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
+      *own = s->model_ctx ? **at : lunai_stream_tensor(s, NULL, rank, p->rows, rank == 1 ? 1 : p->columns, 1, 1);
+      own->ctx = &s->ctx;
+      *at = own++;
+      if (!st) continue;
+      name.at = s->ctx.error;
+      name.end = s->ctx.error + sizeof s->ctx.error - 1;
+      lunai_put(&name, prefix);
+      lunai_put(&name, p->name);
+      if (i) name.at -= sizeof "weight" - 1;
+      if (i) lunai_put(&name, "bias");
+      *name.at = 0;
+      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
+          (rank == 1 || found.shape[1] == p->columns)) (*at)->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if ((*at)->data) continue;
+      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+                       "or this machine is not little-endian");
+      *name.at = 0;
+      return false;
+    }
+  return true;
 }
-LUNAI_FN void lunai_stream_prefix(int64_t layer, char out[32]) {
-  char digits[24];
-  int i = 23, at = 7;
-  memcpy(out, "layers.", 7);
-  digits[23] = 0;
-  do digits[--i] = (char)('0' + layer % 10); while ((layer /= 10) != 0);
-  while (digits[i]) out[at++] = digits[i++];
-  out[at++] = '.';
-  out[at] = 0;
+#ifndef LUNA_ONLY_STREAM
+/* what a step needs of a decoder layer; of cross-attention the rest is in `past` */
+LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
+  int count = lunai_causal_attention_parts(&layer->self_attention, parts);
+  const lunai_part q = { true, LUNAI_BOTH(layer->cross_attention.q), "", 1, 1, parts[0].init };
+  const lunai_part out = { true, LUNAI_BOTH(layer->cross_attention.out), "", 1, 1, parts[0].init };
+  parts[count++] = q;
+  parts[count++] = out;
+  parts[count++] = lunai_norm_part(true, &layer->self_norm, "", &layer->config);
+  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "", &layer->config);
+  return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
-/* a layer as that of a model is, or as the file and the sizes say */
-LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
-  lunai_lm_sizes *z = &s->sizes;
+#endif
+/* the parameters of a layer: `from`'s, of a model, or the file's */
+LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
   lunai_stream_layer *layer = &s->layers[index];
-  const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
-  const lunai_slot *slots = lunai_causal_slots;
-  int count = LUNAI_LENGTH(lunai_causal_slots), i, part, used = 0;
-  luna_lm_config config;
-  char prefix[32];
-  lunai_stream_prefix(index, prefix);
-  lunai_lm_from_sizes(z, &config);
-  layer->of.causal.config = config.layer;
-  layer->of.causal.attention.config = lunai_causal_config(&config.layer);
+  luna_causal_layer *causal = &layer->of.causal;
+  lunai_part parts[LUNAI_MAX_PARTS];
+  char prefix[48];
+  lunai_text text;
+  int count;
 #ifndef LUNA_ONLY_STREAM
   if (s->cross) {
     layer->of.decoder = *(const luna_decoder_layer *)from;
-    slots = lunai_decoder_slots;
-    count = LUNAI_LENGTH(lunai_decoder_slots);
+    count = lunai_decoder_parts(&layer->of.decoder, parts);
+    return lunai_stream_own(s, layer->parameters, parts, count, "", NULL);
   }
 #endif
-  for (i = 0; i < count; i++) {
-    const lunai_slot *slot = &slots[i];
-    const int64_t rows = *(int64_t *)(void *)((char *)z + slot->rows);
-    const bool norm = slot->columns == LUNAI_NO_COLUMNS, matrix = slot->when == LUNAI_SLOT_MATRIX;
-    if ((slot->when == LUNAI_SLOT_FULL && !z->sharing) || (slot->when == LUNAI_SLOT_TIED && z->sharing) ||
-        (slot->when == LUNAI_SLOT_GATED && !z->gated) ||
-        (slot->when == LUNAI_SLOT_CONVOLUTION && !z->convolution)) continue;
-    for (part = 0; part < (matrix ? 1 : 2); part++) {
-      luna_tensor **at = (luna_tensor **)(void *)((char *)&layer->of + slot->at) + part;
-      const luna_tensor *model = from ? ((luna_tensor *const *)(const void *)((const char *)from + slot->at))[part] :
-          NULL;
-      if (!lunai_stream_parameter(s, &layer->parameters[used], model, st, prefix, slot->name,
-                                  matrix ? "" : part ? ".bias" : ".weight",
-                                  norm || part ? 1 : 2, rows, norm || part ? 1 :
-                                      *(int64_t *)(void *)((char *)z + slot->columns))) return false;
-      *at = &layer->parameters[used++];
-    }
-  }
-  if (!lunai_stream_folds(z))
-    layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 3, z->heads, z->memory, d / z->heads,
-                                                      1) :
-                                                   lunai_stream_tensor(s, layer->past.scores.data, 4, n, z->heads,
-                                                       z->memory, d / z->heads);
-  else layer->past.scores = n == 1 ? lunai_stream_tensor(s, layer->past.scores.data, 2, hl, d, 1, 1) :
-      lunai_stream_tensor(s, layer->past.scores.data, 3, n, hl, d, 1);
-  layer->past.scores_bias = !lunai_stream_folds(z) ? lunai_stream_tensor(s, NULL, 0, 1, 1, 1, 1) :
-                            n == 1 ? lunai_stream_tensor(s, layer->past.scores_bias.data, 1, hl, 1, 1, 1) :
-                                lunai_stream_tensor(s, layer->past.scores_bias.data, 3, n, s->batch / n, hl, 1);
+  if (from) *causal = *(const luna_causal_layer *)from;
+  causal->config = s->model.config.layer;
+  causal->attention.config = lunai_causal_config(&causal->config);
+  text.at = prefix;
+  text.end = prefix + sizeof prefix - 1;
+  lunai_put(&text, "layers.");
+  lunai_put_number(&text, index);
+  lunai_put(&text, ".");
+  *text.at = 0;
+  count = lunai_causal_layer_parts(causal, s->sizes.memory, parts);
+  if (!lunai_stream_own(s, layer->parameters, parts, count, prefix, st)) return false;
+  lunai_put(&text, "self_attn.");
+  *text.at = 0;
+  count = lunai_causal_attention_parts(&causal->attention, parts);
+  return lunai_stream_own(s, layer->parameters + 16, parts, count, prefix, st);
+}
+/* a layer as that of a model is, or as the file and the sizes say */
+LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
+  const lunai_lm_sizes *z = &s->sizes;
+  lunai_stream_layer *layer = &s->layers[index];
+  const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
+  const bool folds = lunai_stream_folds(z);
+  lunai_past *past = &layer->past;
+  if (!lunai_stream_layer_own(s, index, from, st)) return false;
+  lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
+  if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
   if (LUNAI_CROSS(s)) {
-    layer->past.keys = lunai_stream_tensor(s, layer->past.keys.data, 3, n, z->memory, d, 1);
-    layer->past.values = lunai_stream_tensor(s, layer->past.values.data, 3, n, z->memory, d, 1);
+    past->keys = lunai_stream_tensor(s, past->keys.data, 3, n, z->memory, d, 1);
+    past->values = lunai_stream_tensor(s, past->values.data, 3, n, z->memory, d, 1);
   }
-  layer->past.position = lunai_stream_inputs(s, s->inputs, 1).position;
-  layer->past.sources = n;
-  layer->past.slots = s->slots;
-  layer->past.source_slots = s->source_slots;
+  past->position = lunai_stream_inputs(s, s->inputs, 1).position;
+  past->sources = n;
+  past->slots = s->slots;
+  past->source_slots = s->source_slots;
   return true;
 }
-/* the parameters beside the layers'; null, or what is wrong with them */
-#define LUNAI_STREAM_UNREADABLE \
-  " is missing, of another shape, not F32, not aligned to 4 bytes, or this machine is not little-endian"
-LUNAI_FN const char *lunai_stream_parameters(luna_stream *s, const lunai_st *st) {
-  const lunai_lm_sizes *z = &s->sizes;
-  const int64_t k = z->features;
-  bool good = k ? lunai_stream_parameter(s, &s->mean, NULL, st, "", "input_norm", ".mean", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->feature_scale, NULL, st, "", "input_norm", ".scale", 1, k, 1) &&
-                  lunai_stream_parameter(s, &s->projection, NULL, st, "", "input_proj", ".weight", 2, z->dim, k) &&
-                  lunai_stream_parameter(s, &s->projection_bias, NULL, st, "", "input_proj", ".bias", 1, z->dim, 1) :
-                  lunai_stream_parameter(s, &s->embedding, NULL, st, "", "embed_tokens", ".weight", 2, z->vocab,
-                                         z->dim);
-  if (!good)
-    return k ? "input_norm or input_proj" LUNAI_STREAM_UNREADABLE : "embed_tokens.weight" LUNAI_STREAM_UNREADABLE;
-  s->output = s->embedding;
-  if (z->outputs) {
-    const char *name = "output_projection";
-    good = lunai_stream_parameter(s, &s->output, NULL, st, "", name, ".weight", 2, z->outputs, z->dim) &&
-           lunai_stream_parameter(s, &s->output_bias, NULL, st, "", name, ".bias", 1, z->outputs, 1);
-    if (!good) return "output_projection" LUNAI_STREAM_UNREADABLE;
-  }
-  if (z->positions == LUNA_POSITIONS_LEARNED && !lunai_stream_parameter(s, &s->positions, NULL, st, "",
-      "embed_positions", ".weight", 2, z->max_length, z->dim))
-    return "embed_positions.weight is missing or of another shape";
-  if (z->pre_norm && (!lunai_stream_parameter(s, &s->norm_weight, NULL, st, "", "layer_norm", ".weight", 1, z->dim,
-                                              1) ||
-                      !lunai_stream_parameter(s, &s->norm_bias, NULL, st, "", "layer_norm", ".bias", 1, z->dim,
-                                              1))) return "layer_norm is missing or of another shape";
-  s->norm.weight = z->pre_norm ? &s->norm_weight : NULL;
-  s->norm.bias = z->pre_norm ? &s->norm_bias : NULL;
-  return NULL;
+/* the parameters beside the layers: of a model s->model is it, and its tensors become the stream's own */
+LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
+  lunai_part parts[LUNAI_MAX_PARTS];
+  if (!lunai_stream_own(s, s->parameters, parts, lunai_lm_parts(&s->model, parts), "", st)) return false;
+  if (!s->sizes.outputs) s->model.output.weight = s->model.embedding;
+  return true;
 }
 
 /* means and scales to the host; false: the device has failed */
 LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
   const int64_t k = s->sizes.features;
   const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->mean.data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->feature_scale.data, bytes, 2));
+  return k == 0 || (lunai_stream_move(s, s->standard, s->model.input.mean->data, bytes, 2) &&
+                    lunai_stream_move(s, s->standard + k, s->model.input.scale->data, bytes, 2));
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
@@ -17734,12 +19326,12 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
   layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
-  s->bump.start[0] = (char *)small;
-  s->bump.size[0] = sizeof small;
-  s->bump.size[1] = SIZE_MAX / 2;
+  s->bump.part[0].start = (char *)small;
+  s->bump.part[0].size = sizeof small;
+  s->bump.part[1].size = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_parameters(s, NULL) == NULL;
+  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
     good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_fold(s, &layer, NULL);
@@ -17750,9 +19342,10 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   return good;
 }
 
-LUNAI_INLINE void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t size) {
+  const size_t bytes = lunai_round((size_t)count * size);
   char *at = base ? base + *used : NULL;
-  *used += lunai_round((size_t)count * size);
+  *used = bytes > SIZE_MAX / 2 - *used ? SIZE_MAX / 2 : *used + bytes; /* too large to be had */
   return at;
 }
 /* Lays the stream out from `base` (null: only counts) and returns its bytes; on a device the values from
@@ -17770,7 +19363,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   lunai_stream_layer none, *layer = &none;
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
-  s->bump.start[0] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[0], 1);
+  s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
   if (device) {
     s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   }
@@ -17802,8 +19395,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
-  for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
-  s->bump.start[1] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[1], 1);
+  for (i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
+  s->bump.part[1].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
   return device ? host_size : used;
 }
@@ -17816,6 +19409,7 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   s->ctx.backend = luna_cpu_backend();
   wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
+  if (!wrong) lunai_lm_from_sizes(&s->sizes, &s->model.config);
   if (!wrong) wrong = lunai_stream_config(s, config);
   return wrong ? wrong : lunai_stream_measure(s, NULL) ? NULL : "a stream of these sizes is too large";
 }
@@ -17855,9 +19449,9 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
     lunai_stream_lay_out(s, (char *)s);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
   }
-  if (!wrong) wrong = lunai_stream_parameters(s, &st);
+  if (!wrong && !lunai_stream_model_open(s, &st)) wrong = s->ctx.error;
   for (i = 0; !wrong && i < s->sizes.layers; i++)
-    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = "a layer's tensor" LUNAI_STREAM_UNREADABLE;
+    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
   if (wrong) return NULL;
   memset(st.names, 0, st.tensors * sizeof(uint64_t));
@@ -17924,22 +19518,11 @@ LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, c
     good = true;
   }
   lunai_stream_lay_out(s, (char *)s);
+  good = good && lunai_stream_model_open(s, NULL);
   if (good) luna_stream_reset(s);
   if (good) return s;
   luna_stream_close(s);
   return NULL;
-}
-/* the stream's own tensors of a model's tables */
-LUNAI_FN void lunai_stream_tables(luna_stream *s, const luna_tensor *embedding, const luna_tensor *output,
-                                  const luna_tensor *positions, const luna_norm_layer *norm) {
-  if (embedding) (void)lunai_stream_parameter(s, &s->embedding, embedding, NULL, "", "", "", 2, 1, 1);
-  (void)lunai_stream_parameter(s, &s->output, output, NULL, "", "", "", 2, 1, 1);
-  if (positions) (void)lunai_stream_parameter(s, &s->positions, positions, NULL, "", "", "", 2, 1, 1);
-  if (!norm->weight) return;
-  (void)lunai_stream_parameter(s, &s->norm_weight, norm->weight, NULL, "", "", "", 1, 1, 1);
-  (void)lunai_stream_parameter(s, &s->norm_bias, norm->bias, NULL, "", "", "", 1, 1, 1);
-  s->norm.weight = &s->norm_weight;
-  s->norm.bias = &s->norm_bias;
 }
 /* ends opening; null when it has failed, which is reported to the context */
 LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
@@ -17964,20 +19547,11 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
     return NULL;
   }
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
-  if (lunai_stream_on_device(&first) && lunai_backend_result(ctx, "luna_stream_open",
-                                                             lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  if (lunai_stream_on_device(&first) &&
+      lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
+  first.model = *model;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, lunai_lm_output(model), model->positions, &model->norm);
-  if (model->output.bias)
-    (void)lunai_stream_parameter(s, &s->output_bias, model->output.bias, NULL, "", "", "", 1, 1, 1);
-  if (s->sizes.features) {
-    const luna_input_layer *in = &model->input;
-    (void)lunai_stream_parameter(s, &s->mean, in->mean, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->feature_scale, in->scale, NULL, "", "", "", 1, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection, in->projection.weight, NULL, "", "", "", 2, 1, 1);
-    (void)lunai_stream_parameter(s, &s->projection_bias, in->projection.bias, NULL, "", "", "", 1, 1, 1);
-  }
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
         lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
@@ -18030,10 +19604,13 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   memset(&config, 0, sizeof config);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = c->target_vocab; first.sizes.layers = c->decoder_layers; first.sizes.memory = p->shape[1];
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
   first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
   first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
   first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
   first.sizes.omega = c->encoder.layer.omega;
   first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
   first.sizes.max_length = c->max_target_length;
@@ -18042,11 +19619,15 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
+  lunai_lm_from_sizes(&first.sizes, &first.model.config);
+  first.model.embedding = model->embedding;
+  first.model.positions = model->positions;
+  first.model.norm = model->norm;
+  first.model.output.weight = model->output;
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
-  lunai_stream_tables(s, model->embedding, model->output, model->positions, &model->norm);
   good = lunai_stream_real(s, s->slots, s->batch, source) &&
-      lunai_stream_real(s, s->source_slots, source->batch, source);
+         lunai_stream_real(s, s->source_slots, source->batch, source);
   for (i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
            lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
@@ -18079,15 +19660,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = input->n;
+  const int64_t n = lunai_size(input->n), k = s ? s->sizes.features : 0;
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0 || n > INT64_MAX - s->position)
+  if (input->n < 1 || (k ? !input->features : !input->tokens))
+    s->error = k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
+  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  for (i = 0; !s->error && i < n * s->batch * k; i++)
+    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) s->error = LUNA_ERROR_STREAM_FEATURE;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     s->error = LUNA_ERROR_STREAM_POSITIONS;
   if (s->error) return NULL;
@@ -18129,7 +19713,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
-LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+LUNA_API lunai_int64 luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
 LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
@@ -18190,7 +19774,11 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 }
 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
-typedef struct lunai_stream_head { uint64_t magic; int64_t batch, position; lunai_lm_sizes sizes; } lunai_stream_head;
+typedef struct lunai_stream_head {
+  uint64_t magic;
+  lunai_int64 batch, position;
+  lunai_lm_sizes sizes;
+} lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(lunai_stream_head) + s->state_size : 0;
@@ -18211,7 +19799,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
   if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 ||
-      head.position > (int64_t)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
+      head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
     return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
@@ -18261,27 +19849,27 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   return low;
 }
 
-LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
+LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
-  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < vocab ? sampling->top_k : vocab;
+  const int64_t n = lunai_size(vocab);
+  int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
   int64_t i, above = 0, ties, pass;
   int32_t chosen = -1;
-  if (!logits || vocab < 1 || vocab > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature)))
-    return -1;
+  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
-  for (i = 0; i < vocab; i++) {
+  for (i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
   if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
-  if (k < vocab) limit = lunai_kth(logits, vocab, k, &above);
+  if (k < n) limit = lunai_kth(logits, n, k, &above);
   if (top_p < 1) {
-    const float nucleus = lunai_nucleus(logits, vocab, limit, max, temperature, top_p);
-    if (nucleus > limit) k = vocab;    /* all that are equal to it */
+    const float nucleus = lunai_nucleus(logits, n, limit, max, temperature, top_p);
+    if (nucleus > limit) k = n;    /* all that are equal to it */
     limit = nucleus;
   }
   counter[0] = (uint32_t)sampling->drawn;
@@ -18292,8 +19880,8 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
                                                     limit the first few count */
     double sum = 0;
-    for (ties = k - above, i = 0; i < vocab; i++) {
-      if (logits[i] < limit || (k < vocab && logits[i] == limit && ties-- <= 0)) continue;
+    for (ties = k - above, i = 0; i < n; i++) {
+      if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
       if (sum > target) return (int32_t)i;
@@ -18474,6 +20062,10 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
+#endif
+#ifdef LUNAI_SMALL_SIZES
+#undef int64_t
+#pragma pop_macro("INT64_MAX")
 #endif
 #endif /* !LUNAI_PASS */
 #endif /* LUNA_IMPLEMENTATION */

@@ -3,7 +3,7 @@
 
    A program says in a `struct samples` what there is, and for a sample's number writes its tokens and returns its label:
      batch_open(&s)                                  memory for batches: 0, or 2 after a sentence. batch_close() at the end
-     batch_random(&s, step)                          the batch of a training step
+     batch_random(&s, step)                          the batch of a training step: from --seed and the step alone
      batch_at(&s, first, count, at)                  the batch at `at` of samples first .. first + count - 1 */
 #define QUICK 500                    /* samples that validations during a training look at, at most */
 #define POOL 16                      /* batches fetched at once and sorted by length, so that little of a batch is padding */
@@ -11,33 +11,39 @@
 typedef struct samples {
   const char *title;
   int64_t vocab, classes, longest;   /* tokens 0 .. vocab - 1, at most `longest` in a sample; labels 0 .. classes - 1 */
+  int64_t parts;                     /* sequences of a sample, which follow one another in a batch; 0 = 1 */
   int64_t training, held;            /* samples to learn from; samples kept for validation, which come after them */
-  int32_t (*fetch)(int64_t index, int32_t *tokens, int32_t *length); /* writes sample `index`, returns its label */
+  int32_t (*fetch)(int64_t index, int32_t *tokens, int32_t *lengths); /* writes sample `index`, tokens [parts,longest],
+                                        lengths [parts]; returns its label */
+  luna_tensor *(*logits)(const luna_input *input); /* of a model that is no luna_classifier: [samples,classes] */
 } samples;
 
-typedef struct batch { luna_input input; const int32_t *labels; } batch; /* of the pool, until it is filled again */
+/* input: parts sequences of each of count samples. Of the pool, until it is filled again */
+typedef struct batch { luna_input input; int64_t count; const int32_t *labels; } batch;
 
 static struct pool {                 /* POOL batches of samples */
   int64_t first, count;              /* which samples lie here */
-  int32_t *tokens, *batch;           /* [rows, longest], and those of one batch [set.batch, its longest] */
-  int32_t *lengths, *labels, *order; /* order: samples by length */
-  int32_t *sorted_lengths, *sorted_labels;
+  int32_t *tokens, *batch;           /* [rows, parts, longest], and those of one batch [set.batch, parts, its longest] */
+  int32_t *lengths, *sorted_lengths; /* [rows, parts] */
+  int32_t *labels, *sizes, *order, *sorted_labels; /* sizes: of a sample's longest part; order: samples by size */
 } pool;
 
+TOOL int64_t parts_of(const samples *s) { return s->parts ? s->parts : 1; }
+
 TOOL int batch_open(const samples *s) {
-  size_t rows = POOL * (size_t)set.batch;
-  pool = (struct pool){ .tokens = (int32_t *)calloc(rows * (POOL + 1) / POOL, (size_t)s->longest * sizeof(int32_t)),
-                        .lengths = (int32_t *)calloc(rows, 5 * sizeof(int32_t)) };
+  const size_t rows = POOL * (size_t)set.batch, parts = (size_t)parts_of(s), sample = parts * (size_t)s->longest;
+  pool = (struct pool){ .tokens = (int32_t *)calloc(rows * (POOL + 1) / POOL, sample * sizeof(int32_t)),
+                        .lengths = (int32_t *)calloc(rows, (2 * parts + 4) * sizeof(int32_t)) };
   if (!pool.tokens || !pool.lengths) return fail("out of memory");
-  pool.batch = pool.tokens + rows * (size_t)s->longest;
-  pool.labels = pool.lengths + rows, pool.order = pool.labels + rows;
-  pool.sorted_lengths = pool.order + rows, pool.sorted_labels = pool.sorted_lengths + rows;
+  pool.batch = pool.tokens + rows * sample;
+  pool.sorted_lengths = pool.lengths + rows * parts, pool.labels = pool.sorted_lengths + rows * parts;
+  pool.sizes = pool.labels + rows, pool.order = pool.sizes + rows, pool.sorted_labels = pool.order + rows;
   return 0;
 }
 TOOL void batch_close(void) { free(pool.tokens), free(pool.lengths); }
 
 TOOL int by_length(const void *a, const void *b) {
-  int32_t i = *(const int32_t *)a, j = *(const int32_t *)b, more = pool.lengths[i] - pool.lengths[j];
+  int32_t i = *(const int32_t *)a, j = *(const int32_t *)b, more = pool.sizes[i] - pool.sizes[j];
   return more ? more : i - j;
 }
 
@@ -45,27 +51,31 @@ TOOL int by_length(const void *a, const void *b) {
 TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
   if (pool.count == count && pool.first == first) return;  /* they are here */
   pool.first = first, pool.count = count;
+  const int64_t parts = parts_of(s);
   for (int64_t i = 0; i < count; i++) {
     int64_t index = first < 0 ? (int64_t)(draw(0, -first, i) % (uint64_t)s->training) : first + i;
-    pool.labels[i] = s->fetch(index, pool.tokens + i * s->longest, &pool.lengths[i]);
-    pool.order[i] = (int32_t)i;
+    int32_t *lengths = pool.lengths + i * parts;
+    pool.labels[i] = s->fetch(index, pool.tokens + i * parts * s->longest, lengths);
+    pool.order[i] = (int32_t)i, pool.sizes[i] = 0;
+    for (int64_t p = 0; p < parts; p++) if (lengths[p] > pool.sizes[i]) pool.sizes[i] = lengths[p];
   }
   qsort(pool.order, (size_t)count, sizeof(int32_t), by_length);
   for (int64_t i = 0; i < count; i++) {
-    pool.sorted_lengths[i] = pool.lengths[pool.order[i]];
+    memcpy(pool.sorted_lengths + i * parts, pool.lengths + pool.order[i] * parts, (size_t)parts * sizeof(int32_t));
     pool.sorted_labels[i] = pool.labels[pool.order[i]];
   }
 }
 
-/* `rows` of the pool's samples from `at` on, in the order of their lengths. */
-TOOL batch pool_batch(const samples *s, int64_t at, int64_t rows) {
-  int64_t n = pool.sorted_lengths[at + rows - 1];          /* the longest is the last */
-  for (int64_t i = 0; i < rows; i++) {
-    int64_t length = pool.sorted_lengths[at + i];
-    memcpy(pool.batch + i * n, pool.tokens + pool.order[at + i] * s->longest, (size_t)length * sizeof(int32_t));
-    memset(pool.batch + i * n + length, 0, (size_t)(n - length) * sizeof(int32_t));
+/* `count` of the pool's samples from `at` on, in the order of their lengths. */
+TOOL batch pool_batch(const samples *s, int64_t at, int64_t count) {
+  const int64_t parts = parts_of(s), n = pool.sizes[pool.order[at + count - 1]]; /* the longest is the last */
+  const int32_t *lengths = pool.sorted_lengths + at * parts;
+  for (int64_t i = 0; i < count * parts; i++) {
+    const int64_t from = pool.order[at + i / parts] * parts + i % parts;
+    memcpy(pool.batch + i * n, pool.tokens + from * s->longest, (size_t)lengths[i] * sizeof(int32_t));
+    memset(pool.batch + i * n + lengths[i], 0, (size_t)(n - lengths[i]) * sizeof(int32_t));
   }
-  return (batch){ { pool.batch, pool.sorted_lengths + at, rows, n, NULL }, pool.sorted_labels + at };
+  return (batch){ { pool.batch, lengths, count * parts, n, NULL }, count, pool.sorted_labels + at };
 }
 
 TOOL batch batch_random(const samples *s, int64_t step) {  /* short and long batches by turns */
@@ -87,10 +97,10 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
   for (int64_t at = 0; logits && at < count; at += set.batch) {
     batch b = batch_at(s, first, count, at);
     luna_begin_inference(ctx);
-    luna_tensor *out = luna_classifier_forward(model, &b.input);
-    *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)b.input.batch / (double)count;
+    luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
+    *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)b.count / (double)count;
     if (luna_read(out, logits) != LUNA_OK) return free(logits), -1;
-    for (int64_t i = 0; i < b.input.batch; i++) {
+    for (int64_t i = 0; i < b.count; i++) {
       int32_t best = 0;
       for (int32_t c = 1; c < s->classes; c++)
         if (logits[i * s->classes + c] > logits[i * s->classes + best]) best = c;

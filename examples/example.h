@@ -3,7 +3,7 @@
    A program includes it once, after luna.h, and defines
      static struct settings set = { ... };                      its defaults of the common settings
      static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own rows
-     static const command commands[] = { ..., { 0 } };          their first letters differ; files with their format: "text: any file"
+     static const command commands[] = { ..., { 0 } };          files with their format: "text: any file"
      int main(int count, char **given) { return example("name", commands, flags, count, given); }
    example() reads the command line, tries whether the files that will be written can be, opens a context, runs the command, closes the
    context, and returns what the command returned: 0, or 2 after one sentence by fail().
@@ -53,7 +53,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 #endif
 
 static struct settings {             /* the settings that many examples have */
-  const char *out, *plot, *resume;
+  const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads, device;
   double lr, dropout;
 } set;
@@ -83,10 +83,17 @@ TOOL uint64_t draw(uint32_t purpose, int64_t step, int64_t row) {
   return ((uint64_t)random[0] << 32) | random[1];
 }
 
+TOOL uint64_t splitmix(uint64_t *state) {                  /* the next of a stream of random numbers [splitmix64] */
+  uint64_t z = *state += 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
 /* ---- the command line ---------------------------------------------------------------------------------------------- */
 
 typedef struct flag {
-  const char *name, *commands;       /* commands that take it, by their first letters */
+  const char *name, *commands;       /* commands that take it, by their letters */
   const char **text;                 /* where its value goes: one of these three */
   int64_t *whole;
   double *real;
@@ -107,6 +114,7 @@ typedef struct flag {
 #define FLAGS_TRAIN_OF(commands) \
   { "--out", commands, WRITES(set.out), "file to write the model to" }, \
   { "--plot", commands, WRITES(set.plot), "file to draw the loss in, SVG" }, \
+  { "--profile", commands, WRITES(set.profile), "file to write the time of each op to: a table, or .json" }, \
   { "--steps", commands, WHOLE(set.steps, 1, 1e9), "optimiser steps" }, \
   { "--batch", commands, WHOLE(set.batch, 1, 65536), "sequences a step" }, \
   { "--lr", commands, REAL(set.lr, 1e-9, 10), "learning rate, after warm-up and before its decay" }
@@ -134,6 +142,14 @@ typedef struct command {
   const char *help;
   int (*run)(luna_ctx *ctx, const char **words); /* words: the file names. Returns 0, or 2 after a sentence */
 } command;
+static const command *program_commands;
+
+/* A command's letter is its name's first, a capital where an earlier command has that. */
+TOOL bool takes(const command *c, const flag *f) {
+  char letter = *c->name;
+  for (const command *d = program_commands; d < c; d++) if (*d->name == *c->name) letter = (char)(letter - 'a' + 'A');
+  return strchr(f->commands, letter) != NULL;
+}
 
 typedef struct phrase { char text[120]; } phrase;          /* a short text, by value */
 TOOL phrase file_name(const command *c, int i) {
@@ -161,7 +177,7 @@ TOOL void flag_text(const flag *f, char *out, size_t size) { /* a number as one 
 TOOL phrase takers(const flag *f, const command *commands) { /* "train, eval": the commands that take a flag */
   phrase out = { "" };
   for (const command *c = commands; c->name; c++)
-    if (strchr(f->commands, *c->name)) strcat(strcat(out.text, *out.text ? ", " : ""), c->name);
+    if (takes(c, f)) strcat(strcat(out.text, *out.text ? ", " : ""), c->name);
   return out;
 }
 
@@ -189,7 +205,7 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
   fprintf(to, one ? "\nflags (default)\n" : "\nflags, which commands take them, what they say (default)\n");
   for (const flag *f = flags; f->name; f++) {
     char value[40];
-    if (one && !strchr(f->commands, *one->name)) continue;
+    if (one && !takes(one, f)) continue;
     flag_text(f, value, sizeof value);
     int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : f->real ? "X" : f->kind ? "NAME" : "N");
     fprintf(to, "%*s", width < 21 ? 21 - width : 1, "");
@@ -239,7 +255,7 @@ TOOL bool writable(const char *path) {
 /* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes otherwise. */
 TOOL int check_files(const command *c, const flag *flags, const char **words) {
   for (const flag *f = flags; f->name; f++) {
-    if (!f->text || !*f->text || !f->kind || strcmp(f->kind, "out") != 0 || !strchr(f->commands, *c->name)) continue;
+    if (!f->text || !*f->text || !f->kind || strcmp(f->kind, "out") != 0 || !takes(c, f)) continue;
     for (int i = 0; words[i]; i++)
       if (strcmp(words[i], *f->text) == 0) return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i).text);
     for (const flag *g = flags; g->name; g++)
@@ -256,7 +272,7 @@ TOOL int parse_flag(const command *c, const flag *flags, int count, char **given
   const char *word = given[*at];
   const size_t size = strcspn(word, "=");
   const flag *f = flags;
-  while (f->name && (strlen(f->name) != size || memcmp(f->name, word, size) != 0 || !strchr(f->commands, *c->name))) f++;
+  while (f->name && (strlen(f->name) != size || memcmp(f->name, word, size) != 0 || !takes(c, f))) f++;
   if (!f->name)
     return fail("this command has no flag %.*s; see %s %s --help", (int)size, word, program, c->name);
   const char *next = *at + 1 < count ? given[*at + 1] : "";
@@ -281,10 +297,21 @@ TOOL int parse(const command *c, const flag *flags, int count, char **given, con
   return check_files(c, flags, words);
 }
 
+TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
+TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
+  const size_t size = strlen(set.profile);
+  const bool json = size > 5 && strcmp(set.profile + size - 5, ".json") == 0;
+  FILE *file = fopen(set.profile, "w");
+  if (!file) return fail("cannot write %s: %s", set.profile, strerror(errno));
+  luna_profile_end(ctx);
+  luna_profile_write(ctx, json ? LUNA_PROFILE_JSON : LUNA_PROFILE_TABLE, write_text, file);
+  return fclose(file) == 0 ? 0 : fail("cannot write %s: %s", set.profile, strerror(errno));
+}
+
 TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
-  program = name;
+  program = name, program_commands = commands;
   if (asks_help(word)) return usage(stdout, commands, flags, NULL), 0;
   while (c->name && strcmp(c->name, word) != 0) c++;
   if (!c->name) {
@@ -303,7 +330,9 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
   if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
 #endif
   luna_ctx *ctx = luna_open(&options);
+  if (ctx && set.profile) luna_profile_begin(ctx);
   int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
+  if (status == 0 && set.profile) status = write_profile(ctx);
   luna_close(ctx);
   return status;
 }

@@ -70,10 +70,10 @@ static void attention(int queries, int keys, const float *q, const float *k, con
 static void feed_forward(float *x, const luna_encoder_layer *layer) {
   float hidden[n * ffn];
   matrix y;
-  linear(n, d, ffn, x, &layer->fc1, hidden);
+  linear(n, d, ffn, x, &layer->feed_forward.fc1, hidden);
   for (int i = 0; i < n * ffn; i++) hidden[i] = fmaxf(hidden[i], 0);
-  linear(n, ffn, d, hidden, &layer->fc2, y);
-  add_norm(n, x, y, &layer->final_norm);
+  linear(n, ffn, d, hidden, &layer->feed_forward.fc2, y);
+  add_norm(n, x, y, &layer->feed_forward.norm);
 }
 
 /* (2) A Transformer's layer: X_A = LayerNorm(Attn(X, X) + X), X' = LayerNorm(FFN(X_A) + X_A) */

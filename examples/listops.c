@@ -14,6 +14,7 @@
 
 #include "example.h"
 #include "tokens.h"
+#include "lists.h"
 #include "classifier.h"
 
 static struct settings set = {
@@ -43,91 +44,13 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- lists --------------------------------------------------------------------------------------------------------- */
+/* ---- lists, made or from a file ------------------------------------------------------------------------------------- */
 
-typedef struct maker { uint64_t random; int32_t *tokens; int64_t size; } maker;
+static list_file file;
 
-static int64_t below(maker *m, int64_t n) {                /* splitmix64 */
-  uint64_t z = m->random += 0x9E3779B97F4A7C15u;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return (int64_t)((z ^ (z >> 31)) % (uint64_t)n);
-}
-
-static int32_t apply(int32_t operation, const int *counts, int64_t members) { /* counts[d]: members that are d */
-  int sum = 0, low = 0, high = 0, min = 9, max = 0;
-  int64_t seen = 0;
-  for (int d = 0; d < 10; d++) {
-    if (counts[d] == 0) continue;
-    if (seen <= (members - 1) / 2) low = d;                /* the middle two; one and the same when members are odd */
-    if (seen <= members / 2) high = d;
-    seen += counts[d], sum += counts[d] % 10 * d, max = d;
-    if (d < min) min = d;
-  }
-  return operation == MIN ? min : operation == MAX ? max : operation == MED ? (low + high) / 2 : sum % 10;
-}
-
-/* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it may be. */
-static int32_t make(maker *m, int64_t depth) {
-  bool list = depth < own.depth && below(m, 4) == 0;
-  if (m->size + depth > own.longest) return -1;             /* no room for this and the ends of the lists around it */
-  if (!list) return m->tokens[m->size++] = (int32_t)below(m, 10);
-  int64_t members = 2 + below(m, own.args - 1);
-  int32_t operation = m->tokens[m->size++] = MIN + (int32_t)below(m, 4), counts[10] = { 0 };
-  for (int64_t i = 0; i < members; i++) {
-    int32_t value = make(m, depth + 1);
-    if (value < 0) return -1;
-    counts[value]++;
-  }
-  m->tokens[m->size++] = END;
-  return apply(operation, counts, members);
-}
-
-static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *length) {
-  maker m = { draw(1, index, 0), tokens, 0 };
-  int32_t value;
-  do m.size = 0, value = make(&m, 1); while (value < 0 || m.size < own.shortest);
-  *length = (int32_t)m.size;
-  return value;
-}
-
-/* ---- lists from a file --------------------------------------------------------------------------------------------- */
-
-static struct { contents text; struct { unsigned char *tokens; int32_t size, answer; } *lists; int64_t count; } file;
-
-static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
-  for (int32_t i = 0; i < file.lists[index].size; i++) tokens[i] = file.lists[index].tokens[i];
-  *length = file.lists[index].size;
-  return file.lists[index].answer;
-}
-
-static int read_lists(void) {
-  int64_t at = 0, length = 0, lines = 1, number = 0;
-  unsigned char *line;
-  own.longest = 1;
-  if (read_file(own.data, &file.text)) return 2;
-  for (int64_t i = 0; i < file.text.size; i++) lines += file.text.data[i] == '\n';
-  if ((file.lists = malloc((size_t)lines * sizeof *file.lists)) == NULL) return fail("out of memory");
-  while ((line = (unsigned char *)next_line(file.text, &at, &length)) != NULL) {
-    int64_t from = 2, size = 0;
-    number++;
-    if (length == 0) continue;
-    if (length < 3 || *line < '0' || *line > '9' || line[1] != '\t')
-      return fail("%s: line %lld is not an answer, a tab and a list", own.data, (long long)number);
-    file.lists[file.count].answer = *line - '0';
-    while (from < length) {
-      int s = line[from] == ' ' || line[from] == '(' || line[from] == ')' ? SYMBOLS : symbol(line, length, &from);
-      if (s < 0) return fail("%s: line %lld has something that is no digit, operator or bracket", own.data, (long long)number);
-      if (s == SYMBOLS) from++;
-      else line[size++] = (unsigned char)s;                /* no symbol is longer than its text: they take its place */
-    }
-    if (size == 0 || size > 100000) return fail("%s: line %lld has no list, or too long a one", own.data, (long long)number);
-    if (size > own.longest) own.longest = size;
-    file.lists[file.count].tokens = line;
-    file.lists[file.count++].size = (int32_t)size;
-  }
-  return file.count >= 10 ? 0 : fail("%s has %lld lists; the minimum is 10", own.data, (long long)file.count);
-}
+static list_sizes sizes(void) { return (list_sizes){ own.shortest, own.longest, own.depth, own.args }; }
+static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *length) { return list_make(sizes(), draw(1, index, 0), INT64_MAX, tokens, length); }
+static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) { return list_fetch(&file, index, tokens, length); }
 
 /* ---- training ------------------------------------------------------------------------------------------------------ */
 
@@ -141,7 +64,8 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
+    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   if (!adam) return failed(ctx);
   printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
@@ -166,20 +90,19 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
 
 /* What there is to learn: made lists, practically without end, or the file's. */
 static int open_lists(samples *s) {
-  if (own.data && read_lists()) return 2;
+  if (own.data && lists_read(&file, own.data)) return 2;
+  if (own.data) own.longest = file.longest;
   *s = (samples){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10, .longest = own.longest,
     .training = (int64_t)1 << 40, .held = own.held, .fetch = fetch_made };
   if (own.data) {
     s->fetch = fetch_read, s->held = own.held < file.count / 10 ? own.held : file.count / 10, s->training = file.count - s->held;
     return 0;
   }
-  int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
+  int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t)), length;
   if (!tokens) return fail("out of memory");
-  maker m = { (uint64_t)set.seed, tokens, 0 };
-  int64_t tries = 0;
-  do m.size = 0; while ((make(&m, 1) < 0 || m.size < own.shortest) && ++tries < 1000000);
+  const bool made = list_make(sizes(), (uint64_t)set.seed, 1000000, tokens, &length) >= 0;
   free(tokens);
-  return tries < 1000000 ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be made", (long long)own.shortest, (long long)own.longest);
+  return made ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be made", (long long)own.shortest, (long long)own.longest);
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -188,7 +111,7 @@ static int train(luna_ctx *ctx, const char **words) {
   (void)words;
   if (!status && (status = batch_open(&s)) == 0) status = learn(ctx, luna_params_open(ctx), &s);
   batch_close();
-  free(file.lists), free(file.text.data);
+  lists_close(&file);
   return status;
 }
 
@@ -199,7 +122,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   if (!status) status = open_lists(&s);
   if (!status && !own.data) s.training = 0;
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
-  free(file.lists), free(file.text.data);
+  lists_close(&file);
   return status;
 }
 

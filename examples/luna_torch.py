@@ -6,37 +6,37 @@
      model = luna_torch.LM(vocab=256, layers=2, dim=128, heads=4)  or Classifier, MaskedLM, Seq2Seq, to train here
      luna_torch.save(model, "model.safetensors")                   what luna_load_model opens
 
-A config has luna.h's fields by name: enums by value, flags 0 or 1, dropouts in 10^-9, and luna.h's defaults. Luna attention
-alone; equations are those of arXiv 2106.01540v2. Needs torch and nothing else. Not made for speed: (7) stores n d l numbers."""
-import ctypes, json, math, struct
+A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. Of tokens, with Luna attention
+alone; equations are those of arXiv 2106.01540v2. Needs torch alone. Not made for speed: (7) stores n d l numbers."""
+import json, math, struct
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x: F.softplus(x, math.log(2))]
+ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x: F.softplus(x, math.log(2)), torch.sigmoid, F.silu, torch.tanh]
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-TIED, FULL = 0, 1                                                  # luna_sharing
+TIED, FULL, NO_KEY, QK = range(4)                                  # luna_sharing
 NO_POSITIONS, SINUSOIDAL, LEARNED = 1, 2, 3                        # luna_positions
 CLS, MEAN, MEMORY, MEMORY_BATCH = 1, 2, 3, 4                       # luna_pooling
 
 class Config(dict):
+    def __init__(self, given, **defaults):
+        super().__init__(vocab=256, layers=2, dim=128, heads=4, memory=16, max_length=512, activation=1, **defaults)
+        self.update((name, value) for name, value in given.items() if value)
+        self.setdefault("ffn", 4 * self.dim)
+        if self.attention or self.features: raise ValueError("luna_torch has Luna attention and tokens alone")
     def __getattr__(self, name): return self.get(name, 0)
 
-def linear(rows, columns, gain=1.0, bias=True):
-    layer = nn.Linear(columns, rows, bias)
-    nn.init.xavier_uniform_(layer.weight, gain)
-    if bias: nn.init.zeros_(layer.bias)
-    return layer
-
 def table(c, rows): return nn.Parameter(torch.randn(rows, c.dim) / math.sqrt(c.dim))
-def split(x, heads): return x.unflatten(-1, (heads, -1)).transpose(1, 2)             # [batch,n,h d_h] -> [batch,h,n,d_h]
-def merge(x): return x.transpose(1, 2).flatten(2)
+def norm(c): return nn.RMSNorm(c.dim, 1e-5) if c.norm else nn.LayerNorm(c.dim)
 def masked(x, real): return x if real is None else x * real[..., None]              # real [batch,n]: not padding; None: all
-def real_of(tokens, lengths): return None if lengths is None else torch.arange(tokens.shape[1], device=tokens.device)[None] < lengths[:, None]
+def real_of(x, lengths): return None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+def split(x, heads): return x.unflatten(-1, (heads, -1)).transpose(1, 2)            # [batch,n,h d_h] -> [batch,h,n,d_h]
 
 def attention(q, k, v, heads, real, dropout):                      # (1); of no real key: zeros
-    y = F.scaled_dot_product_attention(split(q, heads), split(k, heads), split(v, heads), None if real is None else real[:, None, None], dropout)
-    return merge(y if real is None else y.masked_fill(~real.any(1)[:, None, None, None], 0))
+    seen = None if real is None else real[:, None, None]
+    y = F.scaled_dot_product_attention(split(q, heads), split(k, heads), split(v, heads), seen, dropout).transpose(1, 2).flatten(2)
+    return y if real is None else y.masked_fill(~real.any(1)[:, None, None], 0)
 
 def causal_product(x, y, z):                                       # (7) F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j
     sums = torch.cumsum(y[..., :, None] * z[..., None, :], 2)
@@ -46,44 +46,54 @@ class Part(nn.Module):
     def __init__(self, c, linears=(), norms=()):
         super().__init__()
         self.c = c
-        for name in linears: setattr(self, name, linear(c.dim, c.dim, 1 if name == "out_proj" else math.sqrt(0.5)))
-        for name in norms: setattr(self, name, nn.LayerNorm(c.dim))
-    def drop(self, x): return F.dropout(x, self.c.dropout * 1e-9, self.training)
-    def attention_dropout(self): return self.c.attention_dropout * 1e-9 if self.training else 0.0
+        for name in norms: setattr(self, name, norm(c))
+        for name in linears: self.linear(name, c.dim, c.dim, 1 if name == "out_proj" else math.sqrt(0.5))
+    def linear(self, name, rows, columns, gain=1.0, bias=True):
+        setattr(self, name, layer := nn.Linear(columns, rows, bias))
+        nn.init.xavier_uniform_(layer.weight, gain)
+        if bias: nn.init.zeros_(layer.bias)
+    def drop(self, x, which="dropout"): return F.dropout(x, self.c.get(which, 0) * 1e-9, self.training)
 
 class NestedAttention(Part):                                       # (3), (4), (5)
     def __init__(self, c):
-        shared = [["pc_proj", "c_proj"], ["pk_proj", "pv_proj", "k_proj", "v_proj"], ["pv_proj", "v_proj"], ["pv_proj", "v_proj"]]
-        super().__init__(c, ["pq_proj", "q_proj", "out_proj"] + shared[c.sharing])
-    def projected(self, context, q, k, v, kv):                     # key and value: tied, full, no key, shared with the query's
-        value = self._modules[kv if self.c.sharing == TIED else v](context)
-        return [value, self._modules[k](context) if self.c.sharing == FULL else None, context, self._modules[q](context)][self.c.sharing], value
+        self.value = "c_proj" if c.sharing == TIED else "v_proj"   # NO_KEY: the key is the context itself
+        self.key = {TIED: "c_proj", FULL: "k_proj", NO_KEY: None, QK: "q_proj"}[c.sharing]
+        names = {"q_proj", self.key, self.value} - {None}
+        super().__init__(c, ["out_proj", *names, *("p" + name for name in names)])
+    def attend(self, prefix, x, context, heads, real):
+        q, k, v = (self._modules[prefix + name](y) if name else y for name, y in (("q_proj", x), (self.key, context), (self.value, context)))
+        return attention(q, k, v, heads, real, self.c.attention_dropout * 1e-9 if self.training else 0.0)
     def forward(self, x, p, context, real):
-        slots = None if real is None else real[:, :p.shape[1]]
-        y_p = attention(self.pq_proj(p), *self.projected(context, "pq_proj", "pk_proj", "pv_proj", "pc_proj"), self.c.pack_heads or self.c.heads,
-                        real, self.attention_dropout())
-        y = attention(self.q_proj(x), *self.projected(y_p, "q_proj", "k_proj", "v_proj", "c_proj"), self.c.heads, slots, self.attention_dropout())
-        return self.out_proj(y), y_p
+        y_p = self.attend("p", p, context, self.c.pack_heads or self.c.heads, real)
+        y_x = self.attend("", x, y_p, self.c.heads, None if real is None else real[:, :p.shape[1]])
+        return self.out_proj(y_x), y_p
 
 class CausalAttention(Part):                                       # section 3.3
-    def __init__(self, c): super().__init__(c, ["pq_proj", "pc_proj", "q_proj"] + (["k_proj", "v_proj"] if c.sharing else ["c_proj"]) + ["out_proj"])
+    def __init__(self, c):
+        self.key, self.value = ("k_proj", "v_proj") if c.sharing == FULL else ("c_proj", "c_proj")
+        super().__init__(c, ["pq_proj", "pc_proj", "q_proj", "out_proj", *{self.key, self.value}])
     def forward(self, x, p, slots=None):
-        h, scale = self.c.heads, math.sqrt(self.c.heads / self.c.dim)
-        k, v = (split(self._modules[name](x), h) for name in (["k_proj", "v_proj"] if self.c.sharing else ["c_proj", "c_proj"]))
-        pack = ACTIVATION[self.c.omega or 5](split(self.pc_proj(x), h) @ split(self.pq_proj(p) * scale, h).mT)
-        unpack = causal_product(split(self.q_proj(x) * scale, h), k, pack)
-        unpack = torch.softmax(unpack if slots is None else unpack.masked_fill(~slots[:, None, None], -math.inf), -1)
-        return self.out_proj(merge(causal_product(F.dropout(unpack, self.attention_dropout()), pack, v)))
+        pq, pc, q, k, v = (split(self._modules[name](y), self.c.heads) for name, y in
+                           (("pq_proj", p), ("pc_proj", x), ("q_proj", x), (self.key, x), (self.value, x)))
+        scale = math.sqrt(self.c.heads / self.c.dim)
+        pack = ACTIVATION[self.c.omega or 5](pc @ (pq * scale).mT)
+        unpack = causal_product(q * scale, k, pack)
+        if slots is not None: unpack = unpack.masked_fill(~slots[:, None, None], -math.inf)
+        y = causal_product(self.drop(torch.softmax(unpack, -1), "attention_dropout"), pack, v)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
 
 class Layer(Part):                                                 # (6), and its form with the norms first
     def __init__(self, c, *norms):
         super().__init__(c, norms=norms + ("final_layer_norm",))
-        self.fc1, self.fc2 = linear(c.ffn, c.dim), linear(c.dim, c.ffn)
+        self.linear("fc1", c.ffn, c.dim)
+        self.linear("fc2", c.dim, c.ffn)
+        if c.gated: self.linear("fc3", c.ffn, c.dim)
     def normed(self, x, norm): return norm(x) if self.c.pre_norm else x
     def residual(self, x, y, norm): return x + self.drop(y) if self.c.pre_norm else norm(x + self.drop(y))
     def feed_forward(self, x):
-        y = ACTIVATION[self.c.activation](self.fc1(self.normed(x, self.final_layer_norm)))
-        return self.residual(x, self.fc2(F.dropout(y, self.c.activation_dropout * 1e-9, self.training)), self.final_layer_norm)
+        y = self.normed(x, self.final_layer_norm)
+        hidden = ACTIVATION[self.c.activation](self.fc1(y)) * (self.fc3(y) if self.c.gated else 1)
+        return self.residual(x, self.fc2(self.drop(hidden, "activation_dropout")), self.final_layer_norm)
     def nested(self, attn, x, p, context, real, norm, memory_norm):
         y, q = self.normed(x, norm), self.normed(p, memory_norm)
         y_x, y_p = attn(y, q, y if context is None else context, real)
@@ -105,79 +115,64 @@ class DecoderLayer(Layer):
         self.self_attn, self.encoder_attn = CausalAttention(c), NestedAttention(c)
     def forward(self, x, p, context, real):
         y = self.self_attn(self.normed(x, self.self_attn_layer_norm), p, None if real is None else real[:, :p.shape[1]])
-        x, p = self.nested(self.encoder_attn, self.residual(x, y, self.self_attn_layer_norm), p, context, real,
-                           self.encoder_attn_layer_norm, self.encoder_atten_proj_layer_norm)
+        x = self.residual(x, y, self.self_attn_layer_norm)
+        x, p = self.nested(self.encoder_attn, x, p, context, real, self.encoder_attn_layer_norm, self.encoder_atten_proj_layer_norm)
         return self.feed_forward(x), p
-
-class Convolution(nn.Module):                                      # depthwise, over this token and those before
-    def __init__(self, c):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.empty(c.dim, c.convolution).uniform_(-0.1, 0.1)), nn.Parameter(torch.zeros(c.dim))
-        self.weight.data[:, -1] += 1
-    def forward(self, x): return F.conv1d(F.pad(x.mT, (self.weight.shape[1] - 1, 0)), self.weight[:, None], self.bias, groups=len(self.bias)).mT
 
 class CausalLayer(Layer):
     def __init__(self, c):
         super().__init__(c, "self_attn_layer_norm")
-        self.self_attn, self.projected_embeddings = CausalAttention(c), table(c, c.memory)
-        self.conv = Convolution(c) if c.convolution else nn.Identity()
+        self.self_attn, self.projected_embeddings, self.conv = CausalAttention(c), table(c, c.memory), nn.Identity()
+        if c.convolution:                                          # over this token and those before
+            self.conv = nn.Conv1d(c.dim, c.dim, c.convolution, groups=c.dim)
+            self.conv.weight.data.uniform_(-0.1, 0.1)[..., -1] += 1
     def forward(self, x):
-        y = self.self_attn(self.conv(self.normed(x, self.self_attn_layer_norm)), self.projected_embeddings[None])
-        return self.feed_forward(self.residual(x, y, self.self_attn_layer_norm))
+        y = self.normed(x, self.self_attn_layer_norm)
+        if self.c.convolution: y = self.conv(F.pad(y.mT, (self.c.convolution - 1, 0))).mT
+        return self.feed_forward(self.residual(x, self.self_attn(y, self.projected_embeddings[None]), self.self_attn_layer_norm))
 
 class Embedded(Part):                                              # tokens and positions to vectors
     def __init__(self, c, vocab, max_length, norms):
         super().__init__(c, norms=norms)
-        tables = {"embed_tokens": vocab, "embed_positions": c.first_position + max_length if c.positions == LEARNED else 0}
-        for name, rows in tables.items():
-            if rows: setattr(self, name, nn.Embedding(rows, c.dim, _weight=table(c, rows).data))
-    def scale(self): return 1 if self.c.embedding_scale == 1 or (not self.c.embedding_scale and self.c.positions == LEARNED) else math.sqrt(self.c.dim)
-    def sinusoids(self, first, n):
-        half = self.c.dim // 2
-        angles = torch.exp(torch.arange(half) * -(math.log(10000) / max(half - 1, 1))).double() * torch.arange(first, first + n)[:, None]
-        return F.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, self.c.dim % 2)).float()
-    def embed(self, tokens, real, keep_padding, weight, norm=None):
-        x, first, n = F.embedding(tokens, weight) * self.scale(), self.c.first_position, tokens.shape[1]
-        if self.c.positions == SINUSOIDAL: x = x + self.sinusoids(first, n).to(x)
-        if self.c.positions == LEARNED: x = x + self.embed_positions.weight[first:first + n]
-        if keep_padding: x = masked(x, real)
-        x = self.drop(norm(x) if norm else x)
+        if vocab: self.embed_tokens = nn.Embedding(vocab, c.dim, _weight=table(c, vocab))
+        rows = c.first_position + max_length
+        if c.positions == LEARNED: self.embed_positions = nn.Embedding(rows, c.dim, _weight=table(c, rows))
+        self.scale = 1 if c.embedding_scale == 1 or (not c.embedding_scale and c.positions == LEARNED) else math.sqrt(c.dim)
+    def positioned(self, x, first, learned=True):
+        rows, half = torch.arange(first, first + x.shape[-2], device=x.device), self.c.dim // 2
+        if self.c.positions == LEARNED and learned: return x + self.embed_positions(rows)
+        if self.c.positions != SINUSOIDAL: return x
+        angles = torch.exp(torch.arange(half) * -(math.log(10000) / max(half - 1, 1))).double().to(x.device) * rows[:, None]
+        return x + F.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, self.c.dim % 2)).to(x)
+    def embed(self, tokens, real, keep_padding, weight, norm=nn.Identity()):
+        x = self.positioned(F.embedding(tokens, weight) * self.scale, self.c.first_position)
+        x = self.drop(norm(masked(x, real if keep_padding else None)))
         return x if keep_padding else masked(x, real)
 
 class Encoder(Embedded):
     def __init__(self, c):
-        memory = not c.own_memory
-        norms = ["emb_layer_norm"] + ["proj_emb_layer_norm"] * memory if c.norm_embedding else []
-        super().__init__(c, c.vocab, c.max_length, norms + (["layer_norm", "proj_layer_norm"] if c.pre_norm else []))
-        if memory: self.projected_embeddings = table(c, c.memory)
+        norms = (["emb_layer_norm", "proj_emb_layer_norm"] if c.norm_embedding else []) + (["layer_norm", "proj_layer_norm"] if c.pre_norm else [])
+        super().__init__(c, c.vocab, c.max_length, [name for name in norms if name != "proj_emb_layer_norm" or not c.own_memory])
+        if not c.own_memory: self.projected_embeddings = table(c, c.memory)
         self.layers = nn.ModuleList(EncoderLayer(c) for _ in range(1 if c.tied_layers else c.layers))
     def forward(self, tokens, lengths=None, p=None):               # -> X [batch,n,d], P [batch,l,d]
-        c, norms, real = self.c, self._modules, real_of(tokens, lengths)
-        x = self.embed(tokens, real, c.keep_padding, self.embed_tokens.weight, norms.get("emb_layer_norm"))
+        c, real, one = self.c, real_of(tokens, lengths), nn.Identity()
+        x = self.embed(tokens, real, c.keep_padding, self.embed_tokens.weight, self._modules.get("emb_layer_norm", one))
         if p is None and not c.own_memory:
             slots = min(c.memory, tokens.shape[1] if real is None else max(1, int(lengths.max())))
-            p = self.projected_embeddings[:slots] * self.scale()
-            if c.positions == SINUSOIDAL: p = p + self.sinusoids(0, slots).to(p)
-            p = self.drop(norms.get("proj_emb_layer_norm", nn.Identity())(p).expand(len(x), -1, -1))
+            p = self.positioned(self.projected_embeddings[:slots] * self.scale, 0, learned=False)
+            p = self.drop(self._modules.get("proj_emb_layer_norm", one)(p).expand(len(x), -1, -1))
             if real is not None and not c.keep_padding: p = masked(p, real[:, :slots])
         for i in range(c.layers): x, p = self.layers[0 if c.tied_layers else i](x, p, real)
         if c.pre_norm: x, p = self.layer_norm(x), self.proj_layer_norm(p)
         return x if c.keep_padding else masked(x, real), p
 
-def config_of(given, **defaults):
-    c = Config(vocab=256, layers=2, dim=128, heads=4, memory=16, max_length=512, activation=1, **defaults)
-    c.update((name, value) for name, value in given.items() if value)
-    c.setdefault("ffn", 4 * c.dim)
-    if c.attention or c.features: raise ValueError("luna_torch has Luna attention and tokens alone")
-    return c
-
 class LM(Embedded):
     kind = "causal_lm"
     def __init__(self, **config):
-        c = config_of(config, omega=5, positions=NO_POSITIONS)
+        c = Config(config, omega=5, positions=NO_POSITIONS, embedding_scale=1)
         super().__init__(c, c.vocab, c.max_length, ["layer_norm"] if c.pre_norm else [])
         self.layers = nn.ModuleList(CausalLayer(c) for _ in range(c.layers))
-    def scale(self): return 1
     def forward(self, tokens, lengths=None):                       # -> logits [batch,n,vocab]
         x = self.embed(tokens, None, True, self.embed_tokens.weight)
         for layer in self.layers: x = layer(x)
@@ -186,50 +181,47 @@ class LM(Embedded):
 class Classifier(Part):
     kind = "classifier"
     def __init__(self, **config):
-        super().__init__(config_of({"classes": 2, "pooling": MEMORY, "positions": SINUSOIDAL, **config}))
-        features = self.c.dim * (4 if self.c.pair else 1)
-        self.encoder = Encoder(self.c)
-        self.pre_logits = nn.Sequential(linear(self.c.pre_logits, features), nn.GELU()) if self.c.pre_logits else nn.Identity()
-        self.sentence_projection_layer = linear(self.c.classes, self.c.pre_logits or features, bias=False)
+        super().__init__(Config({"classes": 2, "pooling": MEMORY, "positions": SINUSOIDAL, **config}))
+        features, hidden = self.c.dim * (4 if self.c.pair else 1), self.c.pre_logits
+        self.encoder, self.pre_logits = Encoder(self.c), Part(self.c)
+        if hidden: self.pre_logits.linear("0", hidden, features)
+        self.linear("sentence_projection_layer", self.c.classes, hidden or features, bias=False)
     def pool(self, tokens, lengths):
         x, p = self.encoder(tokens, lengths)
         if self.c.pooling == CLS: return x[:, 0]
         rows = x if self.c.pooling == MEAN else p
         if lengths is None or self.c.pooling == MEMORY_BATCH: return rows.mean(1)
         return masked(rows, real_of(rows, lengths)).sum(1) / lengths.clamp(1, rows.shape[1])[:, None]
-    def forward(self, tokens, lengths=None, tokens2=None, lengths2=None): # -> logits [batch,classes]
-        a = self.pool(tokens, lengths)
+    def forward(self, tokens, lengths=None, tokens2=None, lengths2=None): # -> logits [batch,classes], or [batch,n,classes]
+        a = self.encoder(tokens, lengths)[0] if self.c.per_step else self.pool(tokens, lengths)
         if self.c.pair: a = torch.cat([a, b := self.pool(tokens2, lengths2), a * b, a - b], 1)
-        return self.sentence_projection_layer(self.drop(self.pre_logits(a)))
+        if self.c.pre_logits: a = F.gelu(self.pre_logits._modules["0"](a))
+        return self.sentence_projection_layer(self.drop(a))
 
 class MaskedLM(Part):
     kind = "masked_lm"
     def __init__(self, **config):
-        super().__init__(config_of({"vocab": 257, "positions": SINUSOIDAL, **config}))
-        self.encoder, self.lm_head = Encoder(self.c), Part(self.c, norms=["layer_norm"])
-        self.lm_head.dense, self.lm_head.bias = linear(self.c.dim, self.c.dim), nn.Parameter(torch.zeros(self.c.vocab))
+        super().__init__(Config({"vocab": 257, "positions": SINUSOIDAL, **config}))
+        self.encoder, self.lm_head = Encoder(self.c), Part(self.c, ["dense"], ["layer_norm"])
+        self.lm_head.bias = nn.Parameter(torch.zeros(self.c.vocab))
     def forward(self, tokens, lengths=None):                       # -> logits [batch,n,vocab]
         x = self.lm_head.layer_norm(F.gelu(self.lm_head.dense(self.encoder(tokens, lengths)[0])))
         return F.linear(x, self.encoder.embed_tokens.weight, self.lm_head.bias)
 
-class Decoder(Embedded):
-    def __init__(self, c):
-        vocab = c.target_vocab or c.vocab
-        super().__init__(c, 0 if c.share_embeddings else vocab, c.max_target_length or c.max_length, ["layer_norm", "proj_layer_norm"] if c.pre_norm else [])
-        self.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.decoder_layers or c.layers))
-        if c.separate_output: self.output_projection = nn.Linear(c.dim, vocab, bias=False)
-
 class Seq2Seq(Part):
     kind = "seq2seq"
     def __init__(self, **config):
-        super().__init__(config_of({"positions": SINUSOIDAL, "embedding_scale": 2, **config}))
-        self.encoder, self.decoder = Encoder(self.c), Decoder(self.c)
+        super().__init__(c := Config({"positions": SINUSOIDAL, "embedding_scale": 2, **config}))
+        vocab, norms = c.target_vocab or c.vocab, ["layer_norm", "proj_layer_norm"] if c.pre_norm else []
+        self.encoder = Encoder(c)
+        self.decoder = Embedded(c, 0 if c.share_embeddings else vocab, c.max_target_length or c.max_length, norms)
+        self.decoder.layers = nn.ModuleList(DecoderLayer(c) for _ in range(c.decoder_layers or c.layers))
+        if c.separate_output: self.decoder.linear("output_projection", vocab, c.dim, bias=False)
     def forward(self, source, source_lengths, target, target_lengths=None): # -> logits [batch,m,target_vocab]
-        d, real = self.decoder, real_of(source, source_lengths)
-        weight = (self.encoder if self.c.share_embeddings else d).embed_tokens.weight
+        d, weight = self.decoder, (self.encoder if self.c.share_embeddings else self.decoder).embed_tokens.weight
         context, p = self.encoder(source, source_lengths)
         x = d.embed(target, real_of(target, target_lengths), True, weight)
-        for layer in d.layers: x, p = layer(x, p, context, real)
+        for layer in d.layers: x, p = layer(x, p, context, real_of(source, source_lengths))
         return F.linear(d.layer_norm(x) if self.c.pre_norm else x, d.output_projection.weight if self.c.separate_output else weight)
 
 def load(path):
@@ -240,21 +232,18 @@ def load(path):
     if meta.get("luna.kind") not in kinds: raise ValueError(path + " holds no model of luna.h")
     model = kinds[meta["luna.kind"]](**{key[5:]: int(value) for key, value in meta.items() if key.startswith("luna.") and value.isdigit() and len(value) < 10})
     model.pairs = {key: value for key, value in meta.items() if not key.startswith("luna.")}
-    tensors = {name: torch.frombuffer(data, dtype=DTYPES[t["dtype"]], offset=start + t["data_offsets"][0], count=math.prod(t["shape"]))
-               .float().reshape(t["shape"]) for name, t in header.items() if not name.startswith("luna.")} # luna.: an optimiser's
-    model.load_state_dict(tensors)
+    model.load_state_dict({name: torch.frombuffer(data, dtype=DTYPES[t["dtype"]], offset=start + t["data_offsets"][0], count=math.prod(t["shape"]))
+        .reshape(model.state_dict()[name].shape) for name, t in header.items() if not name.startswith("luna.")}) # luna.: an optimiser's
     return model.eval()
 
 def save(model, path):
-    header, at, tensors = {"__metadata__": {"luna.kind": model.kind, **getattr(model, "pairs", {})}}, 0, model.state_dict()
+    header, data = {"__metadata__": {"luna.kind": model.kind, **getattr(model, "pairs", {})}}, bytearray()
     header["__metadata__"].update(("luna." + name, str(int(value))) for name, value in model.c.items())
-    for name, t in tensors.items():
-        header[name] = {"dtype": "F32", "shape": list(t.shape), "data_offsets": [at, at + 4 * t.numel()]}
-        at += 4 * t.numel()
+    for name, t in model.state_dict().items():
+        size = len(data)
+        data += bytes(4 * t.numel())
+        torch.frombuffer(data, dtype=torch.float32, offset=size)[:] = t.flatten()
+        header[name] = {"dtype": "F32", "shape": list(t.squeeze(1).shape if name.endswith("conv.weight") else t.shape), "data_offsets": [size, len(data)]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for t in tensors.values():
-            t = t.detach().cpu().float().contiguous()
-            file.write(ctypes.string_at(t.data_ptr(), 4 * t.numel()))
+    with open(path, "wb") as file: file.write(struct.pack("<Q", len(text)) + text + data)

@@ -337,12 +337,7 @@ static void batch_open(int64_t rows, int64_t n) {
 }
 
 static uint64_t random_state;
-static double uniform(void) { /* in [-1, 1) */
-  uint64_t z = random_state += 0x9E3779B97F4A7C15u;
-  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-  return (double)(z >> 12) / 2251799813685248.0 - 1;
-}
+static double uniform(void) { return (double)(splitmix(&random_state) >> 12) / 2251799813685248.0 - 1; } /* in [-1, 1) */
 static int64_t below(int64_t n) { return (int64_t)((uniform() + 1) / 2 * (double)n) % n; }
 static double normal(void) { return uniform() + uniform() + uniform(); } /* of deviation 1, near enough */
 
@@ -578,7 +573,8 @@ static int load_both(luna_ctx *ctx, const char **words) { return load(ctx, words
 static progress bar;
 
 static int learn(luna_ctx *ctx, luna_params *params) {
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
+    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps, .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;

@@ -183,24 +183,40 @@ TOOL luna_status keep_settings(luna_params *params, const flag *flags, int64_t s
   return status == LUNA_OK ? luna_params_set(params, key, value) : status;
 }
 
-/* Sets the flags as the checkpoint --resume says, and *step. Returns 0, or 2 after a sentence: what the command line says too must agree. */
-TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
-  luna_model model;
-  luna_params *params = luna_params_open(ctx);
+TOOL void keep_pair(void *params, const char *key, const char *value) {
+  if (strncmp(key, program, strlen(program)) == 0) luna_params_set((luna_params *)params, key, value);
+}
+
+/* The text pairs that this program wrote in a checkpoint, in a set of their own; null after a sentence. */
+TOOL luna_params *kept_pairs(luna_ctx *ctx, const char *path) {
+  luna_params *pairs = luna_params_open(ctx);
+  const luna_inspection all = { keep_pair, NULL, pairs };
+  return luna_inspect(ctx, path, &all) == LUNA_OK ? pairs : (failed(ctx), NULL);
+}
+
+/* Sets the flags as `pairs`, of the checkpoint at `path`, say. Returns 0, or 2 after a sentence: what the command line says too must agree. */
+TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char *path) {
   char key[80], before[40], now[40];
-  if (luna_load_model(&model, params, set.resume) != LUNA_OK) return failed(ctx);
   for (int i = 0; flags[i].name; i++) {
     if (!shapes_training(&flags[i])) continue;
     snprintf(key, sizeof key, "%s.%s", program, flags[i].name + 2);
-    const char *value = luna_params_get(params, key);
-    if (!value) return fail("%s holds no training of %s to go on with; --save-every writes one", set.resume, program);
+    const char *value = luna_params_get(pairs, key);
+    if (!value) return fail("%s holds no training of %s to go on with; --save-every writes one", path, program);
     flag_text(&flags[i], before, sizeof before);
     if (set_flag(&flags[i], value)) return 2;
     flag_text(&flags[i], now, sizeof now);
-    if (flags_given >> i & 1 && strcmp(before, now) != 0) return fail("%s was %s in the training of %s, and cannot be %s now", flags[i].name, now, set.resume, before);
+    if (flags_given >> i & 1 && strcmp(before, now) != 0) return fail("%s was %s in the training of %s, and cannot be %s now", flags[i].name, now, path, before);
   }
+  return 0;
+}
+
+/* Sets the flags as the checkpoint --resume says, and *step. */
+TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
+  char key[80];
+  const luna_params *pairs = kept_pairs(ctx, set.resume);
+  if (!pairs || set_kept_flags(pairs, flags, set.resume)) return 2;
   snprintf(key, sizeof key, "%s.step", program);
-  const char *value = luna_params_get(params, key);
+  const char *value = luna_params_get(pairs, key);
   *step = value ? atoll(value) : 0;
   if (*step < 1 || *step > set.steps) return fail("%s says that it is at step %s", set.resume, value ? value : "?");
   return *step < set.steps ? 0 : fail("%s has made all its %lld steps", set.resume, (long long)*step);

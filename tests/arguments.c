@@ -179,7 +179,7 @@ static bool layers_open(void) {
   nested.dim = causal.dim = DIM;
   nested.heads = causal.heads = HEADS;
   status |= luna_linear_layer_init(&w->linear, w->set[0], "linear", DIM, 5, init);
-  status |= luna_norm_layer_init(&w->norm, w->set[0], "norm", DIM);
+  status |= luna_norm_layer_init(&w->norm, w->set[0], "norm", DIM, LUNA_NORM_LAYER);
   status |= luna_nested_attention_layer_init(&w->nested, w->set[0], "nested.", &nested);
   status |= luna_causal_attention_layer_init(&w->causal, w->set[0], "causal.", &causal);
   for (int i = 1; i < 4; i++) {
@@ -742,8 +742,8 @@ static void case_luna_mean(void) { reduction(luna_mean); }
 static void case_luna_max(void) { reduction(luna_max); }
 static void case_luna_cumsum(void) { reduction(luna_cumsum); }
 static void map(luna_tensor *(*op)(luna_tensor *x));
-static void case_luna_sum_all(void) { map(luna_sum_all); }
-static void case_luna_mean_all(void) { map(luna_mean_all); }
+#define UNARY_CASE(name) static void case_luna_##name(void) { map(luna_##name); }
+COMMON_UNARY(UNARY_CASE)
 static void case_luna_transpose(void) {
   luna_tensor *x = any_tensor();
   got_tensor(luna_transpose(x, number((int)pick(3)), number((int)pick(3))), x != NULL);
@@ -817,6 +817,8 @@ static void map(luna_tensor *(*op)(luna_tensor *x)) {
 #define MAP_CASE(NAME, name, value, slope) static void case_luna_##name(void) { map(luna_##name); }
 LUNA_MAPS(MAP_CASE)
 static void case_luna_ratio(void) { map(luna_ratio); }
+static void case_luna_rank_part(void) { map(luna_rank_part); }
+static void case_luna_rank_sum(void) { map(luna_rank_sum); }
 static void case_luna_detach(void) { map(luna_detach); }
 static void masked(luna_tensor *(*op)(luna_tensor *x, const int32_t *lengths)) {
   const int64_t b = small(), n = small();
@@ -1168,6 +1170,7 @@ static luna_layer_config layer_config(bool causal, bool other) {
   c.activation = ENUM(luna_activation, 6);
   c.omega = turn() ? (luna_activation)number(0) : coin() ? LUNA_ACTIVATION_NONE : LUNA_ACTIVATION_SOFTPLUS;
   c.pre_norm = coin();
+  c.norm = ENUM(luna_norm_kind, 2);
   c.convolution = size(causal ? pick(3) : 0);
   c.dropout = probability();
   c.attention_dropout = probability();
@@ -1202,7 +1205,7 @@ static void case_luna_linear_layer_forward(void) {
 static void case_luna_norm_layer_init(void) {
   luna_norm_layer layer;
   const int64_t dim = small();
-  const luna_status status = luna_norm_layer_init(turn() ? NULL : &layer, new_set(), prefix(), dim);
+  const luna_status status = luna_norm_layer_init(turn() ? NULL : &layer, new_set(), prefix(), dim, ENUM(luna_norm_kind, 2));
   got_status(status, true);
   luna_tensor *x = rows(2, small(), dim);
   if (status == LUNA_OK) got_tensor(luna_norm_layer_forward(&layer, x), x != NULL);
@@ -1483,26 +1486,23 @@ static void case_luna_seq2seq_init(void) {
   if (status == LUNA_OK) seq2seq(&model);
 }
 static void case_luna_seq2seq_forward(void) { seq2seq(&w->seq2seq); }
-static void case_luna_load_model_bytes(void) {
-  luna_model model;
-  size_t n;
-  const void *bytes = bytes_of(&n);
-  got_status(luna_load_model_bytes(turn() ? NULL : &model, new_set(), bytes, n), true);
-}
-static void case_luna_lm_load_bytes(void) {
-  luna_lm model;
-  size_t n;
-  const void *bytes = bytes_of(&n);
-  got_status(luna_lm_load_bytes(turn() ? NULL : &model, new_set(), bytes, n), true);
-}
-static void case_luna_load_model(void) {
-  luna_model model;
-  got_status(luna_load_model(turn() ? NULL : &model, new_set(), a_path()), true);
-}
-static void case_luna_lm_load(void) {
-  luna_lm model;
-  got_status(luna_lm_load(turn() ? NULL : &model, new_set(), a_path()), true);
-}
+/* fits: the file holds such a model */
+#define LOADS(call, type, fits) \
+  static void case_##call##_bytes(void) { \
+    type model; \
+    size_t n; \
+    const void *bytes = bytes_of(&n); \
+    got_status(fits || hostile ? call##_bytes(turn() ? NULL : &model, new_set(), bytes, n) : LUNA_OK, true); \
+  } \
+  static void case_##call(void) { \
+    type model; \
+    got_status(fits || hostile ? call(turn() ? NULL : &model, new_set(), a_path()) : LUNA_OK, true); \
+  }
+LOADS(luna_load_model, luna_model, true)
+LOADS(luna_lm_load, luna_lm, true)
+LOADS(luna_classifier_load, luna_classifier, false)
+LOADS(luna_masked_lm_load, luna_masked_lm, false)
+LOADS(luna_seq2seq_load, luna_seq2seq, false)
 
 /* ==== trainer ==== */
 static luna_schedule schedule(void) {
@@ -1533,37 +1533,22 @@ static luna_params *three(luna_tensor **p) {
   *p = luna_param(set, "p", 1, (int64_t[]){3}, (luna_init){LUNA_INIT_NORMAL, 0});
   return set;
 }
-static void case_luna_sgd(void) {
-  luna_sgd_config c = {0};
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  c.lr = real(0), c.momentum = real(0), c.weight_decay = real(0), c.clip = real(0), c.nesterov = c.momentum > 0 && coin(), c.schedule = schedule();
-  trained(luna_sgd(set, coin() ? NULL : &c), p);
-}
-static luna_adamw_config adam_config(void) {
-  luna_adamw_config c = {0};
-  c.lr = real(0), c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
+static luna_optimizer_config an_optimizer_config(void) {
+  luna_optimizer_config c = {0};
+  c.lr = real(0), c.momentum = real(0), c.nesterov = c.momentum > 0 && coin();
+  c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
   return c;
 }
-static void case_luna_adam(void) {
-  const luna_adamw_config c = adam_config();
+static void an_optimizer_case(luna_optimizer *(*open)(luna_params *, const luna_optimizer_config *)) {
+  const luna_optimizer_config c = an_optimizer_config();
   luna_tensor *p;
   luna_params *set = three(&p);
-  trained(luna_adam(set, coin() ? NULL : &c), p);
+  trained(open(set, coin() ? NULL : &c), p);
 }
-static void case_luna_adamw(void) {
-  const luna_adamw_config c = adam_config();
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  trained(luna_adamw(set, coin() ? NULL : &c), p);
-}
-static void case_luna_apollo(void) {
-  luna_apollo_config c = {0};
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  c.lr = real(0), c.beta = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
-  trained(luna_apollo(set, coin() ? NULL : &c), p);
-}
+static void case_luna_sgd(void) { an_optimizer_case(luna_sgd); }
+static void case_luna_adam(void) { an_optimizer_case(luna_adam); }
+static void case_luna_adamw(void) { an_optimizer_case(luna_adamw); }
+static void case_luna_apollo(void) { an_optimizer_case(luna_apollo); }
 static luna_optimizer *an_optimizer(void) {
   luna_tensor *p;
   luna_params *set = three(&p);
@@ -1806,9 +1791,9 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_product_backward_f32) F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) \
   F(luna_begin_inference) F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
-  F(luna_cumsum) F(luna_sum_all) F(luna_mean_all) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
+  F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
-  F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
+  F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_rank_part) F(luna_rank_sum) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) \
@@ -1822,6 +1807,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_causal_layer_forward) F(luna_lm_init) F(luna_lm_forward) F(luna_encoder_init) F(luna_encoder_embed) F(luna_encoder_forward) \
   F(luna_classifier_init) F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) F(luna_masked_lm_forward) \
   F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) F(luna_load_model_bytes) F(luna_lm_load_bytes) \
+  F(luna_classifier_load_bytes) F(luna_masked_lm_load_bytes) F(luna_seq2seq_load_bytes) F(luna_classifier_load) F(luna_masked_lm_load) F(luna_seq2seq_load) \
   F(luna_load_model) F(luna_lm_load) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) F(luna_optimizer_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) F(luna_optimizer_steps) \
   F(luna_optimizer_skipped) F(luna_optimizer_norm) F(luna_save_training_io) F(luna_load_training_bytes) F(luna_save_training) \
@@ -1838,7 +1824,8 @@ typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)
 #define MAP_ROW(NAME, name, value, slope) ROW(luna_##name)
-static row functions[] = {FUNCTIONS(ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
+#define UNARY_ROW(name) ROW(luna_##name)
+static row functions[] = {FUNCTIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 static const row generated[] = {LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 enum { COUNT = sizeof functions / sizeof functions[0], GENERATED = sizeof generated / sizeof generated[0] };
 
@@ -2108,7 +2095,7 @@ static void null_inits(void) {
   lm_c.layer = layer_c;
   classifier_c.encoder = masked_c.encoder = seq2seq_c.encoder = encoder_c;
   FAILS(luna_linear_layer, luna_linear_layer_init(none, new_set(), "a", 3, 4, odd), luna_linear_layer_forward(none, here()));
-  FAILS(luna_norm_layer, luna_norm_layer_init(none, new_set(), "a", -1), NULL);
+  FAILS(luna_norm_layer, luna_norm_layer_init(none, new_set(), "a", -1, LUNA_NORM_LAYER), NULL);
   FAILS(luna_nested_attention_layer, luna_nested_attention_layer_init(none, new_set(), "a", &nested_c), luna_nested_attention_layer_forward(none, here(), here(), NULL, NULL, NULL));
   FAILS(luna_causal_attention_layer, luna_causal_attention_layer_init(none, new_set(), "a", &causal_c), luna_causal_attention_layer_forward(none, here(), here(), NULL));
   FAILS(luna_attention_layer, luna_attention_layer_init(none, new_set(), "a", &attention_c), luna_attention_layer_forward(none, here(), NULL, NULL));

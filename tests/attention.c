@@ -27,26 +27,14 @@ static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
   at.element = ((b * a->heads + h) * a->queries + i) * a->keys;
   return at;
 }
-static double dot(const float *a, const float *b, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
-  return sum;
-}
-/* p becomes softmax(p); returns log-sum-exp, 0 for none */
-static double soften(double *p, int64_t n) {
-  double max = -INFINITY, sum = 0;
-  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
-  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
-  for (int64_t j = 0; j < n; j++) p[j] /= sum;
-  return n > 0 ? max + log(sum) : 0;
-}
 static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
+  const lunai_dropout dropout = lunai_attention_dropout(a);
   double kept = 0, mean = 0;
-  for (int64_t j = 0; j < at.keys; j++) p[j] = (double)a->scale * dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
-  want[LSE][at.row] = soften(p, at.keys);
+  for (int64_t j = 0; j < at.keys; j++) p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
+  want[LSE][at.row] = naive_softmax(p, at.keys);
   for (int64_t c = 0; c < a->value_dim; c++) want[OUT][at.out + c] = 0;
   for (int64_t j = 0; j < at.keys; j++) {
-    const double keep = exact_dropout(&a->dropout, at.element + j), g = dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
+    const double keep = exact_dropout(&dropout, at.element + j), g = naive_dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
     for (int64_t c = 0; c < a->value_dim; c++) {
       want[OUT][at.out + c] += p[j] * keep * (double)a->v[at.v + j * a->v_row + c];
       want[GRAD_V][at.v + j * a->v_row + c] += p[j] * keep * (double)a->grad_out[at.out + c];
@@ -98,8 +86,7 @@ static lunai_attention attention_of(const shape *s) {
   a.k_head = s->dim, a.k_row = h * s->dim + gap, a.k_batch = s->keys * a.k_row;
   a.v_head = s->value_dim, a.v_row = h * s->value_dim + gap, a.v_batch = s->keys * a.v_row;
   a.out_head = s->value_dim, a.out_row = h * s->value_dim + gap, a.out_batch = s->queries * a.out_row;
-  if (s->flags & DROPOUT) a.dropout.seed = 77, a.dropout.op = 3, a.dropout.step = 9, a.dropout.threshold = 1 << 14,
-    a.dropout.keep = 4.0f / 3;
+  if (s->flags & DROPOUT) a.dropout = 0.25f, a.seed = 77, a.dropout_op = 3, a.step = 9;
   return a;
 }
 /* what keys a row has not is NaN: to read one would show */
@@ -140,7 +127,7 @@ static outputs outputs_of(lunai_attention *a, const arrays *x) {
   outputs o;
   memset(&o, 0, sizeof o);
   a->out = outputs_add(&o, "out", false, x->sizes[3]);
-  a->lse = outputs_add(&o, "log-sum-exp", false, rows);
+  a->log_sum_exp = outputs_add(&o, "log-sum-exp", false, rows);
   a->sums = outputs_add(&o, "sums", false, rows);
   a->grad_q = outputs_add(&o, "grad_q", true, x->sizes[0]);
   a->grad_k = outputs_add(&o, "grad_k", true, x->sizes[1]);
@@ -174,13 +161,13 @@ static void check_ragged(bool causal, int64_t threads) {
   float *ragged[5], *alone[5];
   for (int i = 0; i < 5; i++) ragged[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
   a.q = q, a.k = k, a.v = v, a.grad_out = grad_out, a.query_offsets = q_at, a.key_offsets = k_at;
-  a.out = ragged[0], a.lse = ragged[1], a.grad_q = ragged[2], a.grad_k = ragged[3], a.grad_v = ragged[4];
+  a.out = ragged[0], a.log_sum_exp = ragged[1], a.grad_q = ragged[2], a.grad_k = ragged[3], a.grad_v = ragged[4];
   run(&a, kernels, threads);
   for (int b = 0; b < COUNT; b++) {
     lunai_attention one = a;
     one.query_offsets = one.key_offsets = NULL, one.batch = 1, one.queries = q_at[b + 1] - q_at[b], one.keys = k_at[b + 1] - k_at[b];
     one.q += q_at[b] * Q, one.k += k_at[b] * Q, one.v += k_at[b] * V, one.grad_out += q_at[b] * V;
-    one.out = alone[0] + q_at[b] * V, one.lse = alone[1] + q_at[b] * HEADS, one.grad_q = alone[2] + q_at[b] * Q;
+    one.out = alone[0] + q_at[b] * V, one.log_sum_exp = alone[1] + q_at[b] * HEADS, one.grad_q = alone[2] + q_at[b] * Q;
     one.grad_k = alone[3] + k_at[b] * Q, one.grad_v = alone[4] + k_at[b] * V;
     run(&one, kernels, 1 + threads % 3);
   }
@@ -254,15 +241,15 @@ static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, in
   const int64_t d = u->dim, row = b * u->rows + i, first = (b * u->heads + h) * u->slots, slots = u->lengths ? u->lengths[b] : u->slots;
   const float *x = u->x + row * d, *g = u->grad_out + row * d;
   double *p = doubles(slots), *dp = doubles(slots), mean = 0;
-  for (int64_t s = 0; s < slots; s++) p[s] = (double)u->bias[first + s] + dot(x, u->k + (first + s) * d, d);
-  want[U_LSE][row * u->heads + h] = soften(p, slots);
+  for (int64_t s = 0; s < slots; s++) p[s] = (double)u->bias[first + s] + naive_dot(x, u->k + (first + s) * d, d);
+  want[U_LSE][row * u->heads + h] = naive_softmax(p, slots);
   for (int64_t s = 0; s < slots; s++) {
     const double keep = exact_dropout(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + s);
     for (int64_t c = 0; c < d; c++) {
       want[U_OUT][row * d + c] += p[s] * keep * (double)u->v[(first + s) * d + c];
       want[U_V][(first + s) * d + c] += p[s] * keep * (double)g[c];
     }
-    dp[s] = keep * dot(g, u->v + (first + s) * d, d);
+    dp[s] = keep * naive_dot(g, u->v + (first + s) * d, d);
     mean += p[s] * dp[s];
   }
   for (int64_t s = 0; s < slots; s++) {

@@ -36,7 +36,7 @@ static void layer_run(void *arg) {
 }
 
 static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, bool causal, bool training) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
@@ -50,7 +50,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, b
   b->training = training;
   if (causal) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
-  b->adam = luna_adam(b->params, &(luna_adamw_config){.lr = 1e-4f});
+  b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
   if (!b->adam) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
@@ -113,6 +113,41 @@ static void length_rows(const char *name, bool causal, int threads) {
   }
 }
 
+/* A training step of one thread and of one a core, each core with a busy neighbour; and of eight times as many threads
+   as cores beside as many as cores, without. Runs in turn, medians of 9. */
+static double neighbour_time(layer_bench *b, int steps) {
+  const double start = bench_seconds();
+  for (int i = 0; i < steps; i++) layer_run(b);
+  return (bench_seconds() - start) / steps;
+}
+static void neighbour_rows(void) {
+  enum { RUNS = 9, STEPS = 5 };
+  const int cores = (int)sysconf(_SC_NPROCESSORS_ONLN), threads[2][2] = {{1, cores}, {cores, 8 * cores}};
+  for (int row = 0; row < 2; row++) {
+    char name[2][80];
+    double seconds[2][RUNS];
+    layer_bench b[2];
+    for (int i = 0; i < 2; i++)
+      snprintf(name[i], sizeof name[i], "training step, %s", row ? "no neighbours" : "a busy loop on each core");
+    if (!bench_is_wanted(name[0]) || bench_turns) continue;
+    for (int i = 0; i < 2; i++) layer_open(&b[i], threads[row][i], 4096, 16, false, true), layer_run(&b[i]);
+    if (row == 0) bench_busy(cores);
+    for (int r = 0; r < RUNS; r++)
+      for (int i = 0; i < 2; i++) seconds[i][r] = neighbour_time(&b[i], STEPS);
+    bench_quiet();
+    for (int i = 0; i < 2; i++) {
+      const double median = bench_median(seconds[i], RUNS);
+      printf("  %-46s %3d %10.3f\n", name[i], threads[row][i], 1e3 * median);
+      if (bench_json)
+        fprintf(bench_json, "{\"name\": \"%s\", \"threads\": %d, \"ms\": %.5f}\n", name[i], threads[row][i], 1e3 * median);
+      luna_close(b[i].ctx);
+      seconds[i][0] = median;
+    }
+    printf("    %d threads take %.2f times the time of %d (at most %.2f)\n", threads[row][1], seconds[1][0] / seconds[0][0],
+           threads[row][0], row ? 1.1 : 1.05);
+  }
+}
+
 /* A byte classifier's whole training step. The mean pooled, every layer has a gradient; the memory pooled, the last layer computes P alone. */
 typedef struct classifier_bench {
   luna_ctx *ctx;
@@ -132,7 +167,7 @@ static void classifier_run(void *arg) {
   }
 }
 static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute, luna_pooling pooling) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
@@ -143,7 +178,7 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
   b->ctx = luna_open(&options);
   params = luna_params_open(b->ctx);
   if (luna_classifier_init(&b->model, params, &config) != LUNA_OK) fprintf(stderr, "%s\n", luna_error(b->ctx)), exit(1);
-  b->adam = luna_adam(params, &(luna_adamw_config){.lr = 1e-4f});
+  b->adam = luna_adam(params, &(luna_optimizer_config){.lr = 1e-4f});
   b->tokens = (int32_t *)malloc((size_t)(batch * n) * sizeof(int32_t));
   for (int64_t i = 0; i < batch * n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;
@@ -199,6 +234,7 @@ void peer_classifier_close(void *b) {
 /* C [m,n] = A [m,k] B^T */
 int peer_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, void *scratch, int64_t size) {
   luna_gemm_args g = {.a = a, .b = b, .c = c, .m = m, .n = n, .k = k, .transpose_b = true};
+  g.run.isa = bench_isa();
   g.run.scratch = scratch;
   g.run.scratch_size = (size_t)size;
   return luna_gemm_f32(&g);
@@ -218,6 +254,8 @@ int main(int argc, char **argv) {
   bench_title("time a token at a great length");
   length_rows("encoder", false, threads);
   length_rows("causal", true, threads);
+  bench_title("busy neighbours, and more threads than cores");
+  neighbour_rows();
   bench_title("4-layer byte classifier, training step");
   classifier_rows(1, threads, LUNA_POOLING_MEMORY);
   classifier_rows(1, threads, LUNA_POOLING_MEAN);

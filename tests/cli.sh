@@ -149,9 +149,10 @@ check "it goes on, into the same file, drawing the loss" lm train text --resume 
 check "it says from where" grep -q '^going on from step [1-9][0-9]* of on.safetensors' out
 check "to the same bits" same on.safetensors whole.safetensors
 check "the loss is drawn" drawn on.svg
-lm train text --out b.safetensors --plot b.svg --steps 40 $small
+lm train text --out b.safetensors --plot b.svg --profile b.json --steps 40 $small
 check "with a point for the start, each tenth and the end" [ "$(tags b.svg circle)" = 11 ]
-rm -f b.safetensors b.svg
+check "the time of each op is written" grep -q '"op": "FEED_FORWARD", "pass": "backward"' b.json
+rm -f b.safetensors b.svg b.json
 refuses "has made all its 1500 steps" train text --resume on.safetensors
 refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
 refuses "was 4 in the training of middle.safetensors" train text --resume middle.safetensors --batch 8

@@ -21,7 +21,7 @@ from autograd.extend import defvjp, primitive
 
 B, N, K, D, H, L, FFN = 3, 7, 3, 8, 2, 4, 12
 LENGTHS = numpy.array([7, 2, 5], numpy.int32)
-RELU, GELU, SOFTPLUS2 = 1, 2, 5
+RELU, GELU, SOFTPLUS2, SILU = 1, 2, 5, 7
 NONE, SINUSOIDAL = 1, 2
 POOL_MEAN, POOL_MEMORY = 2, 3
 ENCODER = dict(vocab=256, layers=2, dim=D, heads=H, pack_heads=H, ffn=FFN, memory=L, activation=RELU, omega=0, positions=SINUSOIDAL,
@@ -35,6 +35,8 @@ CASES = [
     ("yes_or_no", "classifier", dict(ENCODER, classes=3, pooling=POOL_MEAN, positions=NONE, embedding_scale=1), "binary_cross_entropy"),
     ("step_classes", "causal_lm", dict(CAUSAL, outputs=2, convolution=4, pre_norm=1), "cross_entropy"),
     ("forecast", "causal_lm", dict(CAUSAL, outputs=K, positions=SINUSOIDAL), "huber 0.7"),
+    ("rms_classes", "classifier", dict(ENCODER, classes=4, pooling=POOL_MEMORY, norm=1), "cross_entropy"),
+    ("rms_steps", "causal_lm", dict(CAUSAL, outputs=2, pre_norm=1, norm=1, gated=1, activation=SILU), "cross_entropy"),
 ]
 
 erf = primitive(numpy.vectorize(math.erf))
@@ -45,9 +47,10 @@ def linear(x, t, name):
     return np.dot(x, t[name + ".weight"].T) + (t[name + ".bias"] if name + ".bias" in t else 0)
 
 
-def norm(x, t, name):
-    x = x - np.mean(x, -1, keepdims=True)
-    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * t[name + ".weight"] + t[name + ".bias"]
+def norm(x, t, name):  # without a bias: RMS norm
+    bias = t.get(name + ".bias")
+    x = x if bias is None else x - np.mean(x, -1, keepdims=True)
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + 1e-5) * t[name + ".weight"] + (0 if bias is None else bias)
 
 
 def heads(x):
@@ -93,12 +96,15 @@ def causal(x, p, t, name):
 
 
 def activated(x, c):
+    if c["activation"] == SILU:
+        return x / (1 + np.exp(-x))
     return np.maximum(x, 0) if c["activation"] == RELU else 0.5 * x * (1 + erf(x / math.sqrt(2)))
 
 
 def rest(x, t, c, name):
     y = norm(x, t, name + "final_layer_norm") if c.get("pre_norm") else x
-    x = x + linear(activated(linear(y, t, name + "fc1"), c), t, name + "fc2")
+    hidden = activated(linear(y, t, name + "fc1"), c)
+    x = x + linear(hidden * linear(y, t, name + "fc3") if c.get("gated") else hidden, t, name + "fc2")
     return x if c.get("pre_norm") else norm(x, t, name + "final_layer_norm")
 
 
@@ -186,7 +192,9 @@ def shapes(kind, c):
             s[name + ".bias"] = [out]
 
     def normed(name):
-        s[name + ".weight"] = s[name + ".bias"] = [D]
+        s[name + ".weight"] = [D]
+        if not c.get("norm"):
+            s[name + ".bias"] = [D]
 
     matrix(prefix + "input_proj", D, K)
     if kind == "classifier":
@@ -208,6 +216,8 @@ def shapes(kind, c):
             normed(name + "self_atten_proj_layer_norm")
         matrix(name + "fc1", FFN, D)
         matrix(name + "fc2", D, FFN)
+        if c.get("gated"):
+            matrix(name + "fc3", FFN, D)
     if c.get("pre_norm"):
         normed(prefix + "layer_norm")
         if kind == "classifier":

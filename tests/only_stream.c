@@ -8,6 +8,7 @@
 #include <string.h>
 
 enum { BATCH = 3, N = 7, K = 3 };
+static const int64_t huge = (int64_t)1 << 50;
 static const int lengths[BATCH] = {7, 2, 5};
 static union { float align; unsigned char at[1 << 16]; } file;
 static double memory[1 << 14];
@@ -49,8 +50,22 @@ static void check(const char *name, int outputs) {
       if (t < lengths[b]) test_close(name, y + b * outputs, want + (b * N + t) * outputs, (size_t)outputs, 1e-5);
   }
   CHECK(luna_stream_position(s) == N, "%s: after %d steps it is at %d", name, (int)N, (int)luna_stream_position(s));
-  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_TOKENS, "%s: null features", name);
+  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES, "%s: null features", name);
+  const luna_input longer = {.batch = BATCH, .n = huge + 1, .features = x};
+  CHECK(!luna_stream_prefill(s, &longer) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_TOO_MANY_TOKENS, "%s: too large an n", name);
   luna_stream_close(s);
+  for (int i = 0; i < 4; i++) {      /* sizes whose lower 32 bits are good ones */
+    luna_stream_config large = {.batch = i < 2 ? huge + 1 : 1, .chunk = i % 2 ? huge + 1 : 1};
+    if (i == 0) large.batch = -huge + 1;
+    CHECK(i == 2 || luna_stream_size(file.at, size, &large, &error) == 0, "%s: batch %g, chunk %g", name, (double)large.batch, (double)large.chunk);
+  }
+}
+
+/* what a caller's sizes say beyond 32 bits counts, where a stream's own have no more */
+static void check_sample(void) {
+  const float logits[4] = {0, 1, 3, 2};
+  CHECK(luna_sample(logits, huge + 4, NULL) == -1 && luna_sample(logits, -huge + 4, NULL) == -1, "sizes of a vocabulary");
+  CHECK(luna_sample(logits, 4, NULL) == 2, "the largest");
 }
 
 int main(void) {
@@ -58,6 +73,8 @@ int main(void) {
   if (*(const unsigned char *)&one == 1) { /* a file is read in place where numbers are little-endian */
     check("step_classes", 2);
     check("forecast", 3);
+    check("rms_steps", 2);
   } else CHECK(true, "never");
+  check_sample();
   return test_report("only_stream");
 }

@@ -218,10 +218,12 @@ static void op_sum(trial *t, int v) {
 static void op_mean(trial *t, int v) {
   give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
 }
-static void op_sum_all(trial *t, int v) {
-  luna_tensor *x = in3(t, SIZE(2, 9), 3, SIZE(4, 67));
-  give(t, v ? luna_mean_all(x) : luna_sum_all(x));
-}
+#define UNARY_CASE(name) \
+  static void op_##name(trial *t, int v) { \
+    give(t, luna_##name(v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : in2(t, SIZE(3, 70), v == 1 ? SIZE(7, 1031) : 1))); \
+  }
+COMMON_UNARY(UNARY_CASE)
+#undef UNARY_CASE
 static void op_cumsum(trial *t, int v) {
   give(t, luna_cumsum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200)), v % 3));
 }
@@ -528,8 +530,8 @@ static void op_linear_layer(trial *t, int v) {
 }
 static void op_norm_layer(trial *t, int v) {
   luna_norm_layer layer;
-  (void)v;
-  if (luna_norm_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(5, 33))) t->broken = true;
+  if (luna_norm_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(5, 33),
+                           v ? LUNA_NORM_RMS : LUNA_NORM_LAYER)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(2, 9), SIZE(5, 33));
   in_params(t);
   give(t, luna_norm_layer_forward(&layer, x));
@@ -579,6 +581,7 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.sharing = v % 4 >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.activation = v == 8 ? LUNA_ACTIVATION_SILU : v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   config.gated = v == 8;
+  config.norm = v >= 9 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
   config.pre_norm = v % 2 != 0;
   config.dropout = v >= 4 ? (float)0.1 : 0;
   config.attention_dropout = v >= 4 ? (float)0.2 : 0;
@@ -650,6 +653,7 @@ static luna_encoder_config op_encoder_config(trial *t, int v) {
   config.own_memory = v == 5;
   config.layer.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
   config.layer.pre_norm = v == 3 || v == 2;
+  config.layer.norm = v == 2 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
   config.layer.dropout = v == 1 ? (float)0.1 : 0;
   config.layer.recompute = (luna_recompute_kind)(v % 3);
   return config;
@@ -751,7 +755,9 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"scale", op_scale, 2},
                                    {"sum", op_sum, 4},
                                    {"mean", op_mean, 4},
-                                   {"sum_all", op_sum_all, 2},
+#define UNARY_ROW(name) {#name, op_##name, 3},
+                                   COMMON_UNARY(UNARY_ROW)
+#undef UNARY_ROW
                                    {"cumsum", op_cumsum, 4},
                                    {"transpose", op_transpose, 3},
                                    {"matmul", op_matmul, 20},
@@ -783,12 +789,12 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"ratio", op_ratio, 2},
                                    {"recompute", op_recompute, 6},
                                    {"linear_layer", op_linear_layer, 1},
-                                   {"norm_layer", op_norm_layer, 1},
+                                   {"norm_layer", op_norm_layer, 2},
                                    {"nested_attention_layer", op_nested_layer, 24},
                                    {"causal_attention_layer", op_causal_attention_layer, 12},
-                                   {"encoder_layer", op_encoder_layer, 9},
-                                   {"decoder_layer", op_decoder_layer, 9},
-                                   {"causal_layer", op_causal_layer, 9},
+                                   {"encoder_layer", op_encoder_layer, 11},
+                                   {"decoder_layer", op_decoder_layer, 11},
+                                   {"causal_layer", op_causal_layer, 11},
                                    {"lm", op_lm, 6},
                                    {"lm of another attention", op_lm_other, 4},
                                    {"attention_layer", op_attention_layer, 16},

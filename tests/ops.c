@@ -4,6 +4,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "op_cases.h"
+#include "naive.h"
 
 static luna_ctx *open_plain(luna_isa isa) {
   luna_options options = {0};
@@ -55,8 +56,11 @@ static void check_composed(const op_case *c, int variant) {
   char what[128];
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
-  tier1.op[LUNA_OP_PACK].forward = tier1.op[LUNA_OP_UNPACK].forward = tier1.op[LUNA_OP_CAUSAL_LUNA].forward = tier1.op[LUNA_OP_FEED_FORWARD].forward =
-    tier1.op[LUNA_OP_LINEAR_CROSS_ENTROPY].forward = NULL;
+#define TIER(name, tier, reads, cheap) if (tier == 2 && LUNA_OP_##name != LUNA_OP_SPARSE_ATTENTION) tier1.op[LUNA_OP_##name].forward = NULL;
+#define TIER_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc)
+  LUNA_OPS(TIER, TIER_EACH) /* sparse attention is not made of others */
+#undef TIER
+#undef TIER_EACH
   fused.big = composed.big = true;
   composed.options.backend = &tier1;
   snprintf(what, sizeof what, "%s, variant %d, composed", c->name, variant);
@@ -103,63 +107,6 @@ static void check_forms(void) {
 }
 
 /* ---- values against loops in double ---- */
-static double naive_activation(luna_activation kind, double x) {
-  switch (kind) {
-    case LUNA_ACTIVATION_RELU: return x > 0 ? x : 0;
-    case LUNA_ACTIVATION_GELU: return 0.5 * x * (1 + erf(x / sqrt(2.0)));
-    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : exp(x);
-    case LUNA_ACTIVATION_SOFTPLUS: return (x > 0 ? x : 0) + log1p(exp(-fabs(x)));
-    case LUNA_ACTIVATION_SOFTPLUS2: return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0);
-    default: return x;
-  }
-}
-
-typedef struct naive {
-  int64_t batch, heads, queries, keys, dim, value_dim;
-  const int32_t *lengths, *query_offsets, *key_offsets;
-  double scale, dropout;
-  bool causal;
-  uint64_t seed;
-  uint32_t op, step;
-} naive;
-/* what the 16-bit rule of luna_dropout leaves of element e: 0 or 1 / (1 - p) */
-static double naive_kept(const naive *a, int64_t e) {
-  const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)((uint64_t)(e / 8) >> 32), a->op, a->step};
-  uint32_t word[4];
-  if (a->dropout == 0) return 1;
-  luna_philox(counter, a->seed, word);
-  return (word[e % 8 / 2] >> e % 2 * 16 & 0xFFFFu) < (uint32_t)floor(65536 * a->dropout + 0.5) ? 0 : 1 / (1 - a->dropout);
-}
-/* softmax attention of dense [batch, rows, heads, dim] or ragged rows */
-static void naive_attention(const naive *a, const float *q, const float *k, const float *v, float *out, float *lse, float *sums) {
-  for (int64_t b = 0; b < a->batch; b++) {
-    const int64_t q0 = a->query_offsets ? a->query_offsets[b] : b * a->queries, k0 = a->key_offsets ? a->key_offsets[b] : b * a->keys;
-    const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - q0 : a->queries;
-    const int64_t all = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - k0 : a->keys;
-    for (int64_t i = 0; i < rows; i++)
-      for (int64_t h = 0; h < a->heads; h++) {
-        const int64_t keys = a->causal && i + 1 < all ? i + 1 : all;
-        double *p = (double *)common_alloc((size_t)(keys + 1) * sizeof(double)), max = -INFINITY, sum = 0, kept = 0;
-        float *y = out + ((q0 + i) * a->heads + h) * a->value_dim;
-        for (int64_t j = 0; j < keys; j++) {
-          p[j] = 0;
-          for (int64_t e = 0; e < a->dim; e++)
-            p[j] += a->scale * (double)q[((q0 + i) * a->heads + h) * a->dim + e] * (double)k[((k0 + j) * a->heads + h) * a->dim + e];
-          if (p[j] > max) max = p[j];
-        }
-        for (int64_t j = 0; j < keys; j++) sum += p[j] = exp(p[j] - max);
-        for (int64_t j = 0; j < keys; j++) kept += p[j] *= naive_kept(a, ((b * a->heads + h) * a->queries + i) * a->keys + j) / sum;
-        if (sums) sums[(q0 + i) * a->heads + h] = (float)kept;
-        for (int64_t e = 0; e < a->value_dim; e++) {
-          double total = 0;
-          for (int64_t j = 0; j < keys; j++) total += p[j] * (double)v[((k0 + j) * a->heads + h) * a->value_dim + e];
-          y[e] = (float)total;
-        }
-        if (lse) lse[(q0 + i) * a->heads + h] = keys ? (float)(max + log(sum)) : 0;
-        free(p);
-      }
-  }
-}
 static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, int64_t d2, const float *x, const float *y, const float *z,
                          float *out) {
   double *s = (double *)common_alloc((size_t)(d1 * d2) * sizeof(double));
@@ -709,7 +656,7 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   const int same[2] = {1, 1}, outside[2] = {0, 2};
   REFUSED(luna_reshape(a, 2, wrong), RESHAPE);
   REFUSED(luna_reshape(a, 2, twice), RESHAPE);
-  REFUSED(luna_reshape(a, 5, five), SHAPE);
+  REFUSED(luna_reshape(a, 5, five), VALUE_RANGE);
   REFUSED(luna_reshape(a, 2, negative), RESHAPE);
   REFUSED(luna_slice(a, 2, 0, 1), AXIS);
   REFUSED(luna_slice(a, -1, 0, 1), AXIS);
@@ -736,10 +683,10 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_matmul(a, a, true, true), MATMUL_INNER);
   REFUSED(luna_matmul(v, a, false, false), MATMUL_AXES);
   REFUSED(luna_matmul(b, cube, true, false), MATMUL_AXES);
-  REFUSED(luna_linear(a, b, NULL), WEIGHT_SHAPE);
-  REFUSED(luna_linear(a, a, v), VECTOR_SHAPE);
-  REFUSED(luna_linear(a, v, NULL), WEIGHT_SHAPE);
-  REFUSED(luna_tensor_new(ctx, NULL, 5, five), SHAPE);
+  REFUSED(luna_linear(a, b, NULL), SHAPES);
+  REFUSED(luna_linear(a, a, v), SHAPES);
+  REFUSED(luna_linear(a, v, NULL), SHAPES);
+  REFUSED(luna_tensor_new(ctx, NULL, 5, five), VALUE_RANGE);
   REFUSED(luna_tensor_new(ctx, NULL, 2, negative), SHAPE);
   REFUSED(luna_tensor_new(ctx, NULL, 2, huge), SHAPE);
 }
@@ -755,15 +702,15 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_dropout(a, 1), PROBABILITY);
   REFUSED(luna_dropout(a, -0.1f), PROBABILITY);
   REFUSED(luna_dropout(a, NAN), PROBABILITY);
-  REFUSED(luna_layer_norm(a, v, NULL), VECTOR_SHAPE);
-  REFUSED(luna_layer_norm(a, NULL, v), VECTOR_SHAPE);
+  REFUSED(luna_layer_norm(a, v, NULL), SHAPES);
+  REFUSED(luna_layer_norm(a, NULL, v), SHAPES);
   tokens[2] = 37;
   REFUSED(luna_embedding(a, tokens, 2, 2), ELEMENT_RANGE);
   tokens[2] = -1;
   REFUSED(luna_embedding(a, tokens, 2, 2), ELEMENT_RANGE);
   REFUSED(luna_embedding(a, tokens, -2, 2), SHAPE);
   REFUSED(luna_embedding(a, NULL, 2, 2), NULL_ARGUMENT);
-  REFUSED(luna_embedding(v, tokens, 2, 2), EMBEDDING_TABLE);
+  REFUSED(luna_embedding(v, tokens, 2, 2), SHAPES);
   labels[9] = 41;
   REFUSED(luna_cross_entropy(a, labels), LABEL_RANGE);
   REFUSED(luna_cross_entropy(a, NULL), NULL_ARGUMENT);
@@ -771,15 +718,15 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
 #define LARGE common_tensor(ctx, 1, 1030, 41, 0, 0)
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, NULL), LABEL_RANGE);
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, NULL, NULL), NULL_ARGUMENT);
-  REFUSED(luna_linear_cross_entropy(a, LARGE, v, labels, NULL), VECTOR_SHAPE);
-  REFUSED(luna_linear_cross_entropy(b, LARGE, NULL, labels, NULL), WEIGHT_SHAPE);
+  REFUSED(luna_linear_cross_entropy(a, LARGE, v, labels, NULL), SHAPES);
+  REFUSED(luna_linear_cross_entropy(b, LARGE, NULL, labels, NULL), SHAPES);
   labels[9] = 0;
   config.smoothing = 1.5f;
   REFUSED(luna_cross_entropy_with(a, labels, &config), SMOOTHING);
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, &config), SMOOTHING);
 #undef LARGE
-  REFUSED(luna_short_convolution(a, b, NULL), CONVOLUTION_SHAPES);
-  REFUSED(luna_short_convolution(cube, b, NULL), CONVOLUTION_SHAPES);
+  REFUSED(luna_short_convolution(a, b, NULL), SHAPES);
+  REFUSED(luna_short_convolution(cube, b, NULL), SHAPES);
   REFUSED(luna_custom_op(&a, 1, 1, (const int64_t[1]){3}, NULL), NULL_ARGUMENT);
   luna_tensor *const nine[9] = {a, a, a, a, a, a, a, a, a};
   REFUSED(luna_custom_op(nine, 9, 1, (const int64_t[1]){3}, &(luna_custom){op_custom_forward, NULL, NULL, 0, 0, false}),
@@ -794,14 +741,14 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   int32_t lengths[3] = {41, 42, 0}, offsets[4] = {0, 5, 4, 20}, beyond[4] = {0, 5, 9, 21}, good[4] = {0, 5, 9, 20};
   luna_attention_config c = {0};
   c.heads = 5;
-  REFUSED(luna_softmax_attention(q, cube, cube, &c), ATTENTION_SHAPES);
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), HEADS);
   c.heads = -1;
-  REFUSED(luna_softmax_attention(q, cube, cube, &c), ATTENTION_SHAPES);
+  REFUSED(luna_softmax_attention(q, cube, cube, &c), HEADS);
   c.heads = 4;
-  REFUSED(luna_softmax_attention(q, two, two, &c), ATTENTION_SHAPES);
-  REFUSED(luna_softmax_attention(q, narrow, cube, &c), ATTENTION_SHAPES);
-  REFUSED(luna_softmax_attention(q, cube, short_, &c), ATTENTION_SHAPES);
-  REFUSED(luna_softmax_attention(a, a, a, &c), ATTENTION_SHAPES);
+  REFUSED(luna_softmax_attention(q, two, two, &c), BATCHES_DIFFER);
+  REFUSED(luna_softmax_attention(q, narrow, cube, &c), SHAPES);
+  REFUSED(luna_softmax_attention(q, cube, short_, &c), SHAPES);
+  REFUSED(luna_softmax_attention(a, a, a, &c), SHAPES);
   c.dropout = 1;
   REFUSED(luna_softmax_attention(q, cube, cube, &c), PROBABILITY);
   c.dropout = 0;
@@ -815,18 +762,42 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_softmax_attention(flat, flat, flat, &c), OFFSETS);
   c.key_offsets = beyond;
   REFUSED(luna_softmax_attention(flat, flat, flat, &c), ELEMENT_RANGE);
-  REFUSED(luna_causal_product(q, cube, cube, 4), CAUSAL_PRODUCT_SHAPES);
-  REFUSED(luna_causal_product(q, q, q, 5), CAUSAL_PRODUCT_SHAPES);
-  REFUSED(luna_pack(q, two, NULL, 0, NULL), PACK_SHAPES);
-  REFUSED(luna_pack(q, narrow, NULL, 0, NULL), PACK_SHAPES);
+  REFUSED(luna_causal_product(q, cube, cube, 4), SHAPES);
+  REFUSED(luna_causal_product(q, q, q, 5), HEADS);
+  REFUSED(luna_pack(q, two, NULL, 0, NULL), SHAPES);
+  REFUSED(luna_pack(q, narrow, NULL, 0, NULL), SHAPES);
   REFUSED(luna_pack(q, cube, lengths, 0, NULL), ELEMENT_RANGE);
   REFUSED(luna_pack(q, cube, NULL, 2, NULL), PROBABILITY);
-  REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), UNPACK_SHAPES);
-  REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), WEIGHT_SHAPE);
-  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), CAUSAL_NESTED_SHAPES);
-  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), CAUSAL_NESTED_SHAPES);
+  REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), SHAPES);
+  REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), SHAPES);
+  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), SHAPES);
+  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), HEADS);
   REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_ACTIVATION_GELU, NULL, 0), OMEGA);
-  REFUSED(luna_layer_norm(cube, d, a), VECTOR_SHAPE);
+  REFUSED(luna_layer_norm(cube, d, a), SHAPES);
+}
+
+/* the sentence of shapes that do not fit: the argument's name, its shape, all shapes, and the axis that differs */
+static void said(luna_ctx *ctx, const void *result, const char *sentence) {
+  CHECK(!result && strcmp(luna_error(ctx), sentence) == 0, "\"%s\", not \"%s\"", luna_error(ctx), sentence);
+  luna_begin_step(ctx);
+}
+static void check_sentences(luna_ctx *ctx, luna_params *params) {
+  luna_tensor *x = refusal_param(params, "x", 2, 3, 8), *w = refusal_param(params, "w", 5, 8, 0),
+              *v = refusal_param(params, "five", 5, 0, 0), *none = refusal_param(params, "none", 8, 0, 0);
+  luna_feed_forward_config c = {.residual = x};
+  luna_begin_step(ctx);
+  said(ctx, luna_linear(x, x, NULL), "luna_linear: weight [2,3,8] does not fit \"x [...,i] weight [o,i] bias? [o] "
+       "residual? [...,o]\": the number of axes");
+  said(ctx, luna_linear(x, luna_transpose(w, 0, 1), v), "luna_linear: weight [8,5] does not fit \"x [...,i] weight "
+       "[o,i] bias? [o] residual? [...,o]\": i is 8");
+  said(ctx, luna_layer_norm(x, NULL, v), "luna_layer_norm: bias [5] does not fit \"x [...,d] weight? [d] bias? [d]\": "
+       "d is 8");
+  said(ctx, luna_ratio(luna_slice(none, 0, 0, 0)), "luna_ratio: x [0] does not fit \"x [...,N]\": N is at least 1");
+  said(ctx, luna_feed_forward(luna_slice(x, 0, 0, 1), w, NULL, luna_transpose(w, 0, 1), NULL, &c),
+       "luna_feed_forward: residual [2,3,8] does not fit \"x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? "
+       "[...,o] gate? [f,i] gate_bias? [f]\": the leading axes");
+  said(ctx, luna_feed_forward(x, w, NULL, NULL, NULL, NULL), "luna_feed_forward: w2 is null");
+  said(ctx, luna_causal_product(x, x, x, 3), "luna_causal_product: dim 8 is not a multiple of heads 3");
 }
 
 static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
@@ -942,6 +913,7 @@ static void check_refusals(void) {
   check_refusals_shapes(ctx, params);
   check_refusals_rows(ctx, params);
   check_refusals_attention(ctx, params);
+  check_sentences(ctx, params);
   check_refusals_layers(ctx, params);
   check_refusals_null(ctx, params);
   check_sticky(ctx, params, &r);

@@ -89,7 +89,7 @@ static luna_tensor *encoder_loss(encoder *e, int step) {
 static trained train(luna_options options, bool lm) {
   trained t = {NULL, 0, 0};
   luna_lm_config config = {0};
-  luna_adamw_config adam = {0};
+  luna_optimizer_config adam = {0};
   luna_lm model;
   encoder e;
   options.seed = 12;
@@ -340,8 +340,32 @@ static void check_forks(void) {
 }
 #endif
 
+/* ---- no more threads run than there are cores ---- */
+#ifdef __linux__
+static int threads_now(void) {
+  char line[256];
+  int count = 0;
+  FILE *f = fopen("/proc/self/status", "r");
+  while (f && fgets(line, sizeof line, f)) if (strncmp(line, "Threads:", 8) == 0) count = atoi(line + 8);
+  if (f) fclose(f);
+  return count;
+}
+static void check_cores(void) {
+  const int cores = (int)sysconf(_SC_NPROCESSORS_ONLN), before = threads_now();
+  luna_options options = {0};
+  options.threads = cores + 9;
+  luna_ctx *ctx = luna_open(&options);
+  const int more = threads_now() - before;
+  CHECK(ctx && before > 0 && more <= cores - 1, "a context of %d threads starts %d on %d cores", options.threads, more, cores);
+  luna_close(ctx);
+}
+#endif
+
 int main(void) {
   check_readers("opening", reader_opens, NULL, NULL, LUNA_FORM_CHEAPEST, 40);
+#ifdef __linux__
+  check_cores();
+#endif
 #ifndef _WIN32
   check_forks();
 #endif

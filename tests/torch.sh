@@ -61,7 +61,8 @@ static int make(luna_ctx *ctx, int number, const char *path) { /* a model of tha
     case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6, .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
     case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3, .dim = 30, .heads = 3, .positions = LUNA_POSITIONS_LEARNED,
               .layer = { .sharing = LUNA_SHARING_FULL, .pre_norm = true, .omega = LUNA_ACTIVATION_ELU1 } }); break;
-    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 25, .heads = 5, .positions = LUNA_POSITIONS_SINUSOIDAL, .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS } }); break;
+    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 25, .heads = 5, .positions = LUNA_POSITIONS_SINUSOIDAL, 
+              .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true, .norm = LUNA_NORM_RMS, .gated = true, .activation = LUNA_ACTIVATION_SILU } }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
     case 4: e.positions = LUNA_POSITIONS_LEARNED, e.norm_embedding = true, e.first_position = 2, e.layer.sharing = LUNA_SHARING_FULL; goto classifier;
     case 5: e.own_memory = true, e.layer.sharing = LUNA_SHARING_QK, e.layer.pack_heads = 2, e.embedding_scale = LUNA_EMBEDDING_SCALE_ONE; goto classifier;
@@ -69,7 +70,7 @@ static int make(luna_ctx *ctx, int number, const char *path) { /* a model of tha
     classifier: luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .classes = 7, .encoder = e, .pair = number == 4,
               .pre_logits = number == 4 ? 10 : 0, .pooling = (luna_pooling)((int[]){ LUNA_POOLING_MEMORY, LUNA_POOLING_CLS, LUNA_POOLING_MEAN, LUNA_POOLING_MEMORY_BATCH }[number - 3]) }); break;
     case 7: luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e }); break;
-    case 8: luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .share_embeddings = true, .encoder = e }); break;
+    case 8: e.layer.norm = LUNA_NORM_RMS, e.norm_embedding = true; luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .share_embeddings = true, .encoder = e }); break;
     default:
       e.layer.pre_norm = true, e.positions = LUNA_POSITIONS_LEARNED;
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5, .separate_output = true, .decoder_layers = 3, .encoder = e });

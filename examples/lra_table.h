@@ -1,0 +1,222 @@
+/* lra_table.h: the runs of a folder as Markdown and SVG, beside Table 1 of Luna's paper (arXiv 2106.01540v2, whose ten other systems are the
+   Long Range Arena's numbers). Included by lra.c. A run is a file RUN.txt: lines of a word, a space and a value. */
+
+#ifdef _WIN32
+static char **folder_names(const char *folder, int *count) { /* names sorted; to be freed, each and all */
+  struct _finddata_t found;
+  char pattern[512], **names = NULL;
+  *count = 0;
+  snprintf(pattern, sizeof pattern, "%s/*.txt", folder);
+  intptr_t search = _findfirst(pattern, &found);
+  for (bool more = search != -1; more; more = _findnext(search, &found) == 0) {
+    names = (char **)grow(names, *count + 1, sizeof(char *));
+    strcpy(names[(*count)++] = (char *)grow(NULL, (int64_t)strlen(found.name) + 1, 1), found.name);
+  }
+  if (search != -1) _findclose(search);
+  return names;
+}
+#else
+#include <dirent.h>
+static char **folder_names(const char *folder, int *count) {
+  char **names = NULL;
+  DIR *d = opendir(folder);
+  *count = 0;
+  for (struct dirent *e; d && (e = readdir(d)) != NULL;) {
+    const size_t size = strlen(e->d_name);
+    if (size < 5 || strcmp(e->d_name + size - 4, ".txt") != 0) continue;
+    names = (char **)grow(names, *count + 1, sizeof(char *));
+    strcpy(names[(*count)++] = (char *)grow(NULL, (int64_t)size + 1, 1), e->d_name);
+  }
+  if (d) closedir(d);
+  return names;
+}
+#endif
+static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
+
+/* ---- reports --------------------------------------------------------------------------------------------------------- */
+
+typedef struct report {
+  int task;
+  char system[40], settings[16], instructions[24], from[80], model[320];
+  double seed, steps, of, batch, accuracy, held, seconds, threads;
+} report;
+
+/* Table 1: accuracy on listops, text, retrieval, image, pathfinder; the Transformer is Luna's own, LRA's follows */
+typedef struct paper { const char *system; double accuracy[TASKS]; } paper;
+static const paper table1[] = {
+  { "Transformer", { 37.11, 65.21, 79.14, 42.94, 71.83 } }, { "Transformer (LRA)", { 36.37, 64.27, 57.46, 42.44, 71.40 } },
+  { "Local", { 15.82, 52.98, 53.39, 41.46, 66.63 } }, { "Sparse", { 17.07, 63.58, 59.59, 44.24, 71.71 } },
+  { "Longformer", { 35.63, 62.85, 56.89, 42.22, 69.71 } }, { "Linformer", { 35.70, 53.94, 52.27, 38.56, 76.34 } },
+  { "Reformer", { 37.27, 56.10, 53.40, 38.07, 68.50 } }, { "Sinkhorn", { 33.67, 61.20, 53.83, 41.23, 67.45 } },
+  { "Synthesizer", { 36.99, 61.68, 54.67, 41.61, 69.45 } }, { "BigBird", { 36.05, 64.02, 59.29, 40.83, 74.87 } },
+  { "Linear Transformer", { 16.13, 65.90, 53.09, 42.34, 75.30 } }, { "Performer", { 18.01, 65.40, 53.82, 42.77, 77.05 } },
+  { "Luna-16", { 37.43, 65.74, 79.38, 46.39, 78.36 } }, { "Luna-128", { 38.01, 65.74, 79.55, 47.47, 78.89 } },
+  { "Luna-256", { 37.98, 65.78, 79.56, 47.86, 78.55 } },
+};
+static double paper_of(const char *system, int task) {     /* 0: it has none */
+  for (size_t i = 0; i < sizeof table1 / sizeof *table1; i++)
+    if (strcmp(table1[i].system, system) == 0) return table1[i].accuracy[task];
+  return 0;
+}
+
+static void take_text(char *to, size_t size, const unsigned char *at, int64_t length) { /* what Markdown and SVG cannot show becomes "?" */
+  size_t i = 0;
+  for (; i + 1 < size && (int64_t)i < length; i++) to[i] = at[i] < 32 || at[i] > 126 || strchr("<>&|`", at[i]) ? '?' : (char)at[i];
+  to[i] = 0;
+}
+static bool take_number(double *to, const char *text) {
+  char *end;
+  *to = strtod(text, &end);
+  return end != text && !*end && *to >= 0 && *to < 1e12;
+}
+static bool take_line(report *r, const unsigned char *line, int64_t length) {
+  const struct { const char *word; char *text; size_t size; } texts[] = {
+    { "system", r->system, sizeof r->system }, { "settings", r->settings, sizeof r->settings }, { "from", r->from, sizeof r->from },
+    { "instructions", r->instructions, sizeof r->instructions }, { "model", r->model, sizeof r->model } };
+  const struct { const char *word; double *number; } numbers[] = { { "seed", &r->seed }, { "steps", &r->steps }, { "of", &r->of }, { "batch", &r->batch },
+    { "accuracy", &r->accuracy }, { "held", &r->held }, { "seconds", &r->seconds }, { "threads", &r->threads } };
+  char word[24], value[64];
+  const unsigned char *space = (const unsigned char *)memchr(line, ' ', (size_t)length);
+  if (!space) return false;
+  take_text(word, sizeof word, line, space - line);
+  take_text(value, sizeof value, space + 1, line + length - space - 1);
+  for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+    if (strcmp(word, texts[i].word) == 0) return take_text(texts[i].text, texts[i].size, space + 1, line + length - space - 1), *texts[i].text != 0;
+  for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+    if (strcmp(word, numbers[i].word) == 0) return take_number(numbers[i].number, value);
+  for (int i = 0; strcmp(word, "task") == 0 && i < TASKS; i++)
+    if (strcmp(value, tasks[i].name) == 0) return r->task = i, true;
+  return strcmp(word, "task") != 0;                        /* words of later versions */
+}
+static bool read_report(const char *path, report *r) {
+  contents file;
+  int64_t at = 0, length;
+  const unsigned char *line;
+  FILE *f = fopen(path, "rb");
+  memset(r, 0, sizeof *r);
+  r->task = -1, r->accuracy = -1;
+  if (!f) return false;
+  fclose(f);
+  if (read_file(path, &file)) return false;
+  bool fine = file.size < 65536;
+  while (fine && (line = next_line(file, &at, &length)) != NULL) fine = length == 0 || take_line(r, line, length);
+  free(file.data);
+  return fine && r->task >= 0 && *r->system && r->accuracy >= 0 && r->accuracy <= 100 && r->steps > 0;
+}
+
+/* ---- rows: runs that differ in the seed alone -------------------------------------------------------------------------- */
+
+#define SEEDS 20                     /* shown of a row */
+typedef struct row { report first; int runs; double mean, seconds, accuracy[SEEDS], seeds[SEEDS]; } row;
+
+static bool same_row(const report *a, const report *b) {
+  return a->task == b->task && strcmp(a->system, b->system) == 0 && strcmp(a->settings, b->settings) == 0 && strcmp(a->model, b->model) == 0 &&
+         strcmp(a->from, b->from) == 0 && a->steps == b->steps && a->held == b->held;
+}
+static int by_accuracy(const void *a, const void *b) {     /* by tasks, then the best first */
+  const row *i = (const row *)a, *j = (const row *)b;
+  if (i->first.task != j->first.task) return i->first.task - j->first.task;
+  const int settings = strcmp(i->first.model, j->first.model);
+  return settings ? settings : i->mean != j->mean ? (i->mean < j->mean ? 1 : -1) : strcmp(i->first.system, j->first.system);
+}
+static row *read_rows(const char *folder, int *count) {
+  row *rows = NULL;
+  int names_count;
+  char **names = folder_names(folder, &names_count), path[800];
+  *count = 0;
+  if (names) qsort(names, (size_t)names_count, sizeof *names, by_name);
+  for (int i = 0; i < names_count; i++) {
+    report r;
+    snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+    free(names[i]);
+    if (!read_report(path, &r)) { fprintf(stderr, "%s: %s is no report of a run\n", program, path); continue; }
+    int k = 0;
+    while (k < *count && !same_row(&rows[k].first, &r)) k++;
+    if (k == *count) {
+      rows = (row *)grow(rows, ++*count, sizeof(row));
+      memset(&rows[k], 0, sizeof(row));
+      rows[k].first = r;
+    }
+    row *to = &rows[k];
+    if (to->runs < SEEDS) to->accuracy[to->runs] = r.accuracy, to->seeds[to->runs] = r.seed;
+    to->runs++;
+    to->mean += (r.accuracy - to->mean) / to->runs, to->seconds += (r.seconds - to->seconds) / to->runs;
+  }
+  free(names);
+  if (rows) qsort(rows, (size_t)*count, sizeof *rows, by_accuracy);
+  return rows;
+}
+
+/* ---- Markdown and SVG -------------------------------------------------------------------------------------------------- */
+
+static void print_row(const row *r) {
+  const double theirs = paper_of(r->first.system, r->first.task);
+  printf("| %s | %.2f |", r->first.system, r->mean);
+  for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.2f", i ? "," : "", r->accuracy[i]);
+  printf(" |");
+  for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.0f", i ? "," : "", r->seeds[i]);
+  printf(" | %.0f%s | %.0f | %.1f | %.0f, %s |", r->first.steps, r->first.steps < r->first.of ? " (not done)" : "", r->first.batch, r->seconds / 60, r->first.threads,
+         r->first.instructions);
+  printf(theirs > 0 ? " %.2f |\n" : " |\n", theirs);
+}
+static void print_rows(const row *rows, int count) {
+  for (int i = 0; i < count; i++) {
+    const report *r = &rows[i].first, *last = i ? &rows[i - 1].first : NULL;
+    if (!last || r->task != last->task) printf("\n## %s\n", tasks[r->task].title);
+    if (!last || r->task != last->task || strcmp(r->model, last->model) != 0 || strcmp(r->from, last->from) != 0)
+      printf("\nSettings %s: %s. Measured on %.0f samples: %s.\n\n"
+             "| system | accuracy | of each run | seeds | steps | batch | minutes a run | threads, instructions | Table 1 |\n|---|---|---|---|---|---|---|---|---|\n",
+             r->settings, r->model, r->held, r->from);
+    print_row(&rows[i]);
+  }
+}
+static void print_table1(const row *rows, int count) {     /* the best row of each system and task, the paper's number in brackets */
+  printf("\n## Beside Table 1\n\n| system |");
+  for (int t = 0; t < TASKS; t++) printf(" %s |", tasks[t].title);
+  printf("\n|---|---|---|---|---|---|\n");
+  for (size_t i = 0; i < sizeof table1 / sizeof *table1; i++) {
+    printf("| %s |", table1[i].system);
+    for (int t = 0; t < TASKS; t++) {
+      const row *best = NULL;
+      for (int k = 0; k < count; k++)
+        if (rows[k].first.task == t && strcmp(rows[k].first.system, table1[i].system) == 0 && (!best || rows[k].mean > best->mean)) best = &rows[k];
+      if (best) printf(" **%.2f**", best->mean);
+      printf(" (%.2f) |", table1[i].accuracy[t]);
+    }
+    printf("\n");
+  }
+}
+
+static int draw_rows(const row *rows, int count, const char *path) { /* a bar a row, a dot a run, a ring the paper's */
+  double y = 10;
+  FILE *to = fopen(path, "w");
+  if (!to) return fail("cannot write %s: %s", path, strerror(errno));
+  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='760' height='%d' font-family='sans-serif' font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n",
+          20 * count + 34 * TASKS + 40);
+  for (int i = 0; i < count; i++, y += 20) {
+    const row *r = &rows[i];
+    const double theirs = paper_of(r->first.system, r->first.task);
+    if (i == 0 || r->first.task != rows[i - 1].first.task)
+      fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s</text>\n", y + 14, tasks[r->first.task].title), y += 24;
+    fprintf(to, "<text x='10' y='%.0f'>%s, %s, %.0f steps</text><rect x='270' y='%.0f' width='%.1f' height='12' fill='%s'/><text x='700' y='%.0f'>%.2f</text>\n", y + 11,
+            r->first.system, r->first.settings, r->first.steps, y + 1, 4 * r->mean, strncmp(r->first.system, "Luna", 4) == 0 ? "#c33" : "#48a", y + 11, r->mean);
+    for (int k = 0; k < r->runs && k < SEEDS; k++) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='2' fill='#000'/>", 270 + 4 * r->accuracy[k], y + 7);
+    if (theirs > 0) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>", 270 + 4 * theirs, y + 7);
+    fprintf(to, "\n");
+  }
+  fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: mean accuracy, 0 to 100%%; dots: runs; rings: Table 1 of arXiv 2106.01540v2</text>\n</svg>\n", y + 20);
+  const bool fine = !ferror(to);
+  return fclose(to) == 0 && fine ? 0 : fail("cannot write %s: %s", path, strerror(errno));
+}
+
+static int print_folder(const char *folder, const char *svg) {
+  int count;
+  row *rows = read_rows(folder, &count);
+  if (count == 0) return free(rows), fail("%s has no runs of lra: files RUN.txt that lra train wrote", folder);
+  printf("# Long Range Arena\n\nAccuracy in percent of the best model by validation; Table 1: arXiv 2106.01540v2, trained longer, on GPUs and TPUs.\n");
+  print_rows(rows, count);
+  print_table1(rows, count);
+  const int status = svg ? draw_rows(rows, count, svg) : 0;
+  free(rows);
+  return status;
+}

@@ -1,0 +1,180 @@
+/* lra_tasks.h: the five tasks of the Long Range Arena (arXiv 2011.04006) as samples: sequences of bytes and a label.
+   ListOps and Pathfinder are generated, by the published rules, or ListOps is read; Text, Retrieval and Image are read
+   from plain files. Included by lra.c.
+
+     task_open(&s)      0, or 2 after a sentence: samples of `task` from --data and --valid, or generated
+     task_close()
+
+   A sequence starts with a token of its own, CLS, the largest of the vocabulary. */
+
+enum { LISTOPS, TEXT, RETRIEVAL, IMAGE, PATHFINDER, TASKS };
+typedef struct task_kind {
+  const char *name, *title;
+  int64_t symbols, classes, parts;   /* symbols: without CLS */
+  int64_t made[3];                   /* generated samples to learn from, to validate on and to test on: LRA's counts */
+} task_kind;
+static const task_kind tasks[TASKS] = {
+  { "listops", "ListOps", SYMBOLS, 10, 1, { 96000, 2000, 2000 } },
+  { "text", "Text", 256, 2, 1, { 0 } },
+  { "retrieval", "Retrieval", 256, 2, 2, { 0 } },
+  { "image", "Image", 256, 10, 1, { 0 } },
+  { "pathfinder", "Pathfinder", 256, 2, 1, { 160000, 20000, 20000 } },
+};
+static const list_sizes arena_lists = { 501, 1999, 10, 10 }; /* lengths: both ends of 500 .. 2000 are left out */
+
+typedef struct item { const unsigned char *at[2]; int64_t size[2]; int32_t label; } item; /* the bytes of each part */
+static struct {
+  const task_kind *task;
+  int64_t longest;                   /* tokens of a sequence, with CLS; more are cut off */
+  uint64_t seed;                     /* of what is generated */
+  int64_t difficulty;                /* of Pathfinder */
+  int64_t first, made;               /* the first sample that is generated, and how many are; the others are items */
+  item *items;
+  int64_t count;
+  contents files[2];
+  list_file lists[2];
+} data;
+
+static int task_find(const char *name) {                   /* 0, or 2 after a sentence */
+  for (int i = 0; i < TASKS; i++)
+    if (strcmp(name, tasks[i].name) == 0) return data.task = &tasks[i], 0;
+  return fail("there is no task %s; there are listops, text, retrieval, image and pathfinder", name);
+}
+
+/* ---- files ------------------------------------------------------------------------------------------------------- */
+
+static void add_item(item i) {
+  if (data.count % 4096 == 0) data.items = (item *)grow(data.items, data.count + 4096, sizeof(item));
+  data.items[data.count++] = i;
+}
+
+static int read_list_items(const char *path, int file) {
+  list_file *f = &data.lists[file];
+  if (lists_read(f, path)) return 2;
+  for (int64_t i = 0; i < f->count; i++)
+    add_item((item){ { f->lines[i].tokens }, { f->lines[i].size }, f->lines[i].answer });
+  return 0;
+}
+
+static int32_t yes_no(const unsigned char *at, int64_t size) { /* -1: neither */
+  static const char *const names[] = { "0", "1", "0.0", "1.0", "neg", "pos" };
+  for (int i = 0; i < 6; i++)
+    if ((int64_t)strlen(names[i]) == size && memcmp(at, names[i], (size_t)size) == 0) return i % 2;
+  return -1;
+}
+
+/* Text: label TAB text. Retrieval: label TAB text TAB text, or, as the AAN release has it, label TAB id TAB id TAB text
+   TAB text. */
+static int read_line_items(const char *path, int file) {
+  const bool pair = data.task->parts == 2;
+  const unsigned char *line, *cells[6];
+  int64_t at = 0, length, number = 0;
+  if (read_file(path, &data.files[file])) return 2;
+  while ((line = next_line(data.files[file], &at, &length)) != NULL) {
+    int count = 1;
+    number++;
+    if (length == 0) continue;
+    cells[0] = line;
+    for (int64_t i = 0; i < length && count < 6; i++) if (line[i] == '\t') cells[count++] = line + i + 1;
+    const int32_t label = yes_no(line, (count > 1 ? cells[1] - 1 : line + length) - line);
+    if (pair ? count != 3 && count != 5 : count != 2)
+      return fail("%s: line %lld is not a label%s, with a tab before each", path, (long long)number,
+                  pair ? ", a text and a text, nor has it two ids between" : " and a text");
+    if (label < 0)
+      return fail("%s: the label of line %lld is none of 0, 1, 0.0, 1.0, neg, pos", path, (long long)number);
+    const unsigned char *last = cells[count - 1], *first = pair ? cells[count - 2] : last, *end = line + length;
+    if (pair) add_item((item){ { first, last }, { last - 1 - first, end - last }, label });
+    else add_item((item){ { last }, { end - last }, label });
+  }
+  return 0;
+}
+
+enum { PIXELS = 1024 };
+/* CIFAR-10's binary batches, one or several joined by cat: records of a label and 1024 bytes each of red, green, blue;
+   or gray ones: a label, 1024 bytes. */
+static int read_image_items(const char *path, int file) {
+  contents *f = &data.files[file];
+  if (read_file(path, f)) return 2;
+  for (int colours = 1; colours <= 3; colours += 2) {
+    const int64_t record = 1 + colours * PIXELS, count = f->size / record;
+    bool fine = f->size % record == 0;
+    for (int64_t i = 0; i < count && fine; i++) fine = f->data[i * record] < 10;
+    if (!fine) continue;
+    for (int64_t i = 0; i < count; i++) {
+      unsigned char *red = f->data + i * record + 1, *green = red + PIXELS, *blue = green + PIXELS;
+      for (int k = 0; k < PIXELS && colours == 3; k++)     /* TensorFlow's rgb_to_grayscale of bytes; at red's place */
+        red[k] = (unsigned char)((0.2989 * red[k] + 0.587 * green[k] + 0.114 * blue[k]) * (255.5 / 255));
+      add_item((item){ { red }, { PIXELS }, red[-1] });
+    }
+    return 0;
+  }
+  return fail("%s, %lld bytes, is not records of a label, 0 to 9, and 3072 bytes, or 1024, of an image", path,
+              (long long)f->size);
+}
+
+static int read_items(const char *path, int file) {
+  const int64_t before = data.count;
+  const bool lists = data.task == &tasks[LISTOPS], images = data.task == &tasks[IMAGE];
+  if (lists ? read_list_items(path, file) : images ? read_image_items(path, file) : read_line_items(path, file)) return 2;
+  const long long count = (long long)(data.count - before);
+  return count >= 10 ? 0 : fail("%s has %lld samples; the minimum is 10", path, count);
+}
+
+/* ---- samples ----------------------------------------------------------------------------------------------------- */
+
+static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
+  const item *i = &data.items[index];
+  for (int64_t p = 0; p < data.task->parts; p++, tokens += data.longest) {
+    lengths[p] = 1 + cut_bytes((span){ i->at[p], i->size[p] }, data.longest - 1, tokens + 1);
+    tokens[0] = (int32_t)data.task->symbols;
+  }
+  return i->label;
+}
+
+static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
+  static int32_t list[2000];
+  static picture p;
+  const uint32_t task = (uint32_t)(data.task - tasks);
+  uint32_t counter[4] = { (uint32_t)(data.first + index), 0, task, (uint32_t)data.difficulty }, random[4];
+  luna_philox(counter, data.seed, random);
+  const uint64_t seed = (uint64_t)random[0] << 32 | random[1];
+  int32_t label, size = PIXELS;
+  if (data.task == &tasks[LISTOPS]) label = list_make(arena_lists, seed, INT64_MAX, list, &size);
+  else {
+    draw_picture(&p, pathfinder_levels[data.difficulty], seed);
+    label = p.label;
+    for (int i = 0; i < PIXELS; i++) list[i] = p.pixels[i];
+  }
+  if (size > data.longest - 1) size = (int32_t)data.longest - 1;
+  memcpy(tokens + 1, list, (size_t)size * sizeof(int32_t));
+  tokens[0] = (int32_t)data.task->symbols;
+  *lengths = 1 + size;
+  return label;
+}
+
+static int32_t fetch(int64_t index, int32_t *tokens, int32_t *lengths) {
+  return index < data.made ? fetch_made(index, tokens, lengths) : fetch_item(index - data.made, tokens, lengths);
+}
+
+/* Where `path` is null, generated samples; where `valid` is null, the last tenth of a file is held. measure: all are held,
+   for a test. */
+static int task_open(samples *s, const char *path, const char *valid, bool measure) {
+  const task_kind *t = data.task;
+  *s = (samples){ .title = path ? path : "generated samples", .vocab = t->symbols + 1, .classes = t->classes,
+    .longest = data.longest, .parts = t->parts, .fetch = fetch };
+  s->training = measure || path ? 0 : t->made[0], s->held = path || valid ? 0 : t->made[measure ? 2 : 1];
+  data.first = measure ? t->made[0] + t->made[1] : 0;
+  data.made = s->training + s->held;
+  if ((path || valid) && t == &tasks[PATHFINDER]) return fail("pathfinder is generated, not read");
+  if (!path && t->made[0] == 0) return fail("%s needs --data FILE: %s --help says what is in it", t->name, program);
+  if (path && read_items(path, 0)) return 2;
+  if (path) s->held = measure ? data.count : valid ? 0 : data.count / 10, s->training = data.count - s->held;
+  if (valid && read_items(valid, 1)) return 2;
+  if (valid) s->held = data.made + data.count - s->training;
+  return 0;
+}
+
+static void task_close(void) {
+  for (int i = 0; i < 2; i++) free(data.files[i].data), lists_close(&data.lists[i]);
+  free(data.items);
+}

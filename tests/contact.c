@@ -1,0 +1,343 @@
+/* First contact: mistakes that a newcomer makes. Each must end in a sentence that names the call, the argument and the remedy, and in
+   nothing else. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+
+enum { BATCH = 2, N = 12, VOCAB = 11 };
+
+static bool says(const luna_ctx *ctx, const char *text) { return strstr(luna_error(ctx), text) != NULL; }
+/* one check: the sentence has these words */
+#define SAYS(ctx, ...) says_all(__LINE__, ctx, (const char *const[]){ __VA_ARGS__, NULL })
+static void says_all(int line, const luna_ctx *ctx, const char *const *words) {
+  for (; *words; words++) CHECK(says(ctx, *words), "line %d: \"%s\" is not in: %s", line, *words, luna_error(ctx));
+}
+
+/* ---- tensors of a step that is over ---- */
+static luna_tensor *loss_of(const luna_lm *model, int64_t n) {
+  static int32_t tokens[600], labels[600];
+  for (int i = 0; i < 600; i++) tokens[i] = i * i % VOCAB, labels[i] = (i * i + 1) % VOCAB;
+  return luna_lm_loss(model, &(luna_input){ .tokens = tokens, .batch = 1, .n = n }, labels);
+}
+static void check_stale(luna_options options) {
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  float values[64];
+  CHECK(luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 }) == LUNA_OK, "%s", luna_error(ctx));
+  for (int way = 0; way < 8; way++) {
+    luna_begin_step(ctx);
+    const int64_t shape[2] = {4, 4}, flat[1] = {16};
+    luna_tensor *x = luna_require_grad(luna_scale(luna_tensor_new(ctx, NULL, 2, shape), 2)), *view = luna_reshape(x, 1, flat);
+    luna_tensor *loss = luna_add(loss_of(&model, 600), luna_sum(luna_mul(view, view), 0));
+    CHECK(luna_backward(loss) == LUNA_OK && isfinite(luna_item(loss)), "%s", luna_error(ctx));
+    if (way % 2) luna_begin_inference(ctx);
+    else luna_begin_step(ctx);
+    luna_tensor *now = way % 4 < 2 ? NULL : loss_of(&model, 30); /* at once, and after as much work again */
+    switch (way / 4) {
+      case 0:
+        CHECK(isnan(luna_item(loss)) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "a loss of the last step is read: %s", luna_error(ctx));
+        SAYS(ctx, "luna_item", "a new step began");
+        CHECK(luna_read(x, values) != LUNA_OK && luna_read(view, values) != LUNA_OK && luna_read_grad(x, values) != LUNA_OK,
+              "a tensor of the last step is read");
+        CHECK(!x->data && !luna_keep(x), "a tensor of the last step is kept");
+        break;
+      default:
+        if (way % 2 == 0) CHECK(luna_backward(loss) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "%s", luna_error(ctx));
+        luna_begin_step(ctx);
+        luna_begin_inference(ctx); /* two steps later it may be another tensor, and is never another thing */
+        (void)luna_item(loss);
+        (void)luna_read(x, values);
+        luna_begin_step(ctx);
+        CHECK(!luna_add(now ? now : loss, loss) || true, "never");
+    }
+    luna_begin_step(ctx);
+    loss = loss_of(&model, 600);
+    luna_begin_step(ctx);
+    CHECK(!luna_scale(loss, 2) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op takes a tensor of the last step: %s", luna_error(ctx));
+    luna_params_zero_grad(params);
+  }
+  luna_close(ctx);
+}
+
+/* an init whose hook makes tensors, and fails */
+static void *hook_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  luna_ctx *ctx = (luna_ctx *)user;
+  const int64_t shape[1] = {3};
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
+  (void)params, (void)prefix, (void)config;
+  for (int i = 0; i < 100; i++) x = luna_add_scalar(x, 1);
+  return NULL;
+}
+static luna_tensor *hook_forward(void *layer, luna_attention_call *call) { return layer ? call->x : NULL; }
+static void check_hook_init(luna_options options) {
+  luna_ctx *ctx = luna_open(&options);
+  const luna_attention_hook hook = {hook_init, hook_forward, ctx};
+  luna_causal_layer layer;
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  for (int i = 0; i < 3; i++) {
+    if (i) luna_begin_step(ctx);
+    CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &hook }) != LUNA_OK, "a null hook");
+    CHECK(luna_params_tensor_count(params) == 0, "a failed init leaves parameters");
+  }
+  luna_close(ctx);
+  ctx = luna_open(&options);
+  params = luna_params_open(ctx);
+  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 });
+  luna_begin_step(ctx);
+  const int64_t shape[1] = {3};
+  luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
+  const luna_attention_hook again = {hook_init, hook_forward, ctx};
+  CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &again }) != LUNA_OK, "a null hook");
+  CHECK(x && luna_add_scalar(x, 1), "%s", luna_error(ctx));
+  luna_close(ctx);
+}
+
+/* ---- begin, backward, step in another order ---- */
+static void check_order(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm model;
+  luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 });
+  luna_optimizer *adam = luna_adamw(params, NULL);
+  luna_tensor *loss = loss_of(&model, 20);
+  CHECK(luna_backward(loss) != LUNA_OK, "luna_backward without luna_begin_step");
+  SAYS(ctx, "luna_backward", "luna_begin_step");
+  luna_begin_step(ctx);
+  size_t bytes = 0;
+  for (int step = 0; step < 3; step++) {                         /* a loop whose begin was forgotten */
+    const luna_status status = luna_backward(loss_of(&model, 20));
+    CHECK((status == LUNA_OK) == (step == 0), "round %d without luna_begin_step: %s", step, luna_error(ctx));
+    CHECK((luna_optimizer_step(adam) == LUNA_OK) == (step == 0), "round %d: a step", step);
+    if (step == 1) bytes = luna_memory(ctx).current;
+    if (step == 1) CHECK(luna_ctx_error_id(ctx) == LUNA_ERROR_SECOND_BACKWARD, "%s", luna_error(ctx));
+  }
+  SAYS(ctx, "luna_backward", "luna_begin_step", "in the loop");
+  CHECK(bytes > 0, "no memory is counted");
+  for (int step = 0; step < 3; step++) {
+    luna_begin_step(ctx);
+    CHECK(luna_backward(loss_of(&model, 20)) == LUNA_OK, "%s", luna_error(ctx));
+  }
+  CHECK(luna_optimizer_step(adam) == LUNA_OK, "accumulated: %s", luna_error(ctx));
+  luna_close(ctx);
+}
+
+/* ---- files of another model ---- */
+typedef struct buffer { unsigned char at[1 << 17]; size_t size; } buffer;
+static bool put(void *user, const void *bytes, size_t size) {
+  buffer *b = (buffer *)user;
+  if (size > sizeof b->at - b->size) return false;
+  memcpy(b->at + b->size, bytes, size);
+  b->size += size;
+  return true;
+}
+static void save_to(buffer *b, const luna_params *params) {
+  luna_io io = {0};
+  io.write = put, io.user = b, b->size = 0;
+  CHECK(luna_save_io(params, &io) == LUNA_OK, "a file cannot be made");
+}
+static luna_classifier_config classifier_config(int change) {
+  luna_classifier_config c = { .vocab = VOCAB, .classes = 3, .pooling = LUNA_POOLING_MEAN,
+                               .encoder = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .layer = { .dropout = 0.1f } } };
+  switch (change) {
+    case 1: c.encoder.heads = 4; break;
+    case 2: c.pooling = LUNA_POOLING_CLS; break;
+    case 3: c.encoder.positions = LUNA_POSITIONS_NONE; break;
+    case 4: c.encoder.layer.activation = LUNA_ACTIVATION_GELU; break;
+    case 5: c.encoder.layer.pre_norm = true; break;
+    case 6: c.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX; break;
+    case 7: c.encoder.layers = 2; break;
+    case 8: c.encoder.layer.norm = LUNA_NORM_RMS; break;
+    case 9: c.per_step = true; break;
+    case 10: c.encoder.layer.pack_heads = 1; break;
+    case 11: c.encoder.layer.dropout = 0.3f, c.encoder.max_length = 100; break; /* this is the same model */
+    default: break;
+  }
+  return c;
+}
+static void check_load(void) {
+  static const char *const field[11][3] = {{"", "", ""}, {"luna.heads", "is 2 in", "and 4 in"}, {"luna.pooling", "is 2 in", "and 1 in"},
+    {"luna.positions", "is 2 in", "and 1 in"}, {"luna.activation", "is 1 in", "and 2 in"}, {"luna.pre_norm", "is 0 in", "and 1 in"},
+    {"luna.attention", "is 0 in", "and 1 in"}, {"luna.layers", "is 1 in", "and 2 in"}, {"luna.norm", "is 0 in", "and 1 in"},
+    {"luna.per_step", "is 0 in", "and 1 in"}, {"luna.pack_heads", "is 2 in", "and 1 in"}};
+  static buffer file, before, after;
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_classifier model;
+  luna_lm lm;
+  luna_classifier_config config = classifier_config(0);
+  CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  save_to(&file, params);
+  for (int change = 0; change <= 12; change++) {
+    luna_ctx *other = luna_open(NULL);
+    luna_params *set = luna_params_open(other);
+    config = classifier_config(change);
+    const luna_status made = change < 12 ? luna_classifier_init(&model, set, &config) : luna_lm_init(&lm, set, NULL);
+    CHECK(made == LUNA_OK, "%d: %s", change, luna_error(other));
+    if (change < 12) save_to(&before, set);
+    const luna_status status = luna_load_bytes(set, file.at, file.size);
+    if (change == 0 || change == 11) {
+      CHECK(status == LUNA_OK, "the same model is not loaded: %s", luna_error(other));
+    } else {
+      CHECK(status == LUNA_MISMATCH && luna_ctx_error_id(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s", change, luna_error(other));
+      if (change == 12) SAYS(other, "luna_load_bytes", "luna.kind", "classifier", "causal_lm", "luna_load_model");
+      else SAYS(other, "luna_load_bytes", field[change][0], field[change][1], field[change][2], "luna_load_model");
+      if (change < 12) save_to(&after, set);
+      CHECK(change == 12 || (after.size == before.size && memcmp(after.at, before.at, after.size) == 0), "%d: a failed load changes something", change);
+      if (common_little_endian())
+        CHECK(luna_load_borrowed(set, file.at, file.size) == LUNA_MISMATCH, "change %d is borrowed: %s", change, luna_error(other));
+    }
+    luna_close(other);
+  }
+  luna_close(ctx);
+}
+
+/* each kind by its own call, and by the others' */
+static luna_status load_kind(int kind, luna_model *m, luna_params *params, const buffer *b) {
+  switch (kind) {
+    case 0: return luna_load_model_bytes(m, params, b->at, b->size);
+    case LUNA_MODEL_LM: return luna_lm_load_bytes(&m->lm, params, b->at, b->size);
+    case LUNA_MODEL_CLASSIFIER: return luna_classifier_load_bytes(&m->classifier, params, b->at, b->size);
+    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_load_bytes(&m->masked_lm, params, b->at, b->size);
+    default: return luna_seq2seq_load_bytes(&m->seq2seq, params, b->at, b->size);
+  }
+}
+static luna_tensor *kind_logits(int kind, const luna_model *m) {
+  static const int32_t tokens[6] = {1, 2, 3, 4, 5, 6};
+  const luna_input in = { .tokens = tokens, .batch = 1, .n = 6 };
+  return kind == LUNA_MODEL_LM ? luna_lm_forward(&m->lm, &in) : kind == LUNA_MODEL_CLASSIFIER ? luna_classifier_forward(&m->classifier, &in) :
+         kind == LUNA_MODEL_MASKED_LM ? luna_masked_lm_forward(&m->masked_lm, &in) : luna_seq2seq_forward(&m->seq2seq, &in, &in);
+}
+static void check_kinds(void) {
+  static const char *const names[] = {"", "causal_lm", "classifier", "masked_lm", "seq2seq"};
+  static buffer file;
+  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4 };
+  for (int kind = 1; kind <= 4; kind++) {
+    luna_ctx *ctx = luna_open(NULL);
+    luna_params *params = luna_params_open(ctx);
+    luna_model m = {0}, loaded;
+    float want[6 * 256], got[6 * 256];
+    if (kind == LUNA_MODEL_LM) luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+    if (kind == LUNA_MODEL_CLASSIFIER) luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_MASKED_LM) luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_SEQ2SEQ) luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e });
+    save_to(&file, params);
+    luna_begin_inference(ctx);
+    const luna_tensor *logits = kind_logits(kind, &m);
+    const size_t bytes = (size_t)luna_count(logits) * sizeof(float);
+    CHECK(luna_read(logits, want) == LUNA_OK, "%s", luna_error(ctx));
+    for (int call = 0; call <= 4; call++) {
+      luna_ctx *other = luna_open(NULL);
+      luna_params *set = luna_params_open(other);
+      const luna_status status = load_kind(call, &loaded, set, &file);
+      if (call == 0 || call == kind) {
+        luna_begin_inference(other);
+        CHECK(status == LUNA_OK && luna_read(kind_logits(kind, &loaded), got) == LUNA_OK && memcmp(got, want, bytes) == 0, "%s by call %d: %s",
+              names[kind], call, luna_error(other));
+      } else {
+        CHECK(status == LUNA_BAD_FILE && luna_ctx_error_id(other) == LUNA_ERROR_FILE_KIND && luna_params_tensor_count(set) == 0, "%s by call %d: %s",
+              names[kind], call, luna_error(other));
+        SAYS(other, names[kind], names[call], "luna_load_model");
+      }
+      luna_close(other);
+    }
+    luna_close(ctx);
+  }
+}
+
+/* ---- inputs of another kind, and sentences that name the call, the argument and the remedy ---- */
+static void check_inputs(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_seq2seq seq2seq;
+  luna_lm detector;
+  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .positions = LUNA_POSITIONS_LEARNED, .max_length = N };
+  static const int32_t good[2 * N] = {0}, labels[2 * N] = {0}, bad[2 * N] = {0, 1, 2, VOCAB}, lengths[2] = {N, N + 1}, four[2 * N] = {0, 0, 0, 0, 0, VOCAB};
+  float x[2 * N * 3] = {0};
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+  luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8, .heads = 2 });
+  luna_classifier_init(&classifier, luna_params_open(ctx), &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
+  CHECK(luna_seq2seq_init(&seq2seq, luna_params_open(ctx), &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }) == LUNA_OK, "%s", luna_error(ctx));
+  const luna_input features = { .features = x, .batch = 2, .n = N }, tokens = { .tokens = good, .batch = 2, .n = N },
+                   outside = { .tokens = bad, .batch = 2, .n = N }, longer = { .tokens = good, .batch = 1, .n = N + 1 },
+                   ragged = { .tokens = good, .lengths = lengths, .batch = 2, .n = N };
+#define FAILS(call, ...) (luna_begin_inference(ctx), CHECK((call) == NULL, "%s succeeds", #call), SAYS(ctx, __VA_ARGS__))
+  FAILS(luna_lm_forward(&lm, &features), "luna_lm_forward: ", "input.tokens", "in place of features");
+  FAILS(luna_lm_loss(&lm, &features, labels), "luna_lm_loss: ", "input.tokens");
+  FAILS(luna_classifier_forward(&classifier, &features), "luna_classifier_forward: ", "input.tokens");
+  FAILS(luna_seq2seq_forward(&seq2seq, &features, &tokens), "luna_seq2seq_forward: ", "source.tokens");
+  FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &features), "luna_seq2seq_forward: ", "target.tokens");
+  FAILS(luna_lm_forward(&detector, &tokens), "luna_lm_forward: ", "input.features", "in place of tokens");
+  FAILS(luna_lm_forward(&lm, &outside), "luna_lm_forward: ", "input.tokens[3] is 11, outside 0..10");
+  FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &outside), "luna_seq2seq_forward: ", "target.tokens[3] is 11, outside 0..10");
+  FAILS(luna_classifier_forward(&classifier, &ragged), "luna_classifier_forward: ", "input.lengths[1] is 13, outside 0..12");
+  FAILS(luna_classifier_forward(&classifier, &longer), "luna_classifier_forward: ", "13", "max_length 12");
+  FAILS(luna_lm_loss(&lm, &tokens, four), "luna_lm_loss: labels[5] is 11; there are 11 classes");
+  const int64_t five[5] = {1, 1, 1, 1, 1};
+  FAILS(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new: rank is 5, outside 0..4");
+  luna_begin_inference(ctx);
+  CHECK(luna_input_layer_fit(&lm.input, &features) == LUNA_BAD_ARGUMENT && luna_input_layer_fit(&classifier.encoder.input, &features) == LUNA_BAD_ARGUMENT,
+        "features are fitted to a model of tokens");
+  SAYS(ctx, "luna_input_layer_fit: ", "tokens", "config");
+  x[7] = INFINITY;
+  FAILS(luna_lm_forward(&detector, &features), "luna_lm_forward: ", "input.features[7] is Inf", "NaN where a number is missing");
+  FAILS(luna_input_layer_forward(&detector.input, &features), "luna_input_layer_forward: ", "features[7] is Inf");
+#undef FAILS
+  const int32_t some[2] = {2, N};                                  /* padding may hold anything */
+  luna_begin_inference(ctx);
+  x[7] = 0, x[2 * 3] = -INFINITY;
+  CHECK(luna_lm_forward(&detector, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }), "%s", luna_error(ctx));
+  CHECK(luna_input_layer_fit(&detector.input, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(!luna_adamw(lm.params, &(luna_optimizer_config){ .schedule = { .decay = LUNA_DECAY_COSINE } }), "a cosine without an end");
+  SAYS(ctx, "luna_adamw: schedule.total is 0", "number of steps");
+  luna_close(ctx);
+}
+
+/* a stream refuses Inf, which would stay in its sums, and reads on as if it had not come */
+static void check_stream(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm lm, detector;
+  const int32_t token = 1;
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+  CHECK(luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8, .heads = 2 }) == LUNA_OK, "%s",
+        luna_error(ctx));
+  const float scale[3] = {1, 100, 1};
+  luna_write(detector.input.scale, scale);
+  luna_stream *of_tokens = luna_stream_open(&lm, NULL), *a = luna_stream_open(&detector, NULL), *b = luna_stream_open(&detector, NULL);
+  for (int t = 0; t < 20; t++) {
+    float x[2][3] = {{(float)t, 1, t % 3 ? NAN : 2}, {INFINITY, 0, 0}};
+    if (t % 3 == 1) x[1][0] = 0, x[1][2] = -INFINITY;
+    if (t % 3 == 2) x[1][0] = 0, x[1][1] = 3e38f;                    /* finite, but not once it is standardised */
+    CHECK(!luna_stream_step_features(a, x[1]) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_FEATURE && strstr(luna_stream_error(a), "NaN"), "Inf is read");
+    CHECK(!luna_stream_prefill(a, &(luna_input){ .features = x[0], .n = 2 }) && luna_stream_position(a) == t, "Inf is read in a prefill");
+    const float *y = luna_stream_step_features(a, x[0]), *z = luna_stream_step_features(b, x[0]);
+    CHECK(y && z && memcmp(y, z, 2 * sizeof(float)) == 0 && isfinite(y[0]), "step %d: refused numbers leave a trace: %s", t, luna_stream_error(a));
+  }
+  CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") && strstr(luna_stream_error(a), "features"),
+        "a token in a stream of features: %s", luna_stream_error(a));
+  CHECK(!luna_stream_step_features(of_tokens, scale) && strstr(luna_stream_error(of_tokens), "luna_stream_step or"),
+        "features in a stream of tokens: %s", luna_stream_error(of_tokens));
+  luna_stream_close(of_tokens), luna_stream_close(a), luna_stream_close(b);
+  luna_close(ctx);
+}
+
+int main(void) {
+  static double block[1 << 20];
+  luna_options options = {0};
+  options.threads = 1;
+  check_stale(options);
+  options.block = block, options.block_size = sizeof block;
+  check_stale(options);
+  check_hook_init(options);
+  options.block = NULL, options.block_size = 0;
+  check_hook_init(options);
+  check_order();
+  check_load();
+  check_kinds();
+  check_inputs();
+  check_stream();
+  return test_report("contact");
+}

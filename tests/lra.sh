@@ -1,0 +1,155 @@
+#!/bin/sh
+# lra.sh: examples/lra.c from outside, on small tasks made here: its five tasks, every attention, a training that goes on, tables, bad files.
+# Needs $BUILD/lra.
+cd "$(dirname "$0")/.." || exit 1
+name=lra_sh program=lra
+. tests/cli_checks.sh
+small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 2"
+bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; } # an awk program that prints octal numbers
+
+awk 'BEGIN { split("[MIN [MAX [MED [SM", op, " ")
+  for (i = 0; i < 80; i++) { a = i * 7 % 10; b = i * 3 % 10; lo = a < b ? a : b; hi = a < b ? b : a
+    print (i % 4 == 0 ? lo : i % 4 == 1 ? hi : i % 4 == 2 ? int((a + b) / 2) : (a + b) % 10) "\t" op[i % 4 + 1] " " a " " b " ]" } }' >lists
+awk -F '\t' 'BEGIN { print "Source\tTarget" } { sub(/\[/, "( ( [", $2); print $2 " )\t" $1 }' lists >release
+awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""; for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad"); print i % 2 "\tfilm" s } }' >texts
+awk -F '\t' '{ print ($1 ? "1.0" : "0.0") "\tid1\tid2\t" $2 "\t" (NR % 3 ? $2 : "other") }' texts >pairs
+awk -F '\t' '{ print $1 "\t" $2 "\tother" }' texts >pairs3
+bytes 'BEGIN { for (i = 0; i < 20; i++) { print i % 2; for (k = 0; k < 1024; k++) print i % 2 ? 377 : 20 } }' >gray
+bytes 'BEGIN { for (i = 0; i < 10; i++) { print i % 2; for (k = 0; k < 3072; k++) print k < 1024 ? 377 : 0 } }' >colour
+awk 'BEGIN { for (i = 0; i < 200; i++) print "plain text, line " i }' >text
+printf 1 >one_byte
+: >empty
+mkdir folder runs
+
+# ---- a run, its files, and the same again
+train="train listops --data lists $small --save-every 7 --dropout 0.1"
+check "lra train succeeds" run $train --out whole --plot loss.svg
+check "it prints its settings" grep -q '^steps 20, batch 4, .*layers 1, dim 8, ' out
+check "plain lines when the output is no terminal" grep -q '^step   20/20 loss .* validation [0-9.]*% .* left$' out
+check "the last one is the best model's accuracy" grep -q '^whole.safetensors: 20 steps in .* accuracy on 8 samples held: [0-9.]*%' out
+check "its files are there" [ "$(echo whole.*)" = "whole.csv whole.safetensors whole.training whole.txt" ]
+check "the loss is drawn" drawn loss.svg
+check "the curve has a row a step" [ "$(wc -l <whole.csv)" = 21 ]
+check "each of the four numbers or none" [ "$(grep -c '^[0-9]*,[0-9.]*,[0-9.]*,[0-9.]*$' whole.csv)" = 20 ]
+check "ten of them with a validation" [ "$(grep -c '^[0-9]*,[0-9.]*,[0-9.][0-9.]*,[0-9.]*$' whole.csv)" = 10 ]
+check "the report says what it was" [ "$(grep -c -E '^(task listops|system Luna-4|settings quick|seed 1|steps 20|of 20|batch 4|held 8)$' whole.txt)" = 8 ]
+run $train --out other --threads 1
+check "the same seed gives the same model, for any number of threads" same whole.safetensors other.safetensors
+run $train --out other --seed 2
+check "another seed gives another one" differ whole.safetensors other.safetensors
+
+# ---- it goes on from step 14 to the same bits
+cp whole.csv on.csv
+cp whole.safetensors on.safetensors
+cp whole.training on.training && cp whole.training early.training
+check "a training goes on" run train listops --data lists --resume on.training --save-every 20
+check "it says from where" grep -q '^going on from step 14 of on.training' out
+run $train --out other --save-every 20
+check "to the same bits" sh -c "LC_ALL=C; export LC_ALL; sed 's/lra.run.*//' on.training >a; sed 's/lra.run.*//' other.training >b; cmp a b"
+check "its best model is the same" same other.safetensors on.safetensors
+check "and its curve" same whole.csv on.csv
+refuses "is not there" train listops --data lists --resume early.training --out nothing
+rm -f other.* on.*
+refuses "was 8 in the training of whole.training" train listops --data lists --resume whole.training --dim 16
+refuses "of another task" train text --data texts --resume whole.training
+refuses "holds no training" train listops --data lists --resume whole.safetensors
+refuses "[a-z]" train listops --data lists --resume text
+
+# ---- tasks and their files
+check "lra eval succeeds" run eval whole.safetensors --data lists
+check "it gives the accuracy" grep -q 'ListOps, accuracy on 80 samples of lists: [0-9.]*%' out
+sed 's/.*lists://' out >plain
+run eval whole.safetensors --data release
+check "the release's lines are the same lists" [ "$(sed 's/.*release://' out)" = "$(cat plain)" ]
+check "lra show listops counts" run show listops --data lists
+check "whether answers are right" grep -q '^80 lists, 80 whose answer is their value$' out
+for task in "text --data texts" "retrieval --data pairs" "retrieval --data pairs3" "image --data gray" "pathfinder --difficulty easy --batch 1 --steps 1 --longest 40"; do
+  check "train $task" run train $small $task --out t
+  case $task in pathfinder*) continue ;; esac
+  check "eval $task" run eval t.safetensors ${task#* }
+done
+check "texts are learnt" run train text --data texts $small --steps 60 --lr 0.02 --pooling mean --out t
+check "beyond chance" sh -c "sed -n 's/^accuracy //p' t.txt | awk '{ exit !(\$1 > 80) }'"
+cut -f 1,2 texts | head -n 12 >valid
+check "a file to validate on" run train text --data texts --valid valid $small --out t
+check "all of it" grep -q '^held 12$' t.txt
+for attention in transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear performer rfa workspace isab; do
+  check "--attention $attention" run train text --data texts $small --steps 2 --attention $attention --out t
+  check "its model is measured" run eval t.safetensors --data texts
+done
+for attention in sparse reformer sinkhorn performer; do
+  check "--settings lra for $attention" run train listops --data lists $small --quick no --settings lra --longest 40 --steps 1 --attention $attention --out t
+done
+check "colours become gray" run show image --data colour --count 1
+check "of red a third" grep -q '^::*$' out
+check "the authors' settings" run train image --data gray --steps 1 --batch 2 --threads 2 --out t
+check "are Luna's" grep -q '^steps 1, batch 2, lr 0.005, warmup 4000, decay inverse-sqrt, weight-decay 0, layers 1, dim 64, heads 8, ffn 128, hidden 128, longest 1024, positions learned, pooling cls, dropout 0.3, attention-dropout 0.1' out
+check "lra show pathfinder draws" run show pathfinder --count 2 --svg p.svg
+check "two pictures with labels" [ "$(tags p.svg rect) $(tags p.svg text)" = "2048 2" ]
+check "and prints them" [ "$(grep -c '^sample [01], label [01]:$' out) $(grep -c '^[ .:=+*#%@-]\{64\}$' out)" = "2 64" ]
+cp out before
+run show pathfinder --count 2
+check "the same ones again" same out before
+run show pathfinder --count 2 --data-seed 2
+check "other ones for another seed" differ out before
+check "lra show image" run show image --data gray --count 1
+check "white is white" grep -q '^  *$' out
+
+# ---- tables
+cp whole.txt runs/a.txt
+sed 's/^seed 1/seed 2/; s/^accuracy .*/accuracy 50.00/' whole.txt >runs/b.txt
+sed 's/system .*/system Transformer/; s/^accuracy .*/accuracy 40.00/' whole.txt >runs/c.txt
+sed 's/^accuracy .*/accuracy nan/' whole.txt >runs/d.txt
+sed 's/^accuracy .*/accuracy 1e9/' whole.txt >runs/e.txt
+sed 's/^system .*/system <script>|/; s/^from .*/from `x`/' whole.txt >runs/f.txt
+head -c 3000 whole.safetensors >runs/g.txt
+cp text runs/h.txt && cp empty runs/i.txt && mkdir runs/j.txt
+check "lra table succeeds" run table runs --svg table.svg
+check "a row for the seeds of a system" grep -q '^| Luna-4 | [0-9.]* | [0-9.]*, 50.00 | 1, 2 | 20 | 4 | ' out
+check "the paper's number beside" grep -q '^| Transformer | 40.00 | 40.00 | 1 | 20 | 4 | .* | 37.11 |$' out
+check "all of the paper's table" [ "$(grep -c '^| .* (' out)" -ge 15 ]
+check "no mark-up from files" sh -c '! grep -q "<script" out table.svg'
+check "what is no report is named" [ "$(grep -c 'is no report' err)" = 6 ]
+check "the picture is whole" [ "$(tail -n 1 table.svg)" = "</svg>" ]
+refuses "has no runs" table folder
+refuses "has no runs" table nowhere
+
+# ---- wrong use and bad files
+printf '3\t[MAX 3 1 ]\nx\t[MIN 4 5 ]\n' >badlists
+printf '1\tgood\n2\tbad\n' >badlabel
+printf '1\tgood\tfilm\n' >threecells
+printf '1\tgood\n' >pairs1
+printf '\n\n' >lines
+{ cat gray; printf 'x'; } >longer
+{ head -c 10250 gray; printf '\012'; head -c 1024 gray; } >label10
+printf '\t\n\t\n' >tabs
+refuses "train, eval, table or show"
+refuses "no task pictures" train pictures
+refuses "task file is missing" train
+refuses "needs --data" train text --quick
+refuses "generated, not read" train pathfinder --data lists
+refuses "no flag --lr" table runs --lr 3
+refuses "line 2 is not" train listops --data badlists --out bad
+refuses "line 1 is not\|has something" train listops --data whole.safetensors --out bad
+refuses "label of line 2" train text --data badlabel --out bad
+refuses "line 1 is not" train text --data threecells --out bad
+refuses "line 1 is not" train text --data text --out bad
+refuses "line 1 is not" train retrieval --data pairs1 --out bad
+refuses "the minimum is 10" train text --data lines --out bad
+refuses "label of line 1" train text --data tabs --out bad
+refuses "is not records" train image --data longer --out bad
+refuses "is not records" train image --data label10 --out bad
+refuses "is not records" train image --data one_byte --out bad
+refuses "is not records" train image --data text --out bad
+refuses "is empty" train image --data empty --out bad
+refuses "cannot read folder" train image --data folder --out bad
+refuses "cannot read missing" train text --data missing --out bad
+refuses "cannot write" train listops --quick --out nowhere/run
+refuses "[a-z]" eval text
+refuses "[a-z]" eval p.svg
+refuses "[a-z]" eval whole.csv
+refuses "[0-9]" train text --data texts $small --dim 10 --heads 3 --out bad
+refuses "one of these" train text --attention lunar
+check "nothing else was written" [ "$(echo nowhere* *.probe)" = "nowhere* *.probe" ]
+
+finish
