@@ -2466,6 +2466,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
                          float *stats)) \
   T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
                         const float *mask, const float *lse, const float *delta, const float *add)) \
+  R(void, tile_hide, (int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value, float *x)) \
   R(bool, finite_copy, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y)) \
   R(void, attention_merge, (int64_t width, int64_t dim, const float *stats, const float *part, float *state, \
                             float *out, int64_t out_row)) \
@@ -3383,7 +3384,7 @@ LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, 
 }
 
 /* the epilogue of the tile at (row, column j), written to C or (`edge`) to a buffer first */
-LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row, int64_t j, float *edge) {
+LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row, int64_t j, float *edge) {
   lunai_epilogue e;
   e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
   e.c = edge ? edge : t->sum + row * t->sum_row + j;
@@ -4870,6 +4871,19 @@ LUNAI_FN void LUNAI_K(tile_softmax)(bool across, int64_t lines, int64_t length, 
   else LUNAI_K(softmax_down)(lines, length, step, s, mask, stats);
 }
 
+/* of line j of x the elements before `from` + j, and from `to` + j on, become `value` */
+LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value,
+                                 float *x) {
+  static const float lane[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+  int64_t i, j;
+  for (j = 0; j < lines; j++, x += step)
+    for (i = 0; i < length; i += VF) {
+      const vf at = vf_load(lane), low = vf_set((float)(from + j - i)), high = vf_set((float)(to + j - i));
+      const vf kept = vf_select(vf_lt(at, high), vf_load(x + i), vf_set(value));
+      vf_store(x + i, vf_select(vf_lt(at, low), vf_set(value), kept));
+    }
+}
+
 /* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
    be NaN. */
 LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
@@ -5663,11 +5677,12 @@ typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
 } lunai_sparse_space;
 
 /* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
-   value_dim] */
+   value_dim]; direct: dQ goes to its place, where nothing else is added */
 typedef struct lunai_sparse_part {
   lunai_sparse s;
   lunai_sparse_run run;
   int64_t n;
+  bool direct;
   lunai_key *key;
   float *q, *k, *v;
 } lunai_sparse_part;
@@ -5677,11 +5692,13 @@ typedef struct lunai_sparse_work {
   const lunai_attention *a;
   char *scratch;
   size_t thread_bytes;
-  int64_t tile;                         /* queries of a tile */
+  int64_t tile, wide;                   /* queries of a tile: whole panels, or a part of one; of keys' gradients: a
+                                           multiple of that */
   bool backward, copied;                /* copied: by lists, rows may not follow one another */
+  bool shared;                          /* grad_q: by heads, sequences, or with keys or values; or there is none */
   lunai_sparse_part *parts;             /* backward: of this wave */
   int64_t wave, count;
-  int64_t pair, limit;                  /* where the next part begins: */
+  int64_t pair, keys, limit;            /* where the next part begins; keys: of its run */
   lunai_key_cursor cursor;
   lunai_sparse s;
   lunai_sparse_run walk;
@@ -5708,10 +5725,12 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
   }
   return false;
 }
-/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
-LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_run *r) {
+LUNAI_FN int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_run *r) {
   lunai_key_cursor cursor = { 0, 0 };
-  const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  return lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+}
+/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
 LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
@@ -5749,20 +5768,21 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
-  m->scores = lunai_take(&scratch, w->tile * depth);
-  m->slopes = lunai_take(&scratch, back * w->tile * depth);
-  m->mask = lunai_take(&scratch, masked * w->tile * depth);
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, copied = w->copied ? 1 : 0;
+  const int64_t tiles = lunai_divide_up(LUNAI_RUN, w->tile), queries = back ? LUNAI_TILE : LUNAI_RUN;
+  m->scores = lunai_take(&scratch, LUNAI_TILE * depth);
+  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * depth);
+  m->mask = lunai_take(&scratch, masked * LUNAI_TILE * depth);
   m->mask_row = lunai_take(&scratch, masked * depth);
   m->q = lunai_take(&scratch, copied * LUNAI_RUN * d);
   m->grad = lunai_take(&scratch, copied * back * LUNAI_RUN * dv);
   m->k = lunai_take(&scratch, copied * depth * d);
   m->v = lunai_take(&scratch, copied * depth * dv);
   m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
-  m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
-  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
+  m->score_panels = lunai_take(&scratch, lunai_panels_size(kernels, queries, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, queries, dv));
   m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
-  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), LUNAI_TILE));
   m->out = lunai_take(&scratch, copied * (1 - back) * LUNAI_RUN * dv);
   m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
   m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
@@ -5780,9 +5800,12 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->kernels = kernels;
   w->a = a;
   w->backward = backward;
-  w->tile = LUNAI_TILE;
+  w->tile = w->wide = LUNAI_TILE / kernels->nr * kernels->nr;
   for (i = 0; i < a->pattern_count; i++) {
-    if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+    if (a->patterns[i].window) {         /* fewer keys outside the windows */
+      w->tile = kernels->nr % 3 ? 16 : 24;
+      w->wide = kernels->nr % 3 ? 32 : 24;
+    }
     if (a->patterns[i].blocks) w->copied = true;
   }
   w->scratch = at;
@@ -5801,6 +5824,8 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
     w->parts[i].v = v;
     w->parts[i].key = (lunai_key *)(void *)key;
   }
+  w->shared = (a->heads > 1 && a->q_head == 0) || (a->batch > 1 && a->q_batch == 0) || !a->grad_q ||
+              a->grad_q == a->grad_k || a->grad_q == a->grad_v;
   w->pair = -1;
   return (size_t)(at - start);
 }
@@ -5817,37 +5842,24 @@ LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_
 }
 #define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
 
-/* what a query does not see becomes `value`; returns whether there was any */
-LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, float *x, float value) {
-  const int64_t width = q->t.width;
-  bool any = false;
-  int64_t i, j;
-  for (j = 0; j < q->t.depth; j++) {
+/* what a query does not see becomes `value` */
+LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                float *x, float value) {
+  const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
+  int64_t i, j, lines;
+  for (j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
     const lunai_key *key = &q->keys[j];
-    float *line = x + j * q->t.k_step;
-    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
-      j += q->low + s->right - key->row; /* up to the last key that all see */
-      continue;
-    }
-    const int64_t self = key->row - q->low;
-    if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
-    if (q->together) {
-      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)),
-          to = lunai_max(from, lunai_min(self + s->left + 1, width));
-      for (i = 0; i < from; i++) line[i] = value;
-      for (i = to; i < width; i++) line[i] = value;
-      any = any || from > 0 || to < width;
-      if (!s->p->not_self || self < 0 || self >= width) continue;
-      line[self] = value;
-      any = true;
-    } else
+    const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
+    lines = !q->in_order || s->p->not_self || !(all || q->together) ? 1 :
+            lunai_min(before ? lowest - key->row : all ? highest - key->row + 1 : q->t.depth, q->t.depth - j);
+    if (key->whole || all) continue;
+    if (q->together && !s->p->not_self)
+      kernels->tile_hide(lines, width, q->t.k_step, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
+                         lunai_min(key->row - q->low + s->left + 1, width), value, x);
+    else
       for (i = 0; i < width; i++)
-        if (!lunai_sparse_sees(s, q->row[i], key)) {
-          line[i] = value;
-          any = true;
-        }
+        if (!lunai_sparse_sees(s, q->row[i], key)) x[i] = value;
   }
-  return any;
 }
 /* adds what finite_copy left out to the queries that see it */
 LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
@@ -5875,6 +5887,30 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
   lunai_tile_pad(&q->t, mask, 0);
 }
 
+/* Of a tile those queries from i on, `width` of them, and the keys that one of them may see; its scores lie in the
+   tile's, `key` rows on and i columns. */
+LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse *s, const lunai_sparse_run *r,
+                                                 const lunai_sparse_tile *q, int64_t i, int64_t width) {
+  lunai_sparse_tile x = lunai_sparse_tile_of(s, r, q->first + i, lunai_min(width, q->t.width - i), q->t.depth, q->keys,
+                                             q->in_order);
+  x.t.step = x.t.k_step = q->t.step;
+  return x;
+}
+/* to = factor x y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. panels: x,
+   from the tile's first query on */
+LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_run *r,
+                                   const lunai_sparse_tile *q, int64_t dim, const float *y, int64_t y_row,
+                                   const float *panels, float factor, float *to) {
+  const int64_t width = lunai_max(w->tile, w->kernels->nr);
+  int64_t i;
+  for (i = 0; i < q->t.width; i += width) {
+    const lunai_sparse_tile x = lunai_sparse_narrower(s, r, q, i, width);
+    if (x.t.depth)
+      lunai_tile_product(w->kernels, &x.t, dim, NULL, 0, y + x.key * y_row, y_row, panels + i * dim, factor,
+                         to + x.key * x.t.step + i);
+  }
+}
+
 /* what a run keeps from part to part */
 typedef struct lunai_sparse_rows_at {
   float *out;
@@ -5886,7 +5922,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
                                         lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, step = lunai_panels_size(kernels, w->tile, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
   int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
@@ -5902,9 +5938,9 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
     const int64_t part_row = merge ? dv : x->out_row;
     if (q.t.depth == 0) continue;
     x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale,
-                       m->scores);
-    lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row,
+                       m->score_panels + first / nr * nr * d + first % nr, a->scale, m->scores);
+    lunai_sparse_hide(kernels, s, &q, m->scores, LUNAI_HIDDEN);
     if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
     kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
     lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
@@ -5918,20 +5954,17 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
                                        const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r),
-      step = lunai_panels_size(kernels, w->tile, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
   lunai_key_cursor cursor = { 0, 0 };
   lunai_sparse_rows_at x;
   const float *q;
-  int64_t q_row, n, first, i;
+  int64_t q_row, n, i;
   memset(x.seen, 0, sizeof x.seen);
   q_row = a->q_row;
   q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
-  for (first = 0; first < r->width; first += w->tile)
-    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, q + first * q_row, 1, q_row,
-                         m->score_panels + first / w->tile * step);
+  kernels->fill_panels(r->width, d, q, 1, q_row, m->score_panels);
   while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
     lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (i = 0; i < r->width; i++) {
@@ -5985,6 +6018,7 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
                                            part->key) : 0;
     part->s = w->s;
     part->run = w->walk;
+    part->direct = part->n == w->keys && w->walk.together && !w->shared;
     if (part->n > 0) return true;
     while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
       if (++w->pair >= w->a->batch * w->a->heads) return false;
@@ -5992,7 +6026,8 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
       w->walk.block = 0;
       w->walk.at = -1;
     }
-    w->limit = lunai_sparse_limit(&w->s, &w->walk);
+    w->keys = lunai_sparse_count(&w->s, &w->walk);
+    w->limit = lunai_sparse_limit(w->keys);
     w->cursor.run = w->cursor.at = 0;
   }
 }
@@ -6016,41 +6051,46 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const lunai_sparse *s = &part->s;
   const lunai_sparse_run *r = &part->run;
   const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
-  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first, i;
   const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
   float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
-  memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
+  float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
+  const int64_t to_row = part->direct ? a->q_row : d;
+  if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
   if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
   kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
-  for (first = 0; first < r->width; first += w->tile) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
+  for (first = 0; first < r->width; first += w->wide) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->wide, n, part->key, in_order);
     const lunai_tile *t = &q.t;
     const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
     if (t->depth == 0) continue;
     kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
     kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
-    lunai_tile_product(kernels, t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
-    lunai_tile_product(kernels, t, dv, NULL, 0, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
+    lunai_sparse_product(w, s, r, &q, d, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
+    lunai_sparse_product(w, s, r, &q, dv, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
     if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
     lunai_sparse_stats(w, s, &q, lse, delta);
     kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
-    if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
+    lunai_sparse_hide(kernels, s, &q, m->scores, 0);
+    lunai_sparse_hide(kernels, s, &q, m->slopes, 0);
     if (a->grad_v)
       lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
                                  true);
     if (a->grad_k)
       lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
                                  true);
-    if (a->grad_q)
-      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr,
-                          n * kernels->nr, kernels->nr, a->scale,
-                          part->q + first * d, d, false);
+    for (i = 0; a->grad_q && i < t->width; i += w->tile) {
+      const lunai_sparse_tile c = lunai_sparse_narrower(s, r, &q, i, w->tile);
+      lunai_matmul_blocks(kernels, c.t.width, d, c.t.depth, m->slopes + c.key * t->k_step + i, 1, t->k_step,
+                          m->values + (q.key + c.key) * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
+                          to + (first + i) * to_row, to_row, part->direct);
+    }
   }
 }
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
@@ -6076,8 +6116,9 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
-    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
-                     lunai_offset(a->grad_q, p->s.q), a->q_row);
+    if (!p->direct)
+      lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
+                       lunai_offset(a->grad_q, p->s.q), a->q_row);
     lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
                      lunai_offset(a->grad_k, p->s.k), a->k_row);
     lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
