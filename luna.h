@@ -1716,7 +1716,7 @@ typedef struct luna_stream_config {
   luna_isa isa;                      /* 0 = best; not on a device */
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
-   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what. */
+   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
@@ -18767,10 +18767,16 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
+#define LUNAI_BESIDE_ATTENTION 13    /* tensors of a causal layer: P, convolution 2, norms 4, feed-forward 6; */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_LAYER_TENSORS 25       /* with its attention's 12; */
+#else
+#define LUNAI_LAYER_TENSORS 28       /* of a decoder's layer, without its cross-attention's keys and values */
+#endif
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[32];
+  luna_tensor parameters[LUNAI_LAYER_TENSORS];
 } lunai_stream_layer;
 
 struct luna_stream {
@@ -18780,7 +18786,7 @@ struct luna_stream {
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
   luna_lm model;                     /* its config and what is beside its layers, or the like of a decoder */
-  luna_tensor parameters[12];        /* theirs */
+  luna_tensor parameters[9];         /* theirs */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
   lunai_int64 position, first_position;
@@ -19091,7 +19097,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   lunai_put(&text, "self_attn.");
   *text.at = 0;
   count = lunai_causal_attention_parts(&causal->attention, parts);
-  return lunai_stream_own(s, layer->parameters + 16, parts, count, prefix, st);
+  return lunai_stream_own(s, layer->parameters + LUNAI_BESIDE_ATTENTION, parts, count, prefix, st);
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
