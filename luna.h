@@ -181,7 +181,7 @@
                           >>layers >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
                           >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
-                          >>layers >>models >>trainer >>checkpoints >>stream */
+                          >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -1734,7 +1734,7 @@ typedef struct luna_stream_config {
   luna_isa isa;                      /* 0 = best; not on a device */
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
-   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what. */
+   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
@@ -18945,10 +18945,16 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
+#define LUNAI_BESIDE_ATTENTION 13    /* tensors of a causal layer: P, convolution 2, norms 4, feed-forward 6; */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_LAYER_TENSORS 25       /* with its attention's 12; */
+#else
+#define LUNAI_LAYER_TENSORS 28       /* of a decoder's layer, without its cross-attention's keys and values */
+#endif
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[32];
+  luna_tensor parameters[LUNAI_LAYER_TENSORS];
 } lunai_stream_layer;
 
 struct luna_stream {
@@ -18958,7 +18964,7 @@ struct luna_stream {
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
   luna_lm model;                     /* its config and what is beside its layers, or the like of a decoder */
-  luna_tensor parameters[12];        /* theirs */
+  luna_tensor parameters[9];         /* theirs */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
   lunai_int64 position, first_position;
@@ -19274,7 +19280,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   lunai_put(&text, "self_attn.");
   *text.at = 0;
   count = lunai_causal_attention_parts(&causal->attention, parts);
-  return lunai_stream_own(s, layer->parameters + 16, parts, count, prefix, st);
+  return lunai_stream_own(s, layer->parameters + LUNAI_BESIDE_ATTENTION, parts, count, prefix, st);
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
@@ -19558,81 +19564,6 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   return lunai_stream_opened(ctx, s, good);
 }
 
-/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
-   target changes none of it) */
-LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own,
-                                   luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  const luna_nested_attention_layer *cross = &layer->cross_attention;
-  const luna_layer_config *c = &layer->config;
-  const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
-  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
-                                                  lengths), *k, *v;
-  if (!lunai_stream_fold(s, own, (*p)->data)) return false;
-  v = luna_linear_layer_forward(&cross->v, packed_context);
-  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
-  *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
-      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
-}
-/* how many memory slots each of `count` sequences has, as many for each source */
-LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
-  int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
-  int64_t i;
-  for (i = 0; i < count; i++)
-    slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
-                                  s->sizes.memory);
-  return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
-}
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
-  const luna_seq2seq_config *c;
-  luna_stream first, *s = NULL;
-  luna_stream_config config;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  luna_tensor *p = NULL, *context;
-  int64_t i;
-  bool good;
-  if (!ctx) return NULL;
-  c = &model->config;
-  if (beam == 0) beam = 1;
-  luna_begin_inference(ctx);
-  if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
-      !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
-      !lunai_in(ctx, "luna_seq2seq_stream_open", "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
-  context = luna_encoder_forward(&model->encoder, source, &p);
-  if (!context) return NULL;
-  memset(&first, 0, sizeof first);
-  memset(&config, 0, sizeof config);
-  config.batch = source->batch * beam;
-  config.chunk = 1;
-  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
-  first.sizes.layers = c->decoder_layers;
-  first.sizes.memory = p->shape[1];
-  first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
-  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
-  first.sizes.norm = c->encoder.layer.norm;
-  first.sizes.omega = c->encoder.layer.omega;
-  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
-  first.sizes.max_length = c->max_target_length;
-  if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
-  first.sources = source->batch;
-  first.cross = true;
-  first.scale = lunai_embedding_factor(&c->encoder);
-  first.first_position = c->encoder.first_position;
-  lunai_lm_from_sizes(&first.sizes, &first.model.config);
-  first.model.embedding = model->embedding;
-  first.model.positions = model->positions;
-  first.model.norm = model->norm;
-  first.model.output.weight = model->output;
-  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
-  if (!s) return NULL;
-  good = lunai_stream_real(s, s->slots, s->batch, source) &&
-         lunai_stream_real(s, s->source_slots, source->batch, source);
-  for (i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
-           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
-  return lunai_stream_opened(ctx, s, good);
-}
 #endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
@@ -19805,7 +19736,9 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   return lunai_stream_status(s);
 }
 
-/* --- sampling --- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>sampling: a token out of logits. Guarded by tests/stream.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 /* the k-th largest of n numbers, and how many are larger than it */
 LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   float limit = INFINITY, next = -INFINITY;
@@ -19892,7 +19825,86 @@ LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampli
   return chosen;
 }
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>beam: a decoder's stream, and beam search. Guarded by tests/models.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
+/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
+   target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own,
+                                   luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+  const luna_nested_attention_layer *cross = &layer->cross_attention;
+  const luna_layer_config *c = &layer->config;
+  const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
+  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
+                                                  lengths), *k, *v;
+  if (!lunai_stream_fold(s, own, (*p)->data)) return false;
+  v = luna_linear_layer_forward(&cross->v, packed_context);
+  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
+  *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
+  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
+      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
+}
+/* how many memory slots each of `count` sequences has, as many for each source */
+LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
+  int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
+  int64_t i;
+  for (i = 0; i < count; i++)
+    slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
+                                  s->sizes.memory);
+  return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
+}
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
+  const luna_seq2seq_config *c;
+  luna_stream first, *s = NULL;
+  luna_stream_config config;
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_tensor *p = NULL, *context;
+  int64_t i;
+  bool good;
+  if (!ctx) return NULL;
+  c = &model->config;
+  if (beam == 0) beam = 1;
+  luna_begin_inference(ctx);
+  if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
+      !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
+      !lunai_in(ctx, "luna_seq2seq_stream_open", "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
+  context = luna_encoder_forward(&model->encoder, source, &p);
+  if (!context) return NULL;
+  memset(&first, 0, sizeof first);
+  memset(&config, 0, sizeof config);
+  config.batch = source->batch * beam;
+  config.chunk = 1;
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
+  first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
+  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
+  first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
+  first.sizes.max_length = c->max_target_length;
+  if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
+  first.sources = source->batch;
+  first.cross = true;
+  first.scale = lunai_embedding_factor(&c->encoder);
+  first.first_position = c->encoder.first_position;
+  lunai_lm_from_sizes(&first.sizes, &first.model.config);
+  first.model.embedding = model->embedding;
+  first.model.positions = model->positions;
+  first.model.norm = model->norm;
+  first.model.output.weight = model->output;
+  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
+  if (!s) return NULL;
+  good = lunai_stream_real(s, s->slots, s->batch, source) &&
+         lunai_stream_real(s, s->source_slots, source->batch, source);
+  for (i = 0; i < s->sizes.layers && good; i++)
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
+           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
+  return lunai_stream_opened(ctx, s, good);
+}
+
 /* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first
    `beam` is a result --- */
 typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;
