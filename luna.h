@@ -119,6 +119,11 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   SEVERAL RANKS
+     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
+     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
+     more than numbers of P's size (>>parallel).
+
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
      peak, by scope, as a table or JSON. The examples that train take --profile FILE.
@@ -230,7 +235,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
+  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -243,8 +248,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
-    "no tokens or, of a model of features, no features") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
+    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
+    "which this stream's model reads in place of tokens") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
+    "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -262,7 +271,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
+    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
+    "version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -277,8 +287,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_open_bytes") \
   /* several ranks */ \
   X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
-    "calls") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
     "attention, or LUNA_PARALLEL_DATA") \
@@ -286,6 +296,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
+  X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
@@ -297,8 +309,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
-    "made after luna_begin_step") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
+    "not made after luna_begin_step") \
   X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
     "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
@@ -355,7 +367,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "its e and f first") \
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
   X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
-  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds max_length %d") \
+  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
   X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
   X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
   X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
@@ -370,6 +382,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
     "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
+    "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
@@ -473,8 +487,8 @@ typedef struct luna_input {
   const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it spoils all later steps; the
-     padding may hold anything */
+  /* [batch,n,features]; NaN is a missing number, Inf an error: it would spoil all later steps of a causal model.
+     Padding may hold anything. */
   const float *features;
 } luna_input;
 
@@ -650,22 +664,25 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
      LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
                              in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
                              alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
-   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
-   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
-   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
-   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
-   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
-   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
-   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
-   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c. */
 typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
 typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
-   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
-   run. Example, from MPI: examples/mpi.h. */
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
 typedef struct luna_collective {
   luna_parallelism mode;
   int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
@@ -709,10 +726,10 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
    luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
-   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
-   luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
-   name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
-   its own and close it. */
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
+   with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the
+   same call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose
+   failure is to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -872,8 +889,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 #ifndef LUNA_ONLY_STREAM
 /* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
    [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
-   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
    luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
    rank's loss is a part of one loss, which is their sum. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
@@ -1156,8 +1173,8 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 /* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
-   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
-   from the file. luna_load_matching compares names and shapes alone. */
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the
+   config from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1188,6 +1205,7 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
    counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
    luna_input_layer_fit, or luna_write. */
 typedef struct luna_input_layer {
+  luna_params *params;               /* of a model of tokens there is nothing else */
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
   luna_linear_layer projection;      /* "input_proj" [dim,features] */
 } luna_input_layer;
@@ -1903,7 +1921,7 @@ typedef struct luna_op {
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2053,7 +2071,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
-#ifdef __OPTIMIZE__
+#if defined(LUNA_ONLY_STREAM) && defined(LUNA_NO_SIMD) && defined(__OPTIMIZE_SIZE__)
+#define LUNAI_INLINE static inline __attribute__((unused)) /* where that is smaller */
+#elif defined(__OPTIMIZE__)
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
 #define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
@@ -2089,6 +2109,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
+#define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2196,8 +2217,8 @@ typedef struct lunai_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
-  int64_t run;                       /* e + first */
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
+  int64_t run;                       /* run 0: e + first */
 } lunai_dropout;
 LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
   return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
@@ -2337,8 +2358,8 @@ typedef struct lunai_target {
   float *sum, *c, *pre;
   const float *bias, *from;          /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
+  int activation;                    /* in lunai_gemm's order one load would take both, and wait for two stores */
   float alpha;
-  int activation;
   bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
 } lunai_target;
 
@@ -2581,10 +2602,13 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_erf(x) LUNAI_K(erf)(x)
 
 #undef LUNAI_PREFETCH
+#undef LUNAI_PREFETCH_L2
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
+#define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
 #else
 #define LUNAI_PREFETCH(p) ((void)0)
+#define LUNAI_PREFETCH_L2(p) ((void)0)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
@@ -3159,6 +3183,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
+#undef LUNAI_AHEAD
+#define LUNAI_AHEAD (LUNAI_PASS == LUNAI_ISA_AVX2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
@@ -3369,20 +3395,39 @@ LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row,
   return e;
 }
 
-/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: a buffer that they are copied to, or null. */
+/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: where they are copied to, or null. Whole tiles
+   of a column-major A are gathered by LUNAI_TILES_ABREAST; with LUNAI_AHEAD in two places by turns, all but the first
+   by gather_ahead. */
 LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
                                           const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
+  const int64_t tile = (row - first) / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
-    if (tile == 0)
+    if (LUNAI_AHEAD ? tile == 0 : tile % LUNAI_TILES_ABREAST == 0)
       LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
-    a_gathered += tile * LUNAI_MR * LUNAI_KA;
+    a_gathered += tile % places * LUNAI_MR * LUNAI_KA;
   } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
   *a_row = *a_column == 1 ? LUNAI_KA : 1;
   *a_column = *a_column == 1 ? 1 : LUNAI_MR;
   return a_gathered;
+}
+/* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
+   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while they
+   come. */
+LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
+                                    int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
+  const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
+  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = first + next * LUNAI_MR;
+  const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
+  const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
+  const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
+  int64_t i, x;
+  if (m - row < LUNAI_MR) return;
+  for (i = end; i < coming; i++)
+    for (x = 0; x < tiles * LUNAI_MR; x += 16) LUNAI_PREFETCH_L2(a + row + i * a_column + x);
+  LUNAI_K(gather_columns)(tiles, end - p, a + row + p * a_column, a_column,
+                          a_gathered + next % (2 * LUNAI_TILES_ABREAST) * LUNAI_MR * LUNAI_KA + p * LUNAI_MR);
 }
 
 /* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
@@ -3394,6 +3439,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
   const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
+  const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   lunai_epilogue e;
   int64_t row, rows, j, p, x;
@@ -3417,6 +3463,9 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
       e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
+      if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
+        LUNAI_K(gather_ahead)(m, k, narrow, (row - narrow) / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column,
+                              a_gathered);
     }
   }
 }
@@ -3548,7 +3597,7 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
-    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? 2 * LUNAI_TILES_ABREAST : 1);
   /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
   if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
     p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
@@ -8847,14 +8896,13 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
-  size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
    began. */
 typedef struct lunai_bump {
-  char *start[2];                    /* small things of the host; data, null where they are only counted */
-  size_t size[2], used[2], peak[2];
+  struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
+                                                               are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM
@@ -9267,7 +9315,7 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 
 typedef struct lunai_mark {
   lunai_chunk *step[2];
-  size_t used[2], bytes[2], gaps[2];
+  size_t used[2], bytes[2];
   int64_t pieces_made;
   luna_tensor *made;
   lunai_slab *slab;
@@ -9278,8 +9326,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
-    mark.bytes[0] = ctx->bump->used[0];
-    mark.bytes[1] = ctx->bump->used[1];
+    mark.bytes[0] = ctx->bump->part[0].used;
+    mark.bytes[1] = ctx->bump->part[1].used;
     return mark;
   }
   for (i = 0; i < 2; i++) {
@@ -9287,7 +9335,6 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
-    mark.gaps[i] = arena->gaps;
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
@@ -9303,8 +9350,8 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
   if (LUNAI_BUMPS(ctx)) {
-    ctx->bump->used[0] = mark.bytes[0];
-    ctx->bump->used[1] = mark.bytes[1];
+    ctx->bump->part[0].used = mark.bytes[0];
+    ctx->bump->part[1].used = mark.bytes[1];
     return;
   }
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
@@ -9320,7 +9367,6 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
-    arena->gaps = mark.gaps[i];
   }
   ctx->small = mark.small;
   ctx->small_end = mark.small_end;
@@ -9341,14 +9387,13 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next
-     begin; of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, across chunks at the price of other memory: up to 64 MB more at a time,
+     until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
@@ -9364,10 +9409,10 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
   const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
   *out = NULL;
-  if (size < bytes || size > b->size[data] - b->used[data]) return false;
-  if (b->start[data]) *out = b->start[data] + b->used[data];
-  b->used[data] += size;
-  if (b->used[data] > b->peak[data]) b->peak[data] = b->used[data];
+  if (size < bytes || size > b->part[data].size - b->part[data].used) return false;
+  if (b->part[data].start) *out = b->part[data].start + b->part[data].used;
+  b->part[data].used += size;
+  if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
   return true;
 }
 /* Memory of the step, not zeroed; `data` as above. */
@@ -9425,12 +9470,14 @@ LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so do all decisions. */
+   bytes from the step's start, alike in every mode, and so do all decisions: where joined neighbours lie in two chunks,
+   until the next begin, other memory stands in for theirs, which is not counted. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
-  char *at;                          /* null where memory is only counted */
+  char *at;                          /* null where memory is only counted, and of a free one that lies in two chunks */
   size_t place, size;
   int64_t number;                    /* of those made in this step */
+  int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
   lunai_piece *piece;
@@ -9461,18 +9508,28 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
+    piece->place = arena->step_bytes - lunai_round(bytes);
     return piece;
   }
   piece = *best;
+  at = piece->at;
+  if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
     rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
     if (!rest) return NULL;
+    rest->backed = piece->backed;
     rest->next = piece->next;
     piece->size = size;
     *best = rest;
   } else *best = piece->next;
+  if (at != piece->at) piece->backed = ctx->pieces_made++;
+  piece->at = (char *)at;
   return piece;
+}
+LUNAI_FN void lunai_piece_join(lunai_piece *lower, const lunai_piece *upper) {
+  if (lower->at && lower->at + lower->size != upper->at) lower->at = NULL;
+  if (upper->backed > lower->backed) lower->backed = upper->backed;
+  lower->size += upper->size;
 }
 /* free neighbours become one, the lower */
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
@@ -9481,11 +9538,12 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
   *given = NULL;
   for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
   if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
-    piece->size += (*above)->size;
+    lunai_piece_join(piece, *above);
     *above = *link;
     link = above;
   }
-  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
+  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place)
+    lunai_piece_join(*link, piece);
   else {
     piece->next = *link;
     *link = piece;
@@ -9493,12 +9551,13 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
 }
 /* What was free before the mark, less what has been taken and not given back since */
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
+  const size_t end = mark.bytes[lunai_on_device(ctx)];
   lunai_piece **link = &ctx->pieces;
   while (*link) {
     if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
     else {
       if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
+      if ((*link)->backed >= mark.pieces_made) (*link)->at = NULL;
       link = &(*link)->next;
     }
   }
@@ -9597,7 +9656,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.options.collective) {
     const luna_collective *c = first.options.collective;
-    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
@@ -9689,16 +9748,16 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
   void *memory;
   int r, i;
-  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
-    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
   *all = (int64_t *)memory;
   if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
   for (r = 0; r < ranks; r++)
     for (i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
   return true;
 }
@@ -9721,7 +9780,8 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -9754,6 +9814,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 #endif
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -9777,9 +9838,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
-  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+  if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -10001,12 +10062,36 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
+LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
+  const luna_tensor *a = op->in[0], *b = op->in[1];
+  int64_t rows = 1, n = 1;
+  int i;
+  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
+  for (i = 0; i < a->rank; i++) {
+    const int at = i - a->rank + b->rank;
+    shape[i] = a->shape[i];
+    *(at < 0 ? &rows : &n) *= shape[i];
+    if (at >= 0 && shape[i] != b->shape[at]) return false;
+  }
+  if (n < 1) return false;
+  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
+  op->arg.elementwise.shape[2] = rows;
+  op->arg.elementwise.shape[3] = n;
+  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
+  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
+  return true;
+}
+#ifdef LUNA_ONLY_STREAM              /* nothing else */
+#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
+#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK, a, k;
   bool joins;
+  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (a = rank - 1; a >= 0; a--) {
@@ -10030,6 +10115,7 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+#endif
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
@@ -10340,7 +10426,11 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
                            int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
-  lunai_clear(g, sizeof *g);
+  g->bias = g->b_panels = g->residual = NULL;
+  g->pre = NULL;
+  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
+  g->activation = LUNA_ACTIVATION_NONE;
+  g->accumulate = g->dots = false;
   g->a = a; g->b = b; g->c = c;
   g->m = m; g->n = n; g->k = k;
   g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
@@ -11120,7 +11210,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
-  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+  if (!op->outside) return 0;
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
 }
 LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
   return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
@@ -11912,6 +12003,8 @@ LUNAI_FN luna_tensor lunai_like(luna_ctx *ctx, int rank, const int64_t *shape) {
 }
 LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank, const int64_t *shape) {
   const luna_tensor like = lunai_like(ctx, rank, shape);
+  if (rank < 0 || rank > LUNA_MAX_RANK)
+    return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "rank", (int64_t)rank, (int64_t)0, (int64_t)LUNA_MAX_RANK);
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
@@ -11980,8 +12073,8 @@ LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recomp
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
   if (ctx && recompute) ctx->recomputing = true;
-  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
-  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
+  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[0].used : 0;
+  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[1].used : 0;
   scope.outer = scope.self = 0;
 #ifdef LUNA_ONLY_STREAM
   (void)name;
@@ -12011,17 +12104,17 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
 /* of a stream on the host: on a device the move would be work of its own */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
-  char *start = b->start[0] + scope.used[0];
+  char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
   const float *data;
   luna_tensor *moved;
   void *memory;
   if (!x || lunai_on_device(scope.ctx)) return x;
   data = x->data;
-  b->used[0] = scope.used[0];
-  b->used[1] = scope.used[1];
+  b->part[0].used = scope.used[0];
+  b->part[1].used = scope.used[1];
   /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x;
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
@@ -12300,8 +12393,10 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
-  if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
-  else s->mark = lunai_step_mark(ctx);
+  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
+    s->mark.bytes[0] = ctx->bump->part[0].used;
+    s->mark.bytes[1] = ctx->bump->part[1].used;
+  } else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
@@ -12424,16 +12519,20 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->used[1];
+  used = ctx->bump->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->used[1] = used;
+  ctx->bump->part[1].used = used;
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
   return lunai_abandon(s);
 }
 
+/* A device's dropout does not know of ranks: each has op numbers of its own there. */
+LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
+  return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+}
 /* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
 LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
@@ -12481,9 +12580,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
-  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
-  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
@@ -14075,7 +14174,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r;
+  int64_t mine[3], *all, *parts, b, r, from = 0;
   void *memory;
   lunai_cut *made;
   if (!c) return true;
@@ -14100,9 +14199,10 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
     made->whole += own;
     if (rows || own == 0) continue;
     if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
                         made->other) != NULL;
     made->other = all[3 * r];
+    from = r;
     made->longest = lunai_max(made->longest, all[3 * r + 2]);
   }
   made->own = mine[1];
@@ -14189,7 +14289,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   luna_custom custom;
   luna_tensor *y;
   void *memory;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
   memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
@@ -14281,20 +14381,12 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
-typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
-LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
-  lunai_border b;
-  int r;
-  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
-  b.first = b.end - part->parts[rank];
-  return b;
-}
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int rank = op->ctx->collective.rank;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t b, j, at;
+  int64_t b, j, at, end;
   int r;
   (void)count;
   if (!op->received) {
@@ -14303,15 +14395,13 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0; r < rank; r++) {
-      const lunai_border from = lunai_border_of(op->part, r);
-      for (j = 0; j < rows; j++) {
-        at = op->part->first - rows + j;
-        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+    for (r = 0, end = 0; r < rank; r++)
+      for (end += op->part->parts[r], j = 0; j < rows; j++) {
+        at = op->part->first - rows + j; /* in the whole */
+        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
                  (size_t)d * sizeof(float));
       }
-    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
@@ -14321,13 +14411,13 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t b, j, at, i;
+  int64_t b, j, at, i, later = end;
   int r;
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
     for (j = 0; j < rows; j++) {
-      at = lunai_border_of(op->part, r).first - rows + j;
+      at = later - rows + j;
       for (b = 0; b < batch && at >= first && at < end; b++)
         for (i = 0; i < d; i++)
           in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
@@ -14344,8 +14434,8 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   op.part = x->part;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
-                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
+                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -14990,7 +15080,8 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   size_t bytes;
   void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  if (lunai_on_device(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
   bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
   o = (lunai_outside *)memory;
@@ -15368,10 +15459,16 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
                     lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
+  if (good) layer->params = params;
   return lunai_setup_end(&s, good);
 }
-/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
-   that returns a status. */
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
+typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
+   feature may be Inf */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -15379,39 +15476,63 @@ LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_end(values);
   return false;
 }
-LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
-  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
-  int64_t shape[3], b;
+LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, bool op, const char *name,
+                               const char *what) {
+  const int64_t k = r->vocab ? 1 : r->features;
+  const luna_collective *c = lunai_ranks(r->ctx);
+  const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
+  char field[100];
+  int64_t shape[3], count, i;
   luna_tensor like;
-  if (!ctx) return false;
-  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
   shape[0] = input->batch;
   shape[1] = input->n;
-  shape[2] = layer->mean->shape[0];
-  like = lunai_like(ctx, 3, shape);
-  if (lunai_shape_count(3, shape) < 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
-  if (!input->features && lunai_shape_count(3, shape) > 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
-  for (b = 0; input->lengths && b < input->batch; b++)
-    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
-      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+  shape[2] = k;
+  like = lunai_like(r->ctx, 3, shape);
+  if ((count = lunai_shape_count(3, shape)) < 0)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
+                                              "%s.features, which it reads in place of tokens,", what);
+  if (count > 0 && (r->vocab ? !input->tokens : !input->features))
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, field);
+  if (r->longest && input->n > r->longest)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
+  lunai_print(field, sizeof field, "%s.lengths", what);
+  for (i = 0; input->lengths && i < input->batch && !cut; i++)
+    if (input->lengths[i] < 0 || input->lengths[i] > input->n)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
+  for (i = 0; i < count && r->vocab; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
+                               (int64_t)0, r->vocab - 1);
+  for (i = 0; i < count && !r->vocab && op && !cut; i++)
+    if (!lunai_is_finite(input->features[i]) && input->features[i] == input->features[i] && lunai_is_real(input, i / k))
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
 }
-LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
-  return !input->lengths || step % input->n < input->lengths[step / input->n];
+/* of an input layer; false without a sentence where its init failed or was not called */
+LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
+                                     const char *name) {
+  lunai_reader r;
+  memset(&r, 0, sizeof r);
+  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  if (!r.ctx) return false;
+  if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
+  r.features = layer->mean->shape[0];
+  return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
-  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
-  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   luna_status status;
   lunai_mark mark;
   void *memory;
   float *mean;
-  int64_t i, f;
+  int64_t i, f, k;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  k = layer->mean->shape[0];
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
     return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
@@ -15466,7 +15587,7 @@ LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, 
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   luna_scope scope;
   luna_tensor *x, *present;
-  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
   scope = luna_scope_begin(layer->mean->ctx);
   x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -15608,8 +15729,8 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
-   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
+   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
 LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
@@ -16492,8 +16613,12 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
+#else
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#endif
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 #define LUNAI_NO_LM "it holds no causal language model of luna.h"
@@ -16693,7 +16818,7 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   const int count = lunai_lm_parts(model, parts);
   char prefix[48];
   int64_t i;
-  model->params = params;
+  model->params = model->input.params = params;
   if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
   model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
   if (!model->layers) return false;
@@ -16714,18 +16839,23 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   return lunai_setup_end(&s, good);
 }
 
-/* the context of a model whose init succeeded, where there is an input; else null */
-LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *input, const char *name) {
-  luna_ctx *ctx = lunai_ctx_of(params);
-  if (ctx && !input) lunai_fail_null(ctx, name, "the input");
-  return input ? ctx : NULL;
+/* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
+LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
+                                      const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
+  lunai_reader r;
+  r.ctx = lunai_ctx_of(params);
+  r.vocab = table ? table->shape[0] : 0;
+  r.features = input && input->mean ? input->mean->shape[0] : 0;
+  r.longest = positions ? positions->shape[0] - first : 0;
+  return r;
 }
-LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b,
-                                  const char *name) {
-  luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
-  if (!ctx || a->batch == b->batch) return ctx;
-  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
-  return NULL;
+LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
+  if (!m) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  return lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
+}
+/* the context of a model whose init succeeded and whose input fits; else null */
+LUNAI_FN luna_ctx *lunai_model_ctx(lunai_reader r, const luna_input *input, const char *name, const char *what) {
+  return r.ctx && lunai_input_fits(&r, input, true, name, what) ? r.ctx : NULL;
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
@@ -16747,17 +16877,22 @@ LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of t
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_forward", "input");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
   const luna_scope scope = luna_scope_begin(ctx);
+  const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
   luna_tensor *x;
+  int64_t i;
   if (!ctx) return NULL;
   if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  for (i = 0; i < input->batch * input->n; i++)
+    if (labels[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
   x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -16882,7 +17017,7 @@ LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const cha
   lunai_part input[LUNAI_MAX_PARTS];
   const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
                                        lunai_projection_init(c->layer.bert_init, true), input);
-  e->params = params;
+  e->params = e->input.params = params;
   return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
          lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
          lunai_parts_init(params, prefix, parts + 5, 2);
@@ -16919,6 +17054,14 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
+LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
+  lunai_reader r;
+  if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
+    r.longest = e->config.max_length;
+  return r;
+}
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
   int64_t longest = input->lengths ? 1 : n, b;
@@ -16928,7 +17071,7 @@ LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
   const luna_encoder_config *c;
   const lunai_cut *part;
   luna_input own;
@@ -16961,7 +17104,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
    null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
   const luna_encoder_config *c;
   luna_scope scope;
   lunai_flow f;
@@ -17092,15 +17235,26 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_classifier_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_classifier_forward", "input");
   if (!ctx) return NULL;
   if (model->config.pair)
     return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
+/* ctx: null when the first input does not fit */
+LUNAI_FN luna_ctx *lunai_pair_ctx(luna_ctx *ctx, const luna_input *first, lunai_reader r, const luna_input *second,
+                                  const char *name, const char *what) {
+  if (!ctx || !lunai_model_ctx(r, second, name, what)) return NULL;
+  if (first->batch == second->batch) return ctx;
+  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch);
+  return NULL;
+}
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
+  const char *name = "luna_classifier_forward_pair";
+  const lunai_reader r = lunai_encoder_reader(model ? &model->encoder : NULL);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(r, first, name, "first"), first, r, second, name, "second");
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
@@ -17152,11 +17306,14 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
                                                                       LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_forward", "input");
+  luna_tensor *x = ctx ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
   return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_loss", "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
@@ -17278,7 +17435,11 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
+  const char *name = "luna_seq2seq_forward";
+  const lunai_reader to = lunai_reader_of(model ? model->params : NULL, model ? model->embedding : NULL, NULL,
+      model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
+                                                 "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
   lunai_flow f;
   luna_encoder e;                    /* what embeds the target */
@@ -17418,7 +17579,7 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
          lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
-         (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
+         (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
 typedef struct lunai_optimizer_defaults {
@@ -17636,7 +17797,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+                                        (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
   for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
@@ -18789,6 +18951,10 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
             (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
+/* a feature standardised, as luna_input_layer_forward does */
+LUNAI_FN float lunai_stream_feature(const luna_stream *s, float x, int64_t f) {
+  return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
+}
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
@@ -18799,10 +18965,8 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
   for (i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
-    for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
-      const float x = from->features[row * k + f];
-      in.features[i * k + f] = x == x ? (x - s->standard[f]) * s->standard[k + f] : 0;
-    }
+    for (f = 0; f < k; f++)
+      in.features[i * k + f] = lunai_stream_feature(s, from->features[row * k + f], f);
   }
   for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
   for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
@@ -18825,7 +18989,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   luna_tensor angles, features, *x, *y;
   int64_t shape[2], i;
   lunai_mark mark;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
@@ -18868,7 +19032,7 @@ LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t wid
   shape[1] = width;
   lunai_tensor_set(&table, &s->ctx, 2, shape);
   table.data = (float *)state;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
@@ -18907,7 +19071,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.used[0] = s->bump.used[1] = 0;
+    s->bump.part[0].used = s->bump.part[1].used = 0;
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -19084,9 +19248,9 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
   layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
-  s->bump.start[0] = (char *)small;
-  s->bump.size[0] = sizeof small;
-  s->bump.size[1] = SIZE_MAX / 2;
+  s->bump.part[0].start = (char *)small;
+  s->bump.part[0].size = sizeof small;
+  s->bump.part[1].size = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
@@ -19121,7 +19285,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   lunai_stream_layer none, *layer = &none;
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
-  s->bump.start[0] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[0], 1);
+  s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
   if (device) {
     s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   }
@@ -19153,8 +19317,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
-  for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
-  s->bump.start[1] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[1], 1);
+  for (i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
+  s->bump.part[1].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
   return device ? host_size : used;
 }
@@ -19418,15 +19582,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = lunai_size(input->n);
+  const int64_t n = lunai_size(input->n), k = s ? s->sizes.features : 0;
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (input->n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  if (input->n < 1 || (k ? !input->features : !input->tokens))
+    s->error = k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  for (i = 0; !s->error && i < n * s->batch * k; i++)
+    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) s->error = LUNA_ERROR_STREAM_FEATURE;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     s->error = LUNA_ERROR_STREAM_POSITIONS;
   if (s->error) return NULL;
