@@ -15664,6 +15664,14 @@ LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_t
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
 }
+LUNAI_FN luna_attention_config lunai_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
+  luna_attention_config a;
+  memset(&a, 0, sizeof a);
+  a.heads = heads;
+  a.dropout = dropout;
+  a.lengths = lengths;
+  return a;
+}
 LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
   (void)dim, (void)bert;
   return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
@@ -15832,10 +15840,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   luna_attention_config a;
   if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
-  memset(&a, 0, sizeof a);
-  a.dropout = c->dropout;
-  a.heads = c->pack_heads;
-  a.lengths = lengths;
+  a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
   pv = luna_linear_layer_forward(&layer->pv, context);
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
@@ -15843,11 +15848,8 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 /* the second half of a stream's: its sources' sequences are queries side by side */
 LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x,
                                         luna_tensor *residual, lunai_past *past) {
-  luna_attention_config a;
+  const luna_attention_config a = lunai_attention_config(layer->config.heads, 0, past->source_slots);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
-  memset(&a, 0, sizeof a);
-  a.heads = layer->config.heads;
-  a.lengths = past->source_slots;
   q = q ? lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1) : NULL;
   q = luna_softmax_attention(q, &past->keys, &past->values, &a);
   q = q ? luna_reshape(q, x->rank, x->shape) : NULL;
@@ -15865,10 +15867,7 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   if (failed) return NULL;
   if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-  memset(&a, 0, sizeof a);
-  a.dropout = c->dropout;
-  a.heads = c->heads;
-  a.lengths = lengths;
+  a = lunai_attention_config(c->heads, c->dropout, lengths);
   v = luna_linear_layer_forward(&layer->v, y_p);
   k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
   return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
@@ -16184,10 +16183,7 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
       from = first * (layer->config.dim / layer->config.heads);
   const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
-  luna_attention_config a;
-  memset(&a, 0, sizeof a);
-  a.heads = heads;
-  a.dropout = layer->config.dropout;
+  luna_attention_config a = lunai_attention_config(heads, layer->config.dropout, NULL);
   if (heads < layer->config.heads) {
     q = luna_slice(q, 2, from, width);
     k = luna_slice(k, 2, from, width);
@@ -16235,11 +16231,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  memset(&a, 0, sizeof a);
-  a.heads = c->heads;
-  a.lengths = lengths;
+  a = lunai_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
-  a.dropout = c->dropout;
   y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
       c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
           lunai_linformer(layer, qkv, lengths);
@@ -17087,17 +17080,18 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
   return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f;
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
-                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input,
-                                  const luna_input *own, const lunai_cut *part) {
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input, const luna_input *own,
+                                  const lunai_cut *part) {
+  const luna_encoder_config *c = &e->config;
+  const luna_norm_layer *norm = &e->embedding_norm;
   const float factor = lunai_embedding_factor(c);
-  const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = lunai_cut_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
-                                         luna_input_layer_forward(features, own), part);
-  if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
-  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  const luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
+  luna_tensor *x = lunai_cut_of(e->embedding ? luna_embedding(e->embedding, own->tokens, own->batch, own->n) :
+                                               luna_input_layer_forward(&e->input, own), part);
+  if (factor != 1 && e->embedding) x = lunai_result_so_far(scope, luna_scale(x, factor));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, e->positions, c->first_position));
   if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
+  if (norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
@@ -17144,8 +17138,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input, &own,
-                                          part), memory);
+  return lunai_results(scope, lunai_embed(e, input, &own, part), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
@@ -17490,7 +17483,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
                                                  "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
   lunai_flow f;
-  luna_encoder_config c;
+  luna_encoder e;                    /* what embeds the target */
   const lunai_cut *part;
   luna_input own;
   luna_scope scope, inner;
@@ -17498,10 +17491,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
-  c = model->config.encoder;
-  c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
-                NULL;
+  memset(&e, 0, sizeof e);
+  e.config = model->config.encoder;
+  e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
+  e.embedding = model->embedding;
+  e.positions = model->positions;
+  x = context ? lunai_embed(&e, target, &own, part) : NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   f = lunai_flow_of(x, p, source->lengths);
   f.context = context;
@@ -18101,51 +18096,62 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* An open file, with its index in the step; closing releases both. */
-typedef struct lunai_file {
-  lunai_st st;
+/* What a file is read for. read gets it with its index, which is in the step. */
+typedef struct lunai_reading lunai_reading;
+struct lunai_reading {
   luna_ctx *ctx;
+  const char *name;                  /* of the call */
+  luna_status (*read)(const lunai_reading *r, lunai_st *st);
+  void *into;                        /* the reader's */
+  luna_params *params;
+};
+LUNAI_FN lunai_reading lunai_reading_of(luna_ctx *ctx, const char *name,
+                                        luna_status (*read)(const lunai_reading *r, lunai_st *st), void *into,
+                                        luna_params *params) {
+  lunai_reading r;
+  r.ctx = ctx;
+  r.name = name;
+  r.read = read;
+  r.into = into;
+  r.params = params;
+  return r;
+}
+LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
+  luna_ctx *ctx = r->ctx;
+  lunai_chunk *last = NULL, *chunk, **newer;
+  const char *outer, *wrong;
+  luna_status status = LUNA_OK;
   lunai_mark mark;
-  lunai_chunk *last;
-  const char *outer;                 /* for lunai_leave */
-} lunai_file;
-LUNAI_FN luna_status lunai_file_close(const lunai_file *f, luna_status status) {
-  lunai_arena *arena = &f->ctx->arena[0];
-  lunai_chunk **newer = f->last ? &f->last->next : &arena->steps;
-  lunai_step_rewind(f->ctx, f->mark);
-  while (*newer) lunai_chunk_close(newer, f->ctx->options.allocator, f->ctx->backend, f->ctx->self);
-  if (!f->last) arena->step = NULL;
-  lunai_leave(f->ctx, f->outer);
+  void *index;
+  lunai_st st;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  outer = lunai_enter(ctx, r->name);
+  mark = lunai_step_mark(ctx);
+  for (chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
+  wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
+  if (!wrong) {
+    const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
+    if (!lunai_step(ctx, need, false, &index)) status = lunai_fail_memory(ctx, ctx->call, need);
+    else wrong = lunai_st_index(&st, (uint64_t *)index, (uint64_t *)index + st.tensors);
+  }
+  if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
+  if (status == LUNA_OK) status = r->read(r, &st);
+  lunai_step_rewind(ctx, mark);
+  for (newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
+    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
+  if (!last) ctx->arena[0].step = NULL;
+  lunai_leave(ctx, outer);
   return status;
 }
-LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *bytes, size_t size, const char *name) {
-  lunai_chunk *chunk;
-  const char *wrong;
-  void *index;
-  f->ctx = ctx;
-  f->outer = lunai_enter(ctx, name);
-  f->mark = lunai_step_mark(ctx);
-  for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
-  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "bytes is null";
-  if (!wrong) {
-    const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_fail_memory(ctx, ctx->call, need));
-    wrong = lunai_st_index(&f->st, (uint64_t *)index, (uint64_t *)index + f->st.tensors);
-  }
-  if (!wrong) return LUNA_OK;
-  lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
-  return lunai_file_close(f, ctx->last_status);
-}
 
+LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  lunai_file file;
-  luna_status status;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_bytes");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_st(params, &file.st)) : status;
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params);
+  return lunai_read_bytes(&r, bytes, size);
 }
 
-LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
+LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
+  luna_params *params = r->params;
   uint64_t *names = params->source.names;
   lunai_param *p;
   luna_error_id wrong;
@@ -18171,11 +18177,9 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  lunai_file file;
-  luna_status status;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_borrowed");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_borrowed(params, &file.st)) : status;
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL,
+                                           params);
+  return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
@@ -18207,7 +18211,9 @@ LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   lunai_st_decode(text, (char *)memory, size);
   return (const char *)memory;
 }
-LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna_inspection *inspection) {
+LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
+  const luna_inspection *inspection = (const luna_inspection *)r->into;
+  luna_ctx *ctx = r->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
@@ -18233,19 +18239,20 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  lunai_file file;
-  luna_status status;
-  if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(ctx, &file, bytes, size, "luna_inspect_bytes");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_inspect(ctx, &file.st, inspection)) : status;
+  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection,
+                                           NULL);
+  return inspection ? lunai_read_bytes(&r, bytes, size) : LUNA_BAD_ARGUMENT;
 }
 
-LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st, luna_load_report *m) {
+LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
+  luna_params *params = r->params;
+  luna_load_report none, *m = r->into ? (luna_load_report *)r->into : &none;
   char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_param *p;
   size_t cursor = 0;
+  if (!r->into) memset(&none, 0, sizeof none);
   if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
@@ -18269,14 +18276,9 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  luna_load_report none;
-  lunai_file file;
-  luna_status status;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  memset(&none, 0, sizeof none);
-  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_matching_bytes");
-  if (status != LUNA_OK) return status;
-  return lunai_file_close(&file, lunai_load_matching(params, &file.st, report ? report : &none));
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching,
+                                           report, params);
+  return lunai_read_bytes(&r, bytes, size);
 }
 
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
@@ -18343,47 +18345,32 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
-/* into `model`, `size` bytes of the member of luna_model at `at` */
-typedef struct lunai_kind_load {
-  const char *name;
-  luna_model_kind kind;
-  void *model;
-  size_t at, size;
-} lunai_kind_load;
-LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
-  const lunai_kind_load *k = (const lunai_kind_load *)load;
+/* into setup's struct, its bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { lunai_setup setup; luna_model_kind kind; size_t at; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
+  const lunai_kind_load *k = (const lunai_kind_load *)r->into;
   luna_model any;
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
-              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
   memset(&any, 0, sizeof any);
-  if (good) {
-    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
-    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
+  if (!lunai_model_load_st(&any, k->kind, &k->setup, st)) return LUNA_BAD_FILE;
+  memcpy(k->setup.made, (const char *)&any + k->at, k->setup.size);
+  return LUNA_OK;
 }
 #define LUNAI_KIND_LOADS(F) \
   F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
   F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
   F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
   F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
-LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
-  lunai_kind_load k;
-  k.name = name;
-  k.kind = (luna_model_kind)kind;
-  k.model = model;
-  k.at = at;
-  k.size = size;
-  return k;
-}
-#define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
-    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
-    return lunai_load_kind_bytes(&k, params, bytes, size); \
+#define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
+  LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
+    lunai_kind_load k; \
+    const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), #call, lunai_load_kind, &k, params); \
+    const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
+    k.kind = (luna_model_kind)chosen; \
+    k.at = offsetof(luna_model, member); \
+    return lunai_setup_end(&k.setup, good && load == LUNA_OK); \
   }
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, lunai_read_bytes(&r, bytes, size), const void *bytes, size_t size)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 
@@ -18531,7 +18518,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) {
+LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
+  luna_optimizer *o = (luna_optimizer *)r->into;
   luna_ctx *ctx = o->params->ctx;
   uint64_t value[LUNAI_TRAINING_KEYS];
   luna_step_state state;
@@ -18561,37 +18549,20 @@ LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) 
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
-LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  lunai_file file;
-  luna_status status;
-  if (!o) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(o->params->ctx, &file, bytes, size, "luna_load_training_bytes");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_training(o, &file.st)) : status;
+LUNAI_FN lunai_reading lunai_training_reading(luna_optimizer *o, const char *name) {
+  luna_params *params = o ? o->params : NULL;
+  return lunai_reading_of(lunai_ctx_of(params), name, lunai_load_training, o, params);
 }
-LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, const void *bytes, size_t size) {
-  (void)params;
-  return luna_load_training_bytes((luna_optimizer *)optimizer, bytes, size);
+LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
+  const lunai_reading r = lunai_training_reading(o, "luna_load_training_bytes");
+  return lunai_read_bytes(&r, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
 
 /* --- the same through luna_io, and by path --- */
-typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void *bytes, size_t size);
-LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
-  (void)into;
-  return luna_load_bytes(params, bytes, size);
-}
-typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
-LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
-  (void)params;
-  return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
-}
-LUNAI_FN luna_status lunai_load_matched(void *report, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)report);
-}
-
-LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
-                                        luna_params *params, const luna_io *io) {
-  const char *outer = lunai_enter(ctx, name);
+LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
+  luna_ctx *ctx = r->ctx;
+  const char *outer = lunai_enter(ctx, r->name);
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   void *bytes;
@@ -18599,16 +18570,17 @@ LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, const char *name, lunai_l
     status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
   else if (io->size && !io->read(io->user, bytes, (size_t)io->size))
     status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
-  if (status == LUNA_OK) status = loader(into, params, bytes, (size_t)io->size);
+  if (status == LUNA_OK) status = lunai_read_bytes(r, bytes, (size_t)io->size);
   lunai_step_rewind(ctx, mark);
   lunai_leave(ctx, outer);
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params);
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->read)
     return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
-  return lunai_load_through(params->ctx, "luna_load_io", lunai_load_values, NULL, params, io);
+  return lunai_read_io(&r, io);
 }
 
 #ifndef LUNA_NO_STDIO
@@ -18876,17 +18848,16 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *pat
 }
 #endif
 
-LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
-                                     luna_params *params, const char *path) {
+LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
+  luna_ctx *ctx = r->ctx;
   luna_io io;
   luna_status status;
   int64_t size;
   FILE *file;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!into || !path)
-    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, path ? "what is to be loaded" : "path");
+  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
   file = fopen(path, "rb");
-  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
+  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   memset(&io, 0, sizeof io);
@@ -18895,42 +18866,34 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
   io.size = (uint64_t)size;
   rewind(file);
   ctx->path = path;
-  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, name, path);
-  else status = lunai_load_through(ctx, name, loader, into, params, &io);
+  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
+  else status = lunai_read_io(r, &io);
   ctx->path = NULL;
   fclose(file);
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load", lunai_load, NULL, params);
+  return lunai_read_path(&r, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
-    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
-    lunai_setup s; \
-    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
-    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
-    return lunai_setup_end(&s, good); \
-  }
+  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(&r, path), const char *path)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  luna_load_report none;
-  memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none,
-                         params,
-                         path);
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report,
+                                           params);
+  return lunai_read_path(&r, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  lunai_inspect_call call;
-  call.ctx = ctx;
-  call.inspection = inspection;
-  return lunai_load_path(ctx, "luna_inspect", lunai_load_inspected, &call, NULL, path);
+  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL);
+  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
+  return lunai_read_path(&r, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  luna_params *params = o ? o->params : NULL;
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_training", lunai_load_trained, o, params, path);
+  const lunai_reading r = lunai_training_reading(o, "luna_load_training");
+  return lunai_read_path(&r, path);
 }
 #endif
 #endif /* !LUNA_NO_STDIO */
