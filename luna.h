@@ -10964,8 +10964,9 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
-LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last,
-    const float *rows, float *table) {
+LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
+                                 float *table) {
+  const int64_t d = lunai_last(op->out[0]);
   int64_t i;
   for (i = 0; i < count; i++) {
     float *row = table + op->index[i] * d + first;
@@ -10979,7 +10980,7 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_scatter_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
+  lunai_scatter_rows(op, lunai_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
   lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK;
@@ -10991,7 +10992,7 @@ LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_scatter_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], first, last, op->in[1]->data, op->out[0]->data);
+  lunai_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
 }
 LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
   const int64_t d = op->in[1]->shape[1];
@@ -12429,11 +12430,17 @@ LUNA_API float luna_item(const luna_tensor *t) {
 }
 
 /* --- building an op --- */
-typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
+typedef struct lunai_build {
+  luna_op op;
+  lunai_mark mark;
+  const char *name;
+  bool failed;                       /* integers did not fit, which is reported: lunai_finish gives null */
+} lunai_build;
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
+  s->failed = false;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
@@ -12495,20 +12502,20 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
 }
 /* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
 LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
-                                       const char *what, bool *failed) {
+                                       const char *what) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
-  if (!values || *failed) return NULL;
+  if (!values || s->failed) return NULL;
   if (LUNAI_BUMPS(ctx)) return values;
-  *failed = true;
+  s->failed = true;
   for (i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
       lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, what, i, (int64_t)values[i], min, max);
       return NULL;
     }
   kept = lunai_integers_copy(s, values, count);
-  *failed = kept == NULL;
+  s->failed = kept == NULL;
   return kept;
 }
 
@@ -12584,6 +12591,31 @@ LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
     if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
   return NULL;
 }
+/* whether an op may be run; if not, the failure is reported */
+LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *shape) {
+  luna_ctx *ctx = s->op.ctx;
+  int i;
+  if (s->failed) return false;
+  if (!ctx->backend->op[s->op.kind].forward)
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind)) != NULL;
+  for (i = 0; i < s->op.inputs; i++) {
+    if (s->op.in[i] && s->op.in[i]->ctx != ctx)
+      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i) != NULL;
+    if (lunai_is_released(s->op.in[i], s->name)) return false;
+  }
+  return lunai_shape_count(rank, shape) >= 0 || lunai_fail_shape(ctx, s->name, rank, shape) != NULL;
+}
+/* the newest op of the tape */
+LUNAI_FN void lunai_tape(luna_op *op) {
+  luna_ctx *ctx = op->ctx;
+  int i;
+  lunai_op_saves(op);
+  for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
+  op->previous = ctx->tape;
+  if (op->previous) op->previous->next = op;
+  op->number = op->previous ? op->previous->number + 1 : 0;
+  ctx->tape = op;
+}
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                        int extra_rank, const int64_t *extra_shape) {
@@ -12596,24 +12628,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   const size_t result = (size_t)count * sizeof(float);
   int i;
   if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
-  if (!ctx->backend->op[op->kind].forward) {
-    lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(op->kind));
-    return lunai_abandon(s);
-  }
-  for (i = 0; i < op->inputs; i++) {
-    if (op->in[i] && op->in[i]->ctx != ctx) {
-      lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i);
-      return lunai_abandon(s);
-    }
-    if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
-    if (op->in[i] && op->in[i]->needs_grad) wanted = true;
-  }
+  if (!lunai_is_buildable(s, rank, shape)) return lunai_abandon(s);
+  for (i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
   record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
-  if (count < 0) {
-    lunai_fail_shape(ctx, s->name, rank, shape);
-    return lunai_abandon(s);
-  }
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
     op = (luna_op *)memory;
@@ -12639,14 +12657,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
   if (extra) *extra = op->out[1];
-  if (record) {
-    lunai_op_saves(op);
-    for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
-    op->previous = ctx->tape;
-    if (op->previous) op->previous->next = op;
-    op->number = op->previous ? op->previous->number + 1 : 0;
-    ctx->tape = op;
-  }
+  if (record) lunai_tape(op);
   return op->out[0];
 }
 LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) {
@@ -14638,12 +14649,11 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
-  bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
   if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
-  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
+  return lunai_finish_like(&s, x);
 }
 
 LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float fill) {
@@ -14656,10 +14666,10 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   if (failed) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   s.op.arg.mask.fill = fill;
-  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
+  return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
 
@@ -14703,7 +14713,6 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
-  bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
   if (!lunai_fits(&s, "table [v,d]")) return NULL;
@@ -14711,9 +14720,9 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
   if (!tokens && batch * n > 0) return lunai_fail_null(table->ctx, "luna_embedding", "tokens");
-  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens", &failed);
+  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens");
   shape[2] = table->shape[1];
-  return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
+  return lunai_finish(&s, 3, shape);
 }
 
 /* x [n, ...] as [n, d] */
@@ -14729,15 +14738,14 @@ LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
 LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
     int64_t rows) {
   int64_t shape[LUNA_MAX_RANK], flat[2];
-  bool failed = false;
   luna_tensor *y;
   memcpy(shape, x->shape, sizeof shape);
   shape[0] = flat[0] = rows;
   flat[1] = s->op.in[0]->shape[1];
   if (lunai_shape_count(x->rank, shape) < 0) return lunai_fail_shape(x->ctx, s->name, x->rank, shape);
   if (!indices && count > 0) return lunai_fail_null(x->ctx, s->name, "indices");
-  s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices", &failed);
-  y = failed ? lunai_abandon(s) : lunai_finish(s, 2, flat);
+  s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
+  y = lunai_finish(s, 2, flat);
   return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
 }
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
@@ -14953,13 +14961,13 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 /* --- attention --- */
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
-                                      const char *what, bool *failed) {
+                                      const char *what) {
   int64_t i;
-  const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
-  for (i = 0; i <= count && !*failed; i++)
+  const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what);
+  for (i = 0; i <= count && !s->failed; i++)
     if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
       lunai_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
-      *failed = true;
+      s->failed = true;
     }
   return kept;
 }
@@ -15045,7 +15053,6 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
-  bool failed = false;
   luna_tensor *const in[] = { q, k, v };
   lunai_build s;
   if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
@@ -15057,13 +15064,12 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
   if (!lunai_attention_fits(&s, c)) return NULL;
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
-                                &failed);
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths");
   if (ragged) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets", &failed);
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
   }
-  if (failed) return lunai_abandon(&s);
+  if (s.failed) return lunai_abandon(&s);
   if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
       s.op.arg.attention.batch, s.op.arg.attention.heads,
                                                       s.op.arg.attention.queries, s.op.arg.attention.keys)) {
@@ -15166,7 +15172,6 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
-  bool failed = false;
   luna_tensor *const in[] = { weights, context };
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
@@ -15180,8 +15185,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
     c.sums = sums;
     return luna_softmax_attention(weights, context, context, &c);
   }
-  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths", &failed);
-  if (failed) return lunai_abandon(&s);
+  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths");
+  if (s.failed) return lunai_abandon(&s);
   s.op.arg.attention.heads = sums_shape[2] = 1;
   s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
   s.op.arg.attention.queries = sums_shape[1] = weights->shape[1];
@@ -15192,8 +15197,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
 }
 
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
-LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                            luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
+  luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
   const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
   int64_t flat[3], grouped[4], rows[2];
@@ -15202,57 +15207,56 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   grouped[0] = batch; grouped[1] = n; grouped[2] = h; grouped[3] = l;
   rows[0] = batch; rows[1] = h * l;
   s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
-  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
+  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(in[2], 2, rows)), swap);
   s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
   /* the fused op's order of elements */
   if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first);
   grouped[2] = h * l;
-  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
-  return out_bias ? luna_add(s, out_bias) : s;
+  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(in[3], 3, flat), false, false);
+  return in[4] ? luna_add(s, in[4]) : s;
 }
 
-LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-    luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
-  bool failed = false;
+/* in: x, k, bias, v, out_bias, residual */
+LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *const in[6], const int32_t *lengths, float dropout,
+                                        float last_dropout) {
+  luna_tensor *x = in[0], *k = in[1];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
       !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
       !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
       !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
-    x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
-    return residual ? luna_add(residual, x) : x;
+    x = luna_dropout(lunai_unpack_composed(in, lengths, dropout), last_dropout);
+    return in[5] ? luna_add(in[5], x) : x;
   }
   s.op.last_dropout = last_dropout;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.dropout = dropout;
-  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
+  return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   luna_tensor *out_bias, const int32_t *lengths, float dropout) {
-  return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout, 0);
+  luna_tensor *const in[6] = { x, k, bias, v, out_bias, NULL };
+  return lunai_unpack_with(in, lengths, dropout, 0);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-                                            int64_t heads, luna_activation omega,
+/* in: q, k, v, s */
+LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
-  luna_tensor *a = luna_activate(s, omega), *w;
+  luna_tensor *s = in[3], *a = luna_activate(s, omega), *w;
   int64_t grouped[4];
   memcpy(grouped, s->shape, sizeof grouped);
   grouped[2] = heads;
   grouped[3] = s->shape[2] / heads;
-  w = luna_causal_product(luna_scale(q, scale), k, a, heads);
+  w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
   w = luna_dropout(luna_softmax(luna_reshape(w, 4, grouped), lengths), dropout);
   grouped[2] = s->shape[2];
-  return luna_causal_product(luna_reshape(w, 3, grouped), a, v, heads);
+  return luna_causal_product(luna_reshape(w, 3, grouped), a, in[2], heads);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-                                         int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
-                                         const lunai_past *past) {
-  luna_tensor *const in[] = { q, k, v, s };
-  bool failed = false;
+LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t heads, luna_activation omega,
+                                          const int32_t *lengths, float dropout, const lunai_past *past) {
+  luna_tensor *q = in[0], *s = in[3];
   float scale;
   lunai_build build;
   if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
@@ -15264,8 +15268,8 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
-    return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
+    return lunai_causal_composed(in, heads, omega, lengths, dropout, scale);
+  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
@@ -15274,12 +15278,14 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     build.op.mean_av = past->mean_av;
     build.op.position = past->position;
   }
-  if (!failed && lunai_rows_cut(q)) failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
-  return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
+  if (!build.failed && lunai_rows_cut(q))
+    build.failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
+  return lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
     int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
-  return lunai_causal_nested(q, k, v, s, heads, omega, lengths, dropout, NULL);
+  luna_tensor *const in[4] = { q, k, v, s };
+  return lunai_causal_nested(in, heads, omega, lengths, dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
@@ -15817,9 +15823,11 @@ LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *lay
   luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed_context), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
-  k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
-  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias,
-                           residual, lengths, layer->config.dropout, dropout);
+  luna_tensor *in[6];
+  in[0] = x, in[1] = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
+  in[2] = lunai_reshape(bias, 3, b, h, l, 1), in[3] = luna_matmul(v, out, false, false);
+  in[4] = layer->out.bias, in[5] = residual;
+  return lunai_unpack_with(in, lengths, layer->config.dropout, dropout);
 }
 
 /* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of
@@ -16015,6 +16023,7 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   luna_tensor *p = f->p, *s, *q, *k, *v;
   const int32_t *lengths = f->lengths;
   luna_scope scope;
+  luna_tensor *in[4];
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
@@ -16033,7 +16042,8 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, f->past);
+  in[0] = q, in[1] = k, in[2] = v, in[3] = s;
+  v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
