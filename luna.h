@@ -119,6 +119,11 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   SEVERAL RANKS
+     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
+     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
+     more than numbers of P's size (>>parallel).
+
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
      peak, by scope, as a table or JSON. The examples that train take --profile FILE.
@@ -230,7 +235,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
+  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -266,7 +271,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
+    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
+    "version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -281,8 +287,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_open_bytes") \
   /* several ranks */ \
   X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
-    "calls") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
     "attention, or LUNA_PARALLEL_DATA") \
@@ -658,22 +664,25 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
      LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
                              in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
                              alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
-   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
-   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
-   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
-   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
-   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
-   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
-   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
-   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c. */
 typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
 typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
-   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
-   run. Example, from MPI: examples/mpi.h. */
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
 typedef struct luna_collective {
   luna_parallelism mode;
   int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
@@ -880,8 +889,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 #ifndef LUNA_ONLY_STREAM
 /* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
    [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
-   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
    luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
    rank's loss is a part of one loss, which is their sum. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
@@ -1912,7 +1921,7 @@ typedef struct luna_op {
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2062,7 +2071,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
-#ifdef __OPTIMIZE__
+#if defined(LUNA_ONLY_STREAM) && defined(LUNA_NO_SIMD) && defined(__OPTIMIZE_SIZE__)
+#define LUNAI_INLINE static inline __attribute__((unused)) /* where that is smaller */
+#elif defined(__OPTIMIZE__)
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
 #define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
@@ -2098,6 +2109,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
+#define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2205,8 +2217,8 @@ typedef struct lunai_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
-  int64_t run;                       /* e + first */
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
+  int64_t run;                       /* run 0: e + first */
 } lunai_dropout;
 LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
   return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
@@ -2346,8 +2358,8 @@ typedef struct lunai_target {
   float *sum, *c, *pre;
   const float *bias, *from;          /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
+  int activation;                    /* in lunai_gemm's order one load would take both, and wait for two stores */
   float alpha;
-  int activation;
   bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
 } lunai_target;
 
@@ -2590,10 +2602,13 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_erf(x) LUNAI_K(erf)(x)
 
 #undef LUNAI_PREFETCH
+#undef LUNAI_PREFETCH_L2
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
+#define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
 #else
 #define LUNAI_PREFETCH(p) ((void)0)
+#define LUNAI_PREFETCH_L2(p) ((void)0)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
@@ -3168,6 +3183,8 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
+#undef LUNAI_AHEAD
+#define LUNAI_AHEAD (LUNAI_PASS == LUNAI_ISA_AVX2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
@@ -3378,20 +3395,39 @@ LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row,
   return e;
 }
 
-/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: a buffer that they are copied to, or null. */
+/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: where they are copied to, or null. Whole tiles
+   of a column-major A are gathered by LUNAI_TILES_ABREAST; with LUNAI_AHEAD in two places by turns, all but the first
+   by gather_ahead. */
 LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
                                           const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t tile = (row - first) / LUNAI_MR % LUNAI_TILES_ABREAST;
+  const int64_t tile = (row - first) / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
-    if (tile == 0)
+    if (LUNAI_AHEAD ? tile == 0 : tile % LUNAI_TILES_ABREAST == 0)
       LUNAI_K(gather_columns)(lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST), k, at, *a_column, a_gathered);
-    a_gathered += tile * LUNAI_MR * LUNAI_KA;
+    a_gathered += tile % places * LUNAI_MR * LUNAI_KA;
   } else LUNAI_K(gather_rows)(rows, k, at, *a_row, *a_column, a_gathered);
   *a_row = *a_column == 1 ? LUNAI_KA : 1;
   *a_column = *a_column == 1 ? 1 : LUNAI_MR;
   return a_gathered;
+}
+/* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
+   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while they
+   come. */
+LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
+                                    int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
+  const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
+  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = first + next * LUNAI_MR;
+  const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
+  const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
+  const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
+  int64_t i, x;
+  if (m - row < LUNAI_MR) return;
+  for (i = end; i < coming; i++)
+    for (x = 0; x < tiles * LUNAI_MR; x += 16) LUNAI_PREFETCH_L2(a + row + i * a_column + x);
+  LUNAI_K(gather_columns)(tiles, end - p, a + row + p * a_column, a_column,
+                          a_gathered + next % (2 * LUNAI_TILES_ABREAST) * LUNAI_MR * LUNAI_KA + p * LUNAI_MR);
 }
 
 /* m rows of A by the panels of a block. The tile's rows stay in L1 while the panels stream from L2 and the next tile's
@@ -3403,6 +3439,7 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
   const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
+  const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   lunai_epilogue e;
   int64_t row, rows, j, p, x;
@@ -3426,6 +3463,9 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
       e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
+      if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
+        LUNAI_K(gather_ahead)(m, k, narrow, (row - narrow) / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column,
+                              a_gathered);
     }
   }
 }
@@ -3557,7 +3597,7 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
   p.b_size = g->b_panels ? 0 : p.columns * block_k;
   if (mr > 1 && g->n > 2 * nr && g->m > 1 && !dense)
-    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? LUNAI_TILES_ABREAST : 1);
+    p.a_size = mr * LUNAI_KA * (g->a_row == 1 && g->a_column != 1 ? 2 * LUNAI_TILES_ABREAST : 1);
   /* more parts than threads, where that makes no panels of B and gathers no rows of A again */
   if (parts > 1 && p.column_parts == 1 && (g->b_panels || (g->k <= LUNAI_KC && g->n <= LUNAI_NC)))
     p.row_parts = lunai_min(LUNAI_PIECES * p.row_parts, lunai_max(lunai_divide_up(g->m, mr), 1));
@@ -8856,14 +8896,13 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
-  size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
    began. */
 typedef struct lunai_bump {
-  char *start[2];                    /* small things of the host; data, null where they are only counted */
-  size_t size[2], used[2], peak[2];
+  struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
+                                                               are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM
@@ -9276,7 +9315,7 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 
 typedef struct lunai_mark {
   lunai_chunk *step[2];
-  size_t used[2], bytes[2], gaps[2];
+  size_t used[2], bytes[2];
   int64_t pieces_made;
   luna_tensor *made;
   lunai_slab *slab;
@@ -9287,8 +9326,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
-    mark.bytes[0] = ctx->bump->used[0];
-    mark.bytes[1] = ctx->bump->used[1];
+    mark.bytes[0] = ctx->bump->part[0].used;
+    mark.bytes[1] = ctx->bump->part[1].used;
     return mark;
   }
   for (i = 0; i < 2; i++) {
@@ -9296,7 +9335,6 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
-    mark.gaps[i] = arena->gaps;
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
@@ -9312,8 +9350,8 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
   if (LUNAI_BUMPS(ctx)) {
-    ctx->bump->used[0] = mark.bytes[0];
-    ctx->bump->used[1] = mark.bytes[1];
+    ctx->bump->part[0].used = mark.bytes[0];
+    ctx->bump->part[1].used = mark.bytes[1];
     return;
   }
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
@@ -9329,7 +9367,6 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
-    arena->gaps = mark.gaps[i];
   }
   ctx->small = mark.small;
   ctx->small_end = mark.small_end;
@@ -9350,14 +9387,13 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next
-     begin; of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, across chunks at the price of other memory: up to 64 MB more at a time,
+     until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
@@ -9373,10 +9409,10 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
   const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
   *out = NULL;
-  if (size < bytes || size > b->size[data] - b->used[data]) return false;
-  if (b->start[data]) *out = b->start[data] + b->used[data];
-  b->used[data] += size;
-  if (b->used[data] > b->peak[data]) b->peak[data] = b->used[data];
+  if (size < bytes || size > b->part[data].size - b->part[data].used) return false;
+  if (b->part[data].start) *out = b->part[data].start + b->part[data].used;
+  b->part[data].used += size;
+  if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
   return true;
 }
 /* Memory of the step, not zeroed; `data` as above. */
@@ -9434,12 +9470,14 @@ LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so do all decisions. */
+   bytes from the step's start, alike in every mode, and so do all decisions: where joined neighbours lie in two chunks,
+   until the next begin, other memory stands in for theirs, which is not counted. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
-  char *at;                          /* null where memory is only counted */
+  char *at;                          /* null where memory is only counted, and of a free one that lies in two chunks */
   size_t place, size;
   int64_t number;                    /* of those made in this step */
+  int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
   lunai_piece *piece;
@@ -9470,18 +9508,28 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
+    piece->place = arena->step_bytes - lunai_round(bytes);
     return piece;
   }
   piece = *best;
+  at = piece->at;
+  if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
     rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
     if (!rest) return NULL;
+    rest->backed = piece->backed;
     rest->next = piece->next;
     piece->size = size;
     *best = rest;
   } else *best = piece->next;
+  if (at != piece->at) piece->backed = ctx->pieces_made++;
+  piece->at = (char *)at;
   return piece;
+}
+LUNAI_FN void lunai_piece_join(lunai_piece *lower, const lunai_piece *upper) {
+  if (lower->at && lower->at + lower->size != upper->at) lower->at = NULL;
+  if (upper->backed > lower->backed) lower->backed = upper->backed;
+  lower->size += upper->size;
 }
 /* free neighbours become one, the lower */
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
@@ -9490,11 +9538,12 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
   *given = NULL;
   for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
   if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
-    piece->size += (*above)->size;
+    lunai_piece_join(piece, *above);
     *above = *link;
     link = above;
   }
-  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
+  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place)
+    lunai_piece_join(*link, piece);
   else {
     piece->next = *link;
     *link = piece;
@@ -9502,12 +9551,13 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
 }
 /* What was free before the mark, less what has been taken and not given back since */
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
+  const size_t end = mark.bytes[lunai_on_device(ctx)];
   lunai_piece **link = &ctx->pieces;
   while (*link) {
     if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
     else {
       if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
+      if ((*link)->backed >= mark.pieces_made) (*link)->at = NULL;
       link = &(*link)->next;
     }
   }
@@ -9606,7 +9656,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.options.collective) {
     const luna_collective *c = first.options.collective;
-    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
@@ -9698,16 +9748,16 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
   void *memory;
   int r, i;
-  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
-    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
   *all = (int64_t *)memory;
   if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
   for (r = 0; r < ranks; r++)
     for (i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
   return true;
 }
@@ -9730,7 +9780,8 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -9763,6 +9814,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 #endif
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -9786,9 +9838,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
-  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+  if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -10010,12 +10062,36 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
+LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
+  const luna_tensor *a = op->in[0], *b = op->in[1];
+  int64_t rows = 1, n = 1;
+  int i;
+  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
+  for (i = 0; i < a->rank; i++) {
+    const int at = i - a->rank + b->rank;
+    shape[i] = a->shape[i];
+    *(at < 0 ? &rows : &n) *= shape[i];
+    if (at >= 0 && shape[i] != b->shape[at]) return false;
+  }
+  if (n < 1) return false;
+  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
+  op->arg.elementwise.shape[2] = rows;
+  op->arg.elementwise.shape[3] = n;
+  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
+  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
+  return true;
+}
+#ifdef LUNA_ONLY_STREAM              /* nothing else */
+#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
+#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK, a, k;
   bool joins;
+  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (a = rank - 1; a >= 0; a--) {
@@ -10039,6 +10115,7 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+#endif
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
@@ -10349,7 +10426,11 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
                            int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
-  lunai_clear(g, sizeof *g);
+  g->bias = g->b_panels = g->residual = NULL;
+  g->pre = NULL;
+  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
+  g->activation = LUNA_ACTIVATION_NONE;
+  g->accumulate = g->dots = false;
   g->a = a; g->b = b; g->c = c;
   g->m = m; g->n = n; g->k = k;
   g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
@@ -11129,7 +11210,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
-  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+  if (!op->outside) return 0;
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
 }
 LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
   return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
@@ -11991,8 +12073,8 @@ LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recomp
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
   if (ctx && recompute) ctx->recomputing = true;
-  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
-  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
+  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[0].used : 0;
+  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[1].used : 0;
   scope.outer = scope.self = 0;
 #ifdef LUNA_ONLY_STREAM
   (void)name;
@@ -12022,17 +12104,17 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
 /* of a stream on the host: on a device the move would be work of its own */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
-  char *start = b->start[0] + scope.used[0];
+  char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
   const float *data;
   luna_tensor *moved;
   void *memory;
   if (!x || lunai_on_device(scope.ctx)) return x;
   data = x->data;
-  b->used[0] = scope.used[0];
-  b->used[1] = scope.used[1];
+  b->part[0].used = scope.used[0];
+  b->part[1].used = scope.used[1];
   /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x;
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
@@ -12311,8 +12393,10 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
-  if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
-  else s->mark = lunai_step_mark(ctx);
+  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
+    s->mark.bytes[0] = ctx->bump->part[0].used;
+    s->mark.bytes[1] = ctx->bump->part[1].used;
+  } else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
@@ -12435,16 +12519,20 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->used[1];
+  used = ctx->bump->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->used[1] = used;
+  ctx->bump->part[1].used = used;
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
   return lunai_abandon(s);
 }
 
+/* A device's dropout does not know of ranks: each has op numbers of its own there. */
+LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
+  return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+}
 /* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
 LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
@@ -12492,9 +12580,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
-  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
-  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
@@ -13449,37 +13537,44 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
     }
   }
 }
-LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width,
-                                 uint64_t hash, uint64_t seed) {
+/* what a parameter's first values come from */
+typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
+LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
+  const luna_init_kind kind = f->init.kind;
   int64_t i;
   for (i = 0; i < count; i++) {
     uint32_t counter[4], word[4];
     counter[0] = (uint32_t)(first + i);
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
-    counter[2] = (uint32_t)hash;
-    counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES)
-      out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
-    else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
+    counter[2] = (uint32_t)f->hash;
+    counter[3] = (uint32_t)(f->hash >> 32);
+    if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
+    else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
-      lunai_philox(counter, seed, word);
-      out[i] = bound * (2 * lunai_unit(word[0]) - 1);
-      if (init.kind == LUNA_INIT_IDENTITY && (first + i + 1) % width == 0) out[i] += 1.0f;
+      lunai_philox(counter, f->seed, word);
+      out[i] = f->bound * (2 * lunai_unit(word[0]) - 1);
+      if (kind == LUNA_INIT_IDENTITY && (first + i + 1) % f->width == 0) out[i] += 1.0f;
     }
   }
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
   const int64_t count = luna_count(&p->tensor);
-  float block[1024], bound = init.scale == 0 ? 1.0f : init.scale;
+  float block[1024];
+  lunai_first f;
   int64_t at;
   luna_status status = LUNA_OK;
+  f.init = init;
+  f.bound = init.scale == 0 ? 1.0f : init.scale;
+  f.width = lunai_last(&p->tensor);
+  f.hash = p->hash;
+  f.seed = ctx->options.seed;
   if (init.kind == LUNA_INIT_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
-    bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
+    f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
   for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
     const int64_t n = lunai_min(1024, count - at);
-    lunai_first_values(block, at, n, init, bound, lunai_last(&p->tensor), p->hash, ctx->options.seed);
+    lunai_first_values(&f, block, at, n);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
   }
   return status;
@@ -14079,7 +14174,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r;
+  int64_t mine[3], *all, *parts, b, r, from = 0;
   void *memory;
   lunai_cut *made;
   if (!c) return true;
@@ -14104,9 +14199,10 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
     made->whole += own;
     if (rows || own == 0) continue;
     if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
                         made->other) != NULL;
     made->other = all[3 * r];
+    from = r;
     made->longest = lunai_max(made->longest, all[3 * r + 2]);
   }
   made->own = mine[1];
@@ -14193,7 +14289,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   luna_custom custom;
   luna_tensor *y;
   void *memory;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
   memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
@@ -14285,20 +14381,12 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
-typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
-LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
-  lunai_border b;
-  int r;
-  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
-  b.first = b.end - part->parts[rank];
-  return b;
-}
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int rank = op->ctx->collective.rank;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t b, j, at;
+  int64_t b, j, at, end;
   int r;
   (void)count;
   if (!op->received) {
@@ -14307,15 +14395,13 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0; r < rank; r++) {
-      const lunai_border from = lunai_border_of(op->part, r);
-      for (j = 0; j < rows; j++) {
-        at = op->part->first - rows + j;
-        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+    for (r = 0, end = 0; r < rank; r++)
+      for (end += op->part->parts[r], j = 0; j < rows; j++) {
+        at = op->part->first - rows + j; /* in the whole */
+        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
                  (size_t)d * sizeof(float));
       }
-    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
@@ -14325,13 +14411,13 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t b, j, at, i;
+  int64_t b, j, at, i, later = end;
   int r;
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
     for (j = 0; j < rows; j++) {
-      at = lunai_border_of(op->part, r).first - rows + j;
+      at = later - rows + j;
       for (b = 0; b < batch && at >= first && at < end; b++)
         for (i = 0; i < d; i++)
           in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
@@ -14348,8 +14434,8 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   op.part = x->part;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
-                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
+                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -14994,7 +15080,8 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   size_t bytes;
   void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  if (lunai_on_device(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
   bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
   o = (lunai_outside *)memory;
@@ -15634,8 +15721,8 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
-   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
+   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
 LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
@@ -15747,36 +15834,51 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
                            layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
 
-/* *y: Y_X + residual, or null, after a dropout; *packed_context: Y_P. Either is null where its result is not wanted. */
-LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                     luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths,
-                                     luna_tensor **y, luna_tensor **packed_context) {
+/* What goes through a layer: x and P, which become X' and P' where these are wanted. */
+typedef struct lunai_flow {
+  luna_tensor *x, *p;
+  luna_tensor *context;              /* what is packed; null = x */
+  const int32_t *lengths;            /* of the context */
+  bool wants_x, wants_p, causal;
+  lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
+} lunai_flow;
+LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  lunai_flow f;
+  memset(&f, 0, sizeof f);
+  f.x = x;
+  f.p = p;
+  f.lengths = lengths;
+  f.wants_x = true;
+  return f;
+}
+
+/* f->x becomes Y_X + residual, or null, after a dropout; f->p Y_P */
+LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, lunai_flow *f, luna_tensor *residual,
+                                     float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
-  luna_tensor *y_x = NULL, *y_p;
+  luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
   luna_scope scope;
   int64_t batch, d;
-  if (!context) context = x;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
-  if (!p) return lunai_fail_null(x->ctx, name, "p") != NULL;
+  if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
   batch = x->shape[0];
   d = layer->config.dim;
-  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", p, batch, d) ||
+  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   scope = luna_scope_begin(x->ctx);
-  y_p = lunai_nested_pack(layer, p, context, lengths);
-  if (y) y_x = lunai_nested_unpack(layer, x, y_p, residual, dropout, lengths);
-  (void)lunai_results(scope, y_p, y_x);
-  if (packed_context) *packed_context = y_p;
-  if (y) *y = y_x;
-  return y_p && (!y || y_x);
+  f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
+  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
+  (void)lunai_results(scope, f->p, y);
+  return f->p && f->x;
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context) {
-  luna_tensor *y = NULL, *y_p = NULL;
-  if (!lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, &y, &y_p)) return NULL;
-  if (packed_context) *packed_context = y_p;
-  return y;
+  lunai_flow f = lunai_flow_of(x, p, lengths);
+  f.context = context;
+  if (!lunai_nested_attention(layer, &f, NULL, 0)) return NULL;
+  if (packed_context) *packed_context = f.p;
+  return f.x;
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -15866,19 +15968,19 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-/* past: of a stream's layer, in place of p and lengths; or null */
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                             luna_tensor *residual, float dropout, const int32_t *lengths,
-                                             lunai_past *past) {
+/* y of x after f->p, + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                             luna_tensor *residual, float dropout, const lunai_flow *f) {
   const luna_causal_attention_layer_config *c;
-  luna_tensor *s, *q, *k, *v;
+  luna_tensor *p = f->p, *s, *q, *k, *v;
+  const int32_t *lengths = f->lengths;
   luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (LUNAI_BUMPS(x->ctx)) lengths = past->slots;
+  if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
   else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
@@ -15887,17 +15989,18 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   if (!LUNAI_BUMPS(x->ctx))
     lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
-  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
+  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
+  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
+  const lunai_flow f = lunai_flow_of(x, p, lengths);
+  return lunai_causal_attention(layer, x, NULL, 0, &f);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -15972,8 +16075,9 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
-LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal,
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
@@ -16032,12 +16136,13 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
-LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k,
-                                            luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *const qkv[3], int64_t first,
+                                            int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   const int64_t width = layer->config.dim / layer->config.heads * heads,
       from = first * (layer->config.dim / layer->config.heads);
-  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
+  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_attention_config a;
   memset(&a, 0, sizeof a);
   a.heads = heads;
@@ -16053,20 +16158,20 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
-LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v,
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *const qkv[3],
                                       const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *parts[2] = { NULL, NULL };
+  luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
   int64_t h;
-  if (!q || !k || !v) return NULL;
+  if (!qkv[0] || !k || !qkv[2]) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
   if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
                                    c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
-  if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
+  if (c->k_last_head == 0) return lunai_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
-    parts[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    parts[1] = lunai_linformer_heads(layer, qkv, h, 1, lengths);
     parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
   return parts[0];
@@ -16076,7 +16181,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths) {
   const luna_attention_layer_config *c;
   luna_attention_config a;
-  luna_tensor *q, *k, *v, *y;
+  luna_tensor *qkv[3], *y;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
   c = &layer->config;
@@ -16086,17 +16191,17 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
     return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
   scope = luna_scope_begin(x->ctx);
-  q = luna_linear_layer_forward(&layer->q, x);
-  k = luna_linear_layer_forward(&layer->k, context);
-  v = luna_linear_layer_forward(&layer->v, context);
+  qkv[0] = luna_linear_layer_forward(&layer->q, x);
+  qkv[1] = luna_linear_layer_forward(&layer->k, context);
+  qkv[2] = luna_linear_layer_forward(&layer->v, context);
   memset(&a, 0, sizeof a);
   a.heads = c->heads;
   a.lengths = lengths;
   a.causal = c->causal;
   a.dropout = c->dropout;
-  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) :
-          lunai_linformer(layer, q, k, v, lengths);
+  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
+          lunai_linformer(layer, qkv, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -16242,26 +16347,25 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+/* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
-                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
-                                  luna_tensor **p, const int32_t *lengths, bool causal) {
-  const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+                                  void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
+  const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call;
   luna_tensor *y;
   int i;
   memset(&call, 0, sizeof call);
   call.x = x;
-  call.input = input;
+  call.input = f->x;
   call.norm = c->pre_norm ? norm : NULL;
-  call.p = *p;
-  call.lengths = lengths;
-  call.causal = causal;
-  *p = NULL;
-  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  call.p = f->p;
+  call.lengths = f->lengths;
+  call.causal = f->causal;
+  f->p = NULL;
+  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
   y = c->hook->forward(hook_state, &call);
-  *p = call.next_p;
+  f->p = call.next_p;
   for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
@@ -16304,60 +16408,58 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
+/* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
-                                luna_tensor *x,
-                                luna_tensor *p, luna_tensor *context, const int32_t *lengths,
-                                    const luna_norm_layer *norm,
-                                const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
-  const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
-  luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
-  if (!lunai_nested_attention(attention, in, lunai_normed(c, p, memory_norm), context ? context : in, x, c->dropout,
-                              lengths, next_x ? &sum : NULL, &y_p)) return false;
-  if (next_x) *next_x = lunai_sum_normed(c, sum, norm);
-  if (next_p) *next_p = lunai_residual(c, p, y_p, memory_norm);
-  (void)lunai_results(scope, next_x ? *next_x : NULL, next_p ? *next_p : NULL);
-  return (!next_x || *next_x) && (!next_p || *next_p);
+                                const luna_norm_layer *norm, const luna_norm_layer *memory_norm, lunai_flow *f) {
+  const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
+  lunai_flow in = *f;
+  in.x = lunai_normed(c, f->x, norm);
+  in.p = lunai_normed(c, f->p, memory_norm);
+  if (!lunai_nested_attention(attention, &in, f->x, c->dropout)) return false;
+  if (f->wants_x) f->x = lunai_sum_normed(c, in.x, norm);
+  if (f->wants_p) f->p = lunai_residual(c, f->p, in.p, memory_norm);
+  (void)lunai_results(scope, f->wants_x ? f->x : NULL, f->wants_p ? f->p : NULL);
+  return (!f->wants_x || f->x) && (!f->wants_p || f->p);
 }
 
-/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
-                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
+/* f->p: as it was where P' is not wanted or there is none */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = f->p;
   luna_scope scope;
-  bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
+    return false;
   c = &layer->config;
-  is_luna = lunai_is_luna(c);
-  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
-  if (!is_luna) {
-    y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
-    x = lunai_residual(c, x, y, &layer->attention_norm);
+  if (lunai_is_luna(c) && !p && !layer->memory)
+    return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  if (!lunai_is_luna(c)) {
+    y = lunai_normed(c, f->x, &layer->attention_norm);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
+    f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(x))));
-      p = luna_expand(p, x->shape[0]);
+      f->p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(f->x))));
+      f->p = luna_expand(f->p, f->x->shape[0]);
     }
-    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
-                           next_x ? &x : NULL, next_p ? &p : NULL)) return false;
+    if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
-  if (!next_p) p = NULL;
-  if (next_x) {
-    x = lunai_results_so_far(scope, x, p);
-    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
-    if (x) *next_x = x;
-  } else (void)lunai_result(scope, p);
-  if (x && p) *next_p = p;
-  return x != NULL;
+  if (!f->wants_p) f->p = NULL;
+  if (f->wants_x) {
+    f->x = lunai_results_so_far(scope, f->x, f->p);
+    f->x = lunai_results_so_far(scope, lunai_ffn(c, f->x, &layer->feed_forward), f->p);
+    f->x = lunai_results(scope, lunai_sum_normed(c, f->x, &layer->feed_forward.norm), f->p);
+  } else (void)lunai_result(scope, f->p);
+  if (!f->p) f->p = p;
+  return f->x != NULL;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths) {
-  luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.wants_p = p != NULL;
+  if (!lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), &f)) return NULL;
+  if (p) *p = f.p;
+  return f.x;
 }
 
 LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
@@ -16391,37 +16493,35 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* -> X'; *next_p: P', or next_p is null where it is not wanted; past: of a stream's layer, in place of p, context and
-   lengths, or null */
-LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
-                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p,
-                                          lunai_past *past) {
+/* -> X', also in f->x */
+LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *x = f->x, *p;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  if (!f->past && (!f->p || !f->context))
+    return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
-  y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (past) {
-    y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
-    x = lunai_sum_normed(c, y, &layer->cross_norm);
-  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm,
-                                &layer->memory_norm, &x,
-                         next_p ? &p : NULL)) return NULL;
-  if (!next_p) p = NULL;
-  x = lunai_results_so_far(scope, x, p);
+  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
+  f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  if (f->past) {
+    x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
+    f->x = lunai_sum_normed(c, x, &layer->cross_norm);
+  } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
+  p = f->wants_p ? f->p : NULL;
+  x = lunai_results_so_far(scope, f->x, p);
   x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
-  if (x && p) *next_p = p;
-  return x;
+  return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths) {
-  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.context = context;
+  f.wants_p = p != NULL;
+  x = lunai_decoder_layer(layer, &f);
+  if (x && p) *p = f.p;
+  return x;
 }
 
 /* its own parameters, in front of the attention's memory and kernel */
@@ -16461,18 +16561,22 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   const luna_layer_config *c;
-  luna_tensor *y, *p = NULL;
+  luna_tensor *y;
+  lunai_flow f;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
+  f = lunai_flow_of(x, layer->memory, NULL);
+  f.causal = true;
+  f.past = past;
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
-    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL, past);
+    y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result_so_far(scope, y);
@@ -16488,7 +16592,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/golden.c and tests/models.c.
+   tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
@@ -16516,8 +16620,12 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
+#else
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#endif
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 #define LUNAI_NO_LM "it holds no causal language model of luna.h"
@@ -16803,6 +16911,7 @@ typedef struct lunai_model_config {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
   luna_seq2seq_config seq2seq;
+  luna_lm_config lm;                 /* whose fields are others */
 } lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
@@ -17004,30 +17113,30 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
   const luna_encoder_config *c;
-  luna_tensor *x;
   luna_scope scope;
+  lunai_flow f;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna, hands_p;
+  bool is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
-  x = luna_encoder_embed(e, input, &p);
+  f = lunai_flow_of(NULL, p, input->lengths);
+  f.x = luna_encoder_embed(e, input, &f.p);
   for (i = 0; i < c->layers; i++) {
-    has_x = last_x || i < c->layers - 1;
-    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
-                                   has_p ? &p : NULL)) return false;
-    (void)lunai_results_so_far(scope, has_x ? x : p, has_p ? p : NULL);
+    f.wants_x = last_x || i < c->layers - 1;
+    f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
+    (void)lunai_results_so_far(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   }
-  if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
-  if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
-  if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
-  (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
-  if (has_p) *last_p = p;
-  if (has_x) *last_x = x;
+  if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
+  if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
+  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, input->lengths);
+  if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
+  (void)lunai_results(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+  if (f.wants_p) *last_p = f.p;
+  if (f.wants_x) *last_x = f.x;
   return true;
 }
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
@@ -17339,12 +17448,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
                                                  "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
+  lunai_flow f;
   luna_encoder_config c;
   const lunai_cut *part;
   luna_input own;
   luna_scope scope, inner;
   int64_t i;
-  bool has_p;
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
@@ -17353,10 +17462,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
                 NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  f = lunai_flow_of(x, p, source->lengths);
+  f.context = context;
   for (i = 0; i < model->config.decoder_layers && x; i++) {
-    has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
-    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results_so_far(inner, x, p);
+    f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    x = lunai_decoder_layer(&model->layers[i], &f);
+    f.x = x = lunai_results_so_far(inner, x, f.p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -17691,7 +17802,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+                                        (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
   for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
@@ -18156,23 +18268,10 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
 LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
   return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
-LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
-  luna_ctx *ctx = s->params->ctx;
-  luna_lm_config c;
-  lunai_st_text kind;
-  memset(&c, 0, sizeof c);
-  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
-  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
-      !lunai_has_layers(ctx, st, c.layers)) return false;
-  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
-}
-
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
   m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_LM) return luna_lm_init(&model->lm, params, &m->lm);
   if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
@@ -18193,10 +18292,13 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   if (wanted && wanted != model->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
                              kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
-  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
-  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
-      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  if (model->kind == LUNA_MODEL_LM ?
+      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
+    return false;
+  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
@@ -18798,7 +18900,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
    the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
-   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
@@ -18924,7 +19026,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   luna_tensor angles, features, *x, *y;
   int64_t shape[2], i;
   lunai_mark mark;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
@@ -18943,8 +19045,11 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
-    if (s->cross) y = lunai_decoder_layer(&layer->of.decoder, x, NULL, NULL, NULL, NULL, &layer->past);
-    else
+    if (s->cross) {
+      lunai_flow f = lunai_flow_of(x, NULL, NULL);
+      f.past = &layer->past;
+      y = lunai_decoder_layer(&layer->of.decoder, &f);
+    } else
 #endif
       y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
     x = lunai_stream_keep(s, x, y, mark);
@@ -18964,7 +19069,7 @@ LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t wid
   shape[1] = width;
   lunai_tensor_set(&table, &s->ctx, 2, shape);
   table.data = (float *)state;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
@@ -19003,7 +19108,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.used[0] = s->bump.used[1] = 0;
+    s->bump.part[0].used = s->bump.part[1].used = 0;
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -19180,9 +19285,9 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
   layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
-  s->bump.start[0] = (char *)small;
-  s->bump.size[0] = sizeof small;
-  s->bump.size[1] = SIZE_MAX / 2;
+  s->bump.part[0].start = (char *)small;
+  s->bump.part[0].size = sizeof small;
+  s->bump.part[1].size = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
@@ -19217,7 +19322,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   lunai_stream_layer none, *layer = &none;
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
-  s->bump.start[0] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[0], 1);
+  s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
   if (device) {
     s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   }
@@ -19249,8 +19354,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
-  for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
-  s->bump.start[1] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[1], 1);
+  for (i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
+  s->bump.part[1].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
   return device ? host_size : used;
 }
