@@ -36,7 +36,7 @@ static void layer_run(void *arg) {
 }
 
 static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, bool causal, bool training) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
@@ -167,7 +167,7 @@ static void classifier_run(void *arg) {
   }
 }
 static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute, luna_pooling pooling) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
@@ -234,6 +234,7 @@ void peer_classifier_close(void *b) {
 /* C [m,n] = A [m,k] B^T */
 int peer_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, void *scratch, int64_t size) {
   luna_gemm_args g = {.a = a, .b = b, .c = c, .m = m, .n = n, .k = k, .transpose_b = true};
+  g.run.isa = bench_isa();
   g.run.scratch = scratch;
   g.run.scratch_size = (size_t)size;
   return luna_gemm_f32(&g);

@@ -513,7 +513,7 @@ static void trial_main(void *user, const luna_collective *collective) {
   if (what == SIZE) config.memory++;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
-  r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, r.with_lengths = true;
+  r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, r.with_lengths = rows;
   model_init(&net, params, &r);
   if (what == FAILED_INIT) luna_param(params, "layers.0.fc1.bias", 1, (int64_t[]){1}, (luna_init){0}); /* once more */
   luna_optimizer *sgd = luna_sgd(params, NULL);
