@@ -14222,7 +14222,7 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 /* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
 /* which part of all ranks' an input is, into the step; *part stays null without a collective */
 LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
-                              const lunai_cut **part) {
+                             const lunai_cut **part) {
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
@@ -14232,9 +14232,11 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   if (!c) return true;
   mine[0] = rows ? batch : n;
   mine[1] = rows ? n : batch;
-  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
-            rows ? 0 : n;
+  mine[2] = lengths ? 1 : n;         /* the longest; of rows a hash of the lengths */
   for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (rows) mine[2] = 0;
+  if (rows && lengths && batch > 0)
+    mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
   if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
     return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
   if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
@@ -14266,7 +14268,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
 }
 /* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
 LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
-                                           const char *name, bool *failed) {
+                                          const char *name, bool *failed) {
   void *memory;
   int64_t b;
   if (!lengths || !part || !part->rows || *failed) return lengths;
@@ -14282,7 +14284,7 @@ LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, 
 }
 /* What a model's input is a part of, and the input with its lengths as those of its own rows */
 LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
-                               const lunai_cut **part) {
+                              const lunai_cut **part) {
   bool failed = false;
   *own = *input;
   *part = NULL;
