@@ -119,6 +119,11 @@
      luna_read, luna_item and luna_write alone. Checkpoints and saved streams move between devices. luna_graph makes a
      training step one launch.
 
+   SEVERAL RANKS
+     options.collective, two functions that a program makes of MPI's or another library's calls, trains one model on any
+     number of machines: each has sequences of its own, or rows of every sequence, of which they send one another no
+     more than numbers of P's size (>>parallel).
+
    WHERE TIME GOES
      luna_profile_begin, some steps, luna_profile_end, luna_profile_write: each op's time, bytes, flops and share of the
      peak, by scope, as a table or JSON. The examples that train take --profile FILE.
@@ -230,7 +235,7 @@ typedef enum luna_status {
   LUNA_CANNOT_WRITE,                 /* the file could not be written; an older one is untouched */
   LUNA_MISMATCH,                     /* names or shapes of a file and of a parameter set differ */
   LUNA_UNSUPPORTED,                  /* this build, machine or backend does not have it */
-  LUNA_DEVICE_FAILED,                /* a device call failed, or work queued on it earlier did, or a call between ranks */
+  LUNA_DEVICE_FAILED,                /* a call of a device or between ranks failed, or work queued on a device did */
   LUNA_NOT_FINITE                    /* too many optimiser steps in a row had a NaN or Inf in the loss or a gradient */
 } luna_status;
 LUNA_API const char *luna_status_text(luna_status status);
@@ -243,8 +248,12 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step, luna_stream_step_features or luna_stream_prefill: there are " \
-    "no tokens or, of a model of features, no features") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
+    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
+    "which this stream's model reads in place of tokens") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
+    "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, \
     "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
@@ -262,7 +271,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_CONTEXT, BAD_ARGUMENT, \
     "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
     "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or with a rank outside 0..ranks - 1, or a backend of another version)") \
+    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
+    "version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -277,8 +287,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_open_bytes") \
   /* several ranks */ \
   X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank 0 (%d, not %d); every rank makes the same models and " \
-    "calls") \
+  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
   X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
   X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
     "attention, or LUNA_PARALLEL_DATA") \
@@ -286,6 +296,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
+  X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
   X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
@@ -297,8 +309,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_require_grad for the result of an op") \
   X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was not " \
-    "made after luna_begin_step") \
+  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
+    "not made after luna_begin_step") \
   X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
     "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
@@ -355,7 +367,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "its e and f first") \
   X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
   X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
-  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds max_length %d") \
+  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
   X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
   X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
   X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
@@ -370,6 +382,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
     "attention or a hook call luna_lm_forward on the whole sequence") \
   /* training */ \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
+    "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
   X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
     "max_rank %d (0 = any)") \
@@ -473,8 +487,8 @@ typedef struct luna_input {
   const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number, Inf is not: through a causal model it spoils all later steps; the
-     padding may hold anything */
+  /* [batch,n,features]; NaN is a missing number, Inf an error: it would spoil all later steps of a causal model.
+     Padding may hold anything. */
   const float *features;
 } luna_input;
 
@@ -650,22 +664,25 @@ typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_F
      LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
                              in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
                              alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in the
-   whole, a mean loss divides by the labels of all ranks, and luna_item of a loss of luna.h is the whole one on every
-   rank. luna_optimizer_step sums the gradients over ranks; until then .grad and luna_read_grad have this rank's part.
-   Parameters start equal, and stay so: the same seed, names and file. Files say nothing of ranks: rank 0 saves, any
-   number of ranks goes on. Each begin compares the ranks' builds, options, models and steps: LUNA_MISMATCH, with a
-   sentence that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal: between ranks go numbers of the memory's size, a
-   layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however long it is.
-   Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort). What one rank does alone, as sampling or
-   a validation, belongs in a context without a collective (luna_params_share) or in a stream. */
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c. */
 typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
 typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host memory.
-   False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in another
-   run. Example, from MPI: examples/mpi.h. */
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
 typedef struct luna_collective {
   luna_parallelism mode;
   int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
@@ -709,10 +726,10 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
    luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
-   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. It fails with the first failed init, load of a model,
-   luna_params_open, luna_params_share, luna_param or optimiser, until the same call succeeds, with the same prefix or
-   name, in that set or one opened since. To try a file or a config whose failure is to have no effect, use a context of
-   its own and close it. */
+   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
+   with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the
+   same call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose
+   failure is to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -872,8 +889,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss);
 #ifndef LUNA_ONLY_STREAM
 /* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
    [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout, luna_mask,
-   luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
    luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
    rank's loss is a part of one loss, which is their sum. */
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
@@ -1156,8 +1173,8 @@ LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_in
    is not a regular one is an error. */
 LUNA_API luna_status luna_save(const luna_params *params, const char *path);
 /* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
-   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the config
-   from the file. luna_load_matching compares names and shapes alone. */
+   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the
+   config from the file. luna_load_matching compares names and shapes alone. */
 LUNA_API luna_status luna_load(luna_params *params, const char *path);
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
 #endif
@@ -1188,6 +1205,7 @@ LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna
    counts as its mean. Mean and scale, 1 / standard deviation, are saved with the model and never trained: set them by
    luna_input_layer_fit, or luna_write. */
 typedef struct luna_input_layer {
+  luna_params *params;               /* of a model of tokens there is nothing else */
   luna_tensor *mean, *scale;         /* "input_norm.mean", zeros, and "input_norm.scale", ones, [features] */
   luna_linear_layer projection;      /* "input_proj" [dim,features] */
 } luna_input_layer;
@@ -1903,7 +1921,7 @@ typedef struct luna_op {
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others' add; else null */
+  struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
@@ -2053,7 +2071,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_UNUSED __attribute__((unused))
 #define LUNAI_CALL static __attribute__((noinline, unused)) /* rare, and used everywhere */
-#ifdef __OPTIMIZE__
+#if defined(LUNA_ONLY_STREAM) && defined(LUNA_NO_SIMD) && defined(__OPTIMIZE_SIZE__)
+#define LUNAI_INLINE static inline __attribute__((unused)) /* where that is smaller */
+#elif defined(__OPTIMIZE__)
 #define LUNAI_INLINE static inline __attribute__((always_inline, unused))
 #else
 #define LUNAI_INLINE static inline __attribute__((unused)) /* calls: a third of the time to compile */
@@ -2089,6 +2109,7 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_TILES_ABREAST 4      /* tiles of a column-major A gathered at a time */
 #define LUNAI_SUM_ROWS 256         /* rows of C whose partial sums are kept apart */
 #define LUNAI_MAX_THREADS 256
+#define LUNAI_MAX_RANKS (1 << 20)
 #define LUNAI_NORM_EPSILON 1e-5f   /* of layer norm, the authors' */
 
 LUNAI_INLINE int64_t lunai_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2196,8 +2217,8 @@ typedef struct lunai_dropout {
   uint64_t seed;
   uint32_t op, step, threshold;
   float keep;
-  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; run 0: */
-  int64_t run;                       /* e + first */
+  uint64_t first, skip;              /* of a rank's part: element e is e + first + skip (e / run) of the whole; */
+  int64_t run;                       /* run 0: e + first */
 } lunai_dropout;
 LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t element) {
   return (uint64_t)element + d->first + (d->run ? (uint64_t)(element / d->run) * d->skip : 0);
@@ -2337,8 +2358,8 @@ typedef struct lunai_target {
   float *sum, *c, *pre;
   const float *bias, *from;          /* from: added, rows from_row apart; null: none */
   int64_t sum_row, c_row, from_row;
+  int activation;                    /* in lunai_gemm's order one load would take both, and wait for two stores */
   float alpha;
-  int activation;
   bool finish, late;                 /* finish: the last block over k, with an epilogue; late: which adds C last */
 } lunai_target;
 
@@ -8875,14 +8896,13 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
-  size_t gaps;                       /* between chunks, in the places of pieces */
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
    began. */
 typedef struct lunai_bump {
-  char *start[2];                    /* small things of the host; data, null where they are only counted */
-  size_t size[2], used[2], peak[2];
+  struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
+                                                               are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM
@@ -9295,7 +9315,7 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 
 typedef struct lunai_mark {
   lunai_chunk *step[2];
-  size_t used[2], bytes[2], gaps[2];
+  size_t used[2], bytes[2];
   int64_t pieces_made;
   luna_tensor *made;
   lunai_slab *slab;
@@ -9306,8 +9326,8 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
   int i;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
-    mark.bytes[0] = ctx->bump->used[0];
-    mark.bytes[1] = ctx->bump->used[1];
+    mark.bytes[0] = ctx->bump->part[0].used;
+    mark.bytes[1] = ctx->bump->part[1].used;
     return mark;
   }
   for (i = 0; i < 2; i++) {
@@ -9315,7 +9335,6 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
-    mark.gaps[i] = arena->gaps;
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
@@ -9331,8 +9350,8 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   lunai_chunk *chunk;
   int i;
   if (LUNAI_BUMPS(ctx)) {
-    ctx->bump->used[0] = mark.bytes[0];
-    ctx->bump->used[1] = mark.bytes[1];
+    ctx->bump->part[0].used = mark.bytes[0];
+    ctx->bump->part[1].used = mark.bytes[1];
     return;
   }
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
@@ -9348,7 +9367,6 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
-    arena->gaps = mark.gaps[i];
   }
   ctx->small = mark.small;
   ctx->small_end = mark.small_end;
@@ -9369,14 +9387,13 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, though not across chunks: up to 64 MB more at a time, until the next
-     begin; of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, across chunks at the price of other memory: up to 64 MB more at a time,
+     until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk) ctx->arena[remote].gaps += LUNAI_ALIGN;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
@@ -9392,10 +9409,10 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
   const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
   *out = NULL;
-  if (size < bytes || size > b->size[data] - b->used[data]) return false;
-  if (b->start[data]) *out = b->start[data] + b->used[data];
-  b->used[data] += size;
-  if (b->used[data] > b->peak[data]) b->peak[data] = b->used[data];
+  if (size < bytes || size > b->part[data].size - b->part[data].used) return false;
+  if (b->part[data].start) *out = b->part[data].start + b->part[data].used;
+  b->part[data].used += size;
+  if (b->part[data].used > b->part[data].peak) b->part[data].peak = b->part[data].used;
   return true;
 }
 /* Memory of the step, not zeroed; `data` as above. */
@@ -9453,12 +9470,14 @@ LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so do all decisions. */
+   bytes from the step's start, alike in every mode, and so do all decisions: where joined neighbours lie in two chunks,
+   until the next begin, other memory stands in for theirs, which is not counted. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
-  char *at;                          /* null where memory is only counted */
+  char *at;                          /* null where memory is only counted, and of a free one that lies in two chunks */
   size_t place, size;
   int64_t number;                    /* of those made in this step */
+  int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
   lunai_piece *piece;
@@ -9489,18 +9508,28 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
+    piece->place = arena->step_bytes - lunai_round(bytes);
     return piece;
   }
   piece = *best;
+  at = piece->at;
+  if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
     rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
     if (!rest) return NULL;
+    rest->backed = piece->backed;
     rest->next = piece->next;
     piece->size = size;
     *best = rest;
   } else *best = piece->next;
+  if (at != piece->at) piece->backed = ctx->pieces_made++;
+  piece->at = (char *)at;
   return piece;
+}
+LUNAI_FN void lunai_piece_join(lunai_piece *lower, const lunai_piece *upper) {
+  if (lower->at && lower->at + lower->size != upper->at) lower->at = NULL;
+  if (upper->backed > lower->backed) lower->backed = upper->backed;
+  lower->size += upper->size;
 }
 /* free neighbours become one, the lower */
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
@@ -9509,11 +9538,12 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
   *given = NULL;
   for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
   if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
-    piece->size += (*above)->size;
+    lunai_piece_join(piece, *above);
     *above = *link;
     link = above;
   }
-  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
+  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place)
+    lunai_piece_join(*link, piece);
   else {
     piece->next = *link;
     *link = piece;
@@ -9521,12 +9551,13 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
 }
 /* What was free before the mark, less what has been taken and not given back since */
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
+  const size_t end = mark.bytes[lunai_on_device(ctx)];
   lunai_piece **link = &ctx->pieces;
   while (*link) {
     if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
     else {
       if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
+      if ((*link)->backed >= mark.pieces_made) (*link)->at = NULL;
       link = &(*link)->next;
     }
   }
@@ -9625,7 +9656,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
   if (first.options.collective) {
     const luna_collective *c = first.options.collective;
-    if (c->rank < 0 || c->rank >= c->ranks || !c->all_reduce || !c->all_gather ||
+    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
@@ -9717,16 +9748,16 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
+  const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
   void *memory;
   int r, i;
-  if (!lunai_step(ctx, (size_t)(ranks * count) * sizeof(int64_t), false, &memory))
-    return lunai_fail_op_memory(ctx, name, (size_t)(ranks * count) * sizeof(int64_t)) != NULL;
+  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
   *all = (int64_t *)memory;
   if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
   for (r = 0; r < ranks; r++)
     for (i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
-        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (*all)[r * count + i],
+        return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
   return true;
 }
@@ -9749,7 +9780,8 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
-                                      "number of steps", "outcome of its inits", "set of parameters' names and shapes" };
+                                      "number of steps", "outcome of its inits",
+                                      "set of parameters' names and shapes" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -9782,6 +9814,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 #endif
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
+  const char *name = training ? "luna_begin_step" : "luna_begin_inference";
   luna_status status;
   bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
@@ -9805,9 +9838,9 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
-  status = lunai_backend_result(ctx, training ? "luna_begin_step" : "luna_begin_inference", status);
+  status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
-  if (status == LUNA_OK && lunai_ranks(ctx)) lunai_ranks_agree(ctx, training ? "luna_begin_step" : "luna_begin_inference");
+  if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -10029,12 +10062,36 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
+LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
+  const luna_tensor *a = op->in[0], *b = op->in[1];
+  int64_t rows = 1, n = 1;
+  int i;
+  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
+  for (i = 0; i < a->rank; i++) {
+    const int at = i - a->rank + b->rank;
+    shape[i] = a->shape[i];
+    *(at < 0 ? &rows : &n) *= shape[i];
+    if (at >= 0 && shape[i] != b->shape[at]) return false;
+  }
+  if (n < 1) return false;
+  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
+  op->arg.elementwise.shape[2] = rows;
+  op->arg.elementwise.shape[3] = n;
+  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
+  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
+  return true;
+}
+#ifdef LUNA_ONLY_STREAM              /* nothing else */
+#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
+#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK, a, k;
   bool joins;
+  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (a = rank - 1; a >= 0; a--) {
@@ -10058,6 +10115,7 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+#endif
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
@@ -10368,7 +10426,11 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
 LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
                            int64_t b_row, int64_t b_column,
                            float *c, int64_t m, int64_t n, int64_t k) {
-  lunai_clear(g, sizeof *g);
+  g->bias = g->b_panels = g->residual = NULL;
+  g->pre = NULL;
+  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
+  g->activation = LUNA_ACTIVATION_NONE;
+  g->accumulate = g->dots = false;
   g->a = a; g->b = b; g->c = c;
   g->m = m; g->n = n; g->k = k;
   g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
@@ -11148,7 +11210,8 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
-  return op->outside ? lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double)) : 0;
+  if (!op->outside) return 0;
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
 }
 LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
   return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
@@ -11940,6 +12003,8 @@ LUNAI_FN luna_tensor lunai_like(luna_ctx *ctx, int rank, const int64_t *shape) {
 }
 LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank, const int64_t *shape) {
   const luna_tensor like = lunai_like(ctx, rank, shape);
+  if (rank < 0 || rank > LUNA_MAX_RANK)
+    return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "rank", (int64_t)rank, (int64_t)0, (int64_t)LUNA_MAX_RANK);
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
@@ -12008,8 +12073,8 @@ LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recomp
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
   if (ctx && recompute) ctx->recomputing = true;
-  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[0] : 0;
-  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->used[1] : 0;
+  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[0].used : 0;
+  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[1].used : 0;
   scope.outer = scope.self = 0;
 #ifdef LUNA_ONLY_STREAM
   (void)name;
@@ -12039,17 +12104,17 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
 /* of a stream on the host: on a device the move would be work of its own */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
-  char *start = b->start[0] + scope.used[0];
+  char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
   const float *data;
   luna_tensor *moved;
   void *memory;
   if (!x || lunai_on_device(scope.ctx)) return x;
   data = x->data;
-  b->used[0] = scope.used[0];
-  b->used[1] = scope.used[1];
+  b->part[0].used = scope.used[0];
+  b->part[1].used = scope.used[1];
   /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->start[0] + b->size[0])) return x;
+  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
   moved = (luna_tensor *)(void *)start;
   memmove(moved, x, sizeof *x);
   (void)lunai_bump_take(b, false, sizeof *x, &memory);
@@ -12328,8 +12393,10 @@ typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lu
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
-  if (LUNAI_BUMPS(ctx)) memcpy(s->mark.bytes, ctx->bump->used, sizeof s->mark.bytes);
-  else s->mark = lunai_step_mark(ctx);
+  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
+    s->mark.bytes[0] = ctx->bump->part[0].used;
+    s->mark.bytes[1] = ctx->bump->part[1].used;
+  } else s->mark = lunai_step_mark(ctx);
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
@@ -12452,16 +12519,20 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->used[1];
+  used = ctx->bump->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->used[1] = used;
+  ctx->bump->part[1].used = used;
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
   return lunai_abandon(s);
 }
 
+/* A device's dropout does not know of ranks: each has op numbers of its own there. */
+LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
+  return lunai_ranks(ctx) && lunai_on_device(ctx) ? (uint32_t)ctx->collective.rank << 16 : 0;
+}
 /* What its result is a part of: what an input is, but for keys that are cut, of which attention makes whole queries' */
 LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
@@ -12509,9 +12580,9 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
-  if (op->dropout > 0) op->dropout_op = ctx->dropout_ops++;
+  if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
-  if (op->last_dropout > 0) op->last_dropout_op = ctx->dropout_ops++;
+  if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, result);
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
@@ -13466,37 +13537,44 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
     }
   }
 }
-LUNAI_FN void lunai_first_values(float *out, int64_t first, int64_t count, luna_init init, float bound, int64_t width,
-                                 uint64_t hash, uint64_t seed) {
+/* what a parameter's first values come from */
+typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
+LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
+  const luna_init_kind kind = f->init.kind;
   int64_t i;
   for (i = 0; i < count; i++) {
     uint32_t counter[4], word[4];
     counter[0] = (uint32_t)(first + i);
     counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
-    counter[2] = (uint32_t)hash;
-    counter[3] = (uint32_t)(hash >> 32);
-    if (init.kind == LUNA_INIT_ZEROS || init.kind == LUNA_INIT_ONES)
-      out[i] = init.kind == LUNA_INIT_ONES ? bound : 0.0f;
-    else if (init.kind == LUNA_INIT_NORMAL) out[i] = bound * lunai_normal(counter, seed);
+    counter[2] = (uint32_t)f->hash;
+    counter[3] = (uint32_t)(f->hash >> 32);
+    if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
+    else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
-      lunai_philox(counter, seed, word);
-      out[i] = bound * (2 * lunai_unit(word[0]) - 1);
-      if (init.kind == LUNA_INIT_IDENTITY && (first + i + 1) % width == 0) out[i] += 1.0f;
+      lunai_philox(counter, f->seed, word);
+      out[i] = f->bound * (2 * lunai_unit(word[0]) - 1);
+      if (kind == LUNA_INIT_IDENTITY && (first + i + 1) % f->width == 0) out[i] += 1.0f;
     }
   }
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
   const int64_t count = luna_count(&p->tensor);
-  float block[1024], bound = init.scale == 0 ? 1.0f : init.scale;
+  float block[1024];
+  lunai_first f;
   int64_t at;
   luna_status status = LUNA_OK;
+  f.init = init;
+  f.bound = init.scale == 0 ? 1.0f : init.scale;
+  f.width = lunai_last(&p->tensor);
+  f.hash = p->hash;
+  f.seed = ctx->options.seed;
   if (init.kind == LUNA_INIT_XAVIER) {
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
-    bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
+    f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
   for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
     const int64_t n = lunai_min(1024, count - at);
-    lunai_first_values(block, at, n, init, bound, lunai_last(&p->tensor), p->hash, ctx->options.seed);
+    lunai_first_values(&f, block, at, n);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
   }
   return status;
@@ -14096,7 +14174,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r;
+  int64_t mine[3], *all, *parts, b, r, from = 0;
   void *memory;
   lunai_cut *made;
   if (!c) return true;
@@ -14121,9 +14199,10 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
     made->whole += own;
     if (rows || own == 0) continue;
     if (made->other >= 0 && made->other != all[3 * r])
-      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", all[3 * r],
+      return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, r, "length n of its sequences", from, all[3 * r],
                         made->other) != NULL;
     made->other = all[3 * r];
+    from = r;
     made->longest = lunai_max(made->longest, all[3 * r + 2]);
   }
   made->own = mine[1];
@@ -14210,7 +14289,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   luna_custom custom;
   luna_tensor *y;
   void *memory;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "between ranks");
+  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
   memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
@@ -14302,20 +14381,12 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
-typedef struct lunai_border { int64_t first, end; } lunai_border; /* rows of a rank */
-LUNAI_FN lunai_border lunai_border_of(const lunai_cut *part, int rank) {
-  lunai_border b;
-  int r;
-  for (b.end = 0, r = 0; r <= rank; r++) b.end += part->parts[r];
-  b.first = b.end - part->parts[rank];
-  return b;
-}
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int rank = op->ctx->collective.rank;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t b, j, at;
+  int64_t b, j, at, end;
   int r;
   (void)count;
   if (!op->received) {
@@ -14324,15 +14395,13 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0; r < rank; r++) {
-      const lunai_border from = lunai_border_of(op->part, r);
-      for (j = 0; j < rows; j++) {
-        at = op->part->first - rows + j;
-        for (b = 0; b < batch && at >= from.first && at < from.end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (from.end - at)) * d,
+    for (r = 0, end = 0; r < rank; r++)
+      for (end += op->part->parts[r], j = 0; j < rows; j++) {
+        at = op->part->first - rows + j; /* in the whole */
+        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
                  (size_t)d * sizeof(float));
       }
-    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
@@ -14342,13 +14411,13 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t b, j, at, i;
+  int64_t b, j, at, i, later = end;
   int r;
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; r++)
+  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
     for (j = 0; j < rows; j++) {
-      at = lunai_border_of(op->part, r).first - rows + j;
+      at = later - rows + j;
       for (b = 0; b < batch && at >= first && at < end; b++)
         for (i = 0; i < d; i++)
           in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
@@ -14365,8 +14434,8 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   op.part = x->part;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3, shape,
-                                       0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
+                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -15011,7 +15080,8 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   size_t bytes;
   void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
-  if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
+  if (lunai_on_device(ctx))
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
   bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
   o = (lunai_outside *)memory;
@@ -15389,10 +15459,16 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
                     lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
+  if (good) layer->params = params;
   return lunai_setup_end(&s, good);
 }
-/* Whether an input has features and lengths that go together. False: the failure is reported, an op's, or of a call
-   that returns a status. */
+LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
+  return !input->lengths || step % input->n < input->lengths[step / input->n];
+}
+/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
+typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
+   feature may be Inf */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -15400,39 +15476,63 @@ LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_end(values);
   return false;
 }
-LUNAI_FN bool lunai_input_fits(const luna_input_layer *layer, const luna_input *input, bool op, const char *name) {
-  luna_ctx *ctx = layer && layer->mean ? layer->mean->ctx : NULL;
-  int64_t shape[3], b;
+LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, bool op, const char *name,
+                               const char *what) {
+  const int64_t k = r->vocab ? 1 : r->features;
+  const luna_collective *c = lunai_ranks(r->ctx);
+  const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
+  char field[100];
+  int64_t shape[3], count, i;
   luna_tensor like;
-  if (!ctx) return false;
-  if (!input) return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "the input");
+  if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
   shape[0] = input->batch;
   shape[1] = input->n;
-  shape[2] = layer->mean->shape[0];
-  like = lunai_like(ctx, 3, shape);
-  if (lunai_shape_count(3, shape) < 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)3, LUNAI_MAX_COUNT);
-  if (!input->features && lunai_shape_count(3, shape) > 0)
-    return lunai_input_wrong(ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, "input.features");
-  for (b = 0; input->lengths && b < input->batch; b++)
-    if (input->lengths[b] < 0 || input->lengths[b] > input->n)
-      return lunai_input_wrong(ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)input->lengths[b],
+  shape[2] = k;
+  like = lunai_like(r->ctx, 3, shape);
+  if ((count = lunai_shape_count(3, shape)) < 0)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
+                                              "%s.features, which it reads in place of tokens,", what);
+  if (count > 0 && (r->vocab ? !input->tokens : !input->features))
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, field);
+  if (r->longest && input->n > r->longest)
+    return lunai_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
+  lunai_print(field, sizeof field, "%s.lengths", what);
+  for (i = 0; input->lengths && i < input->batch && !cut; i++)
+    if (input->lengths[i] < 0 || input->lengths[i] > input->n)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
+  lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
+  for (i = 0; i < count && r->vocab; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
+                               (int64_t)0, r->vocab - 1);
+  for (i = 0; i < count && !r->vocab && op && !cut; i++)
+    if (!lunai_is_finite(input->features[i]) && input->features[i] == input->features[i] && lunai_is_real(input, i / k))
+      return lunai_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
 }
-LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
-  return !input->lengths || step % input->n < input->lengths[step / input->n];
+/* of an input layer; false without a sentence where its init failed or was not called */
+LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
+                                     const char *name) {
+  lunai_reader r;
+  memset(&r, 0, sizeof r);
+  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  if (!r.ctx) return false;
+  if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
+  r.features = layer->mean->shape[0];
+  return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
-  const int64_t k = layer && layer->mean ? layer->mean->shape[0] : 0;
-  luna_ctx *ctx = k ? layer->mean->ctx : NULL;
+  luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   luna_status status;
   lunai_mark mark;
   void *memory;
   float *mean;
-  int64_t i, f;
+  int64_t i, f, k;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!lunai_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
+  k = layer->mean->shape[0];
   mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
     return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
@@ -15487,7 +15587,7 @@ LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, 
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   luna_scope scope;
   luna_tensor *x, *present;
-  if (!lunai_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
   scope = luna_scope_begin(layer->mean->ctx);
   x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -15621,8 +15721,8 @@ LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengt
   return (const int32_t *)memory;
 }
 
-/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that;
-   their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
+   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
 LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
@@ -15734,36 +15834,51 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
                            layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
 
-/* *y: Y_X + residual, or null, after a dropout; *packed_context: Y_P. Either is null where its result is not wanted. */
-LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                     luna_tensor *context, luna_tensor *residual, float dropout, const int32_t *lengths,
-                                     luna_tensor **y, luna_tensor **packed_context) {
+/* What goes through a layer: x and P, which become X' and P' where these are wanted. */
+typedef struct lunai_flow {
+  luna_tensor *x, *p;
+  luna_tensor *context;              /* what is packed; null = x */
+  const int32_t *lengths;            /* of the context */
+  bool wants_x, wants_p, causal;
+  lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
+} lunai_flow;
+LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
+  lunai_flow f;
+  memset(&f, 0, sizeof f);
+  f.x = x;
+  f.p = p;
+  f.lengths = lengths;
+  f.wants_x = true;
+  return f;
+}
+
+/* f->x becomes Y_X + residual, or null, after a dropout; f->p Y_P */
+LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, lunai_flow *f, luna_tensor *residual,
+                                     float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
-  luna_tensor *y_x = NULL, *y_p;
+  luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
   luna_scope scope;
   int64_t batch, d;
-  if (!context) context = x;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
-  if (!p) return lunai_fail_null(x->ctx, name, "p") != NULL;
+  if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
   batch = x->shape[0];
   d = layer->config.dim;
-  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", p, batch, d) ||
+  if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   scope = luna_scope_begin(x->ctx);
-  y_p = lunai_nested_pack(layer, p, context, lengths);
-  if (y) y_x = lunai_nested_unpack(layer, x, y_p, residual, dropout, lengths);
-  (void)lunai_results(scope, y_p, y_x);
-  if (packed_context) *packed_context = y_p;
-  if (y) *y = y_x;
-  return y_p && (!y || y_x);
+  f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
+  if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
+  (void)lunai_results(scope, f->p, y);
+  return f->p && f->x;
 }
 LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context) {
-  luna_tensor *y = NULL, *y_p = NULL;
-  if (!lunai_nested_attention(layer, x, p, context, NULL, 0, lengths, &y, &y_p)) return NULL;
-  if (packed_context) *packed_context = y_p;
-  return y;
+  lunai_flow f = lunai_flow_of(x, p, lengths);
+  f.context = context;
+  if (!lunai_nested_attention(layer, &f, NULL, 0)) return NULL;
+  if (packed_context) *packed_context = f.p;
+  return f.x;
 }
 
 /* --- causal Luna attention, section 3.3 --- */
@@ -15853,19 +15968,19 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
-/* past: of a stream's layer, in place of p and lengths; or null */
-LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p,
-                                             luna_tensor *residual, float dropout, const int32_t *lengths,
-                                             lunai_past *past) {
+/* y of x after f->p, + residual, or null, after a dropout */
+LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
+                                             luna_tensor *residual, float dropout, const lunai_flow *f) {
   const luna_causal_attention_layer_config *c;
-  luna_tensor *s, *q, *k, *v;
+  luna_tensor *p = f->p, *s, *q, *k, *v;
+  const int32_t *lengths = f->lengths;
   luna_scope scope;
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (LUNAI_BUMPS(x->ctx)) lengths = past->slots;
+  if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
   else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
@@ -15874,17 +15989,18 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   if (!LUNAI_BUMPS(x->ctx))
     lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
   if (failed) return NULL;
-  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, past) : lunai_causal_scores(layer, x, p);
+  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, past);
+  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths) {
-  return lunai_causal_attention(layer, x, p, NULL, 0, lengths, NULL);
+  const lunai_flow f = lunai_flow_of(x, p, lengths);
+  return lunai_causal_attention(layer, x, NULL, 0, &f);
 }
 
 /* --- the attentions Luna is compared with: softmax, linear, Linformer --- */
@@ -15959,8 +16075,9 @@ LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
-LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, int64_t heads, bool causal,
+LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_tensor *parts[2], *y;
   int64_t shape[4];
   if (!q || !k || !v) return NULL;
@@ -16019,12 +16136,13 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 }
 
 /* Linformer: heads [first, first + heads), which share one k */
-LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k,
-                                            luna_tensor *v, int64_t first, int64_t heads, const int32_t *lengths) {
+LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *const qkv[3], int64_t first,
+                                            int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   const int64_t width = layer->config.dim / layer->config.heads * heads,
       from = first * (layer->config.dim / layer->config.heads);
-  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = k->shape[1];
+  const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
+  luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_attention_config a;
   memset(&a, 0, sizeof a);
   a.heads = heads;
@@ -16040,20 +16158,20 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
-LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *q, luna_tensor *k, luna_tensor *v,
+LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_tensor *const qkv[3],
                                       const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  luna_tensor *parts[2] = { NULL, NULL };
+  luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
   int64_t h;
-  if (!q || !k || !v) return NULL;
+  if (!qkv[0] || !k || !qkv[2]) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
   if ((!layer->e || !layer->f) && (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ||
                                    c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
-  if (c->k_last_head == 0) return lunai_linformer_heads(layer, q, k, v, 0, layer->config.heads, lengths);
+  if (c->k_last_head == 0) return lunai_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
   for (h = 0; h < layer->config.heads; h++) {
-    parts[1] = lunai_linformer_heads(layer, q, k, v, h, 1, lengths);
+    parts[1] = lunai_linformer_heads(layer, qkv, h, 1, lengths);
     parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
   return parts[0];
@@ -16063,7 +16181,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths) {
   const luna_attention_layer_config *c;
   luna_attention_config a;
-  luna_tensor *q, *k, *v, *y;
+  luna_tensor *qkv[3], *y;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
   c = &layer->config;
@@ -16073,17 +16191,17 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
     return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
   scope = luna_scope_begin(x->ctx);
-  q = luna_linear_layer_forward(&layer->q, x);
-  k = luna_linear_layer_forward(&layer->k, context);
-  v = luna_linear_layer_forward(&layer->v, context);
+  qkv[0] = luna_linear_layer_forward(&layer->q, x);
+  qkv[1] = luna_linear_layer_forward(&layer->k, context);
+  qkv[2] = luna_linear_layer_forward(&layer->v, context);
   memset(&a, 0, sizeof a);
   a.heads = c->heads;
   a.lengths = lengths;
   a.causal = c->causal;
   a.dropout = c->dropout;
-  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(q, k, v, &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(q, k, v, c->heads, c->causal, lengths) :
-          lunai_linformer(layer, q, k, v, lengths);
+  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
+          lunai_linformer(layer, qkv, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -16229,26 +16347,25 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
-/* input: the layer's, x: the attention's; *p: what comes in; what a hook hands out, else null */
+/* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
-                                  void *hook_state, luna_tensor *input, luna_tensor *x, const luna_norm_layer *norm,
-                                  luna_tensor **p, const int32_t *lengths, bool causal) {
-  const char *name = causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
+                                  void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
+  const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call;
   luna_tensor *y;
   int i;
   memset(&call, 0, sizeof call);
   call.x = x;
-  call.input = input;
+  call.input = f->x;
   call.norm = c->pre_norm ? norm : NULL;
-  call.p = *p;
-  call.lengths = lengths;
-  call.causal = causal;
-  *p = NULL;
-  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, lengths);
+  call.p = f->p;
+  call.lengths = f->lengths;
+  call.causal = f->causal;
+  f->p = NULL;
+  if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
   y = c->hook->forward(hook_state, &call);
-  *p = call.next_p;
+  f->p = call.next_p;
   for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
@@ -16291,60 +16408,58 @@ LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* Luna attention with both residuals; next_x or next_p is null where its result is not wanted */
+/* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
-                                luna_tensor *x,
-                                luna_tensor *p, luna_tensor *context, const int32_t *lengths,
-                                    const luna_norm_layer *norm,
-                                const luna_norm_layer *memory_norm, luna_tensor **next_x, luna_tensor **next_p) {
-  const luna_scope scope = luna_scope_begin(x ? x->ctx : NULL);
-  luna_tensor *y_p = NULL, *sum = NULL, *in = lunai_normed(c, x, norm);
-  if (!lunai_nested_attention(attention, in, lunai_normed(c, p, memory_norm), context ? context : in, x, c->dropout,
-                              lengths, next_x ? &sum : NULL, &y_p)) return false;
-  if (next_x) *next_x = lunai_sum_normed(c, sum, norm);
-  if (next_p) *next_p = lunai_residual(c, p, y_p, memory_norm);
-  (void)lunai_results(scope, next_x ? *next_x : NULL, next_p ? *next_p : NULL);
-  return (!next_x || *next_x) && (!next_p || *next_p);
+                                const luna_norm_layer *norm, const luna_norm_layer *memory_norm, lunai_flow *f) {
+  const luna_scope scope = luna_scope_begin(f->x ? f->x->ctx : NULL);
+  lunai_flow in = *f;
+  in.x = lunai_normed(c, f->x, norm);
+  in.p = lunai_normed(c, f->p, memory_norm);
+  if (!lunai_nested_attention(attention, &in, f->x, c->dropout)) return false;
+  if (f->wants_x) f->x = lunai_sum_normed(c, in.x, norm);
+  if (f->wants_p) f->p = lunai_residual(c, f->p, in.p, memory_norm);
+  (void)lunai_results(scope, f->wants_x ? f->x : NULL, f->wants_p ? f->p : NULL);
+  return (!f->wants_x || f->x) && (!f->wants_p || f->p);
 }
 
-/* *next_x: X'; *next_p: P', of Luna attention. next_x or next_p is null where its result is not wanted. */
-LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, luna_tensor *x, luna_tensor *p,
-                                  const int32_t *lengths, luna_tensor **next_x, luna_tensor **next_p) {
+/* f->p: as it was where P' is not wanted or there is none */
+LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *y, *p = f->p;
   luna_scope scope;
-  bool is_luna;
-  if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward")) return false;
+  if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
+    return false;
   c = &layer->config;
-  is_luna = lunai_is_luna(c);
-  if (is_luna && !p && !layer->memory) return lunai_fail_null(x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(x->ctx) : outer;
-  if (!is_luna) {
-    y = lunai_normed(c, x, &layer->attention_norm);
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, lengths, false);
-    x = lunai_residual(c, x, y, &layer->attention_norm);
+  if (lunai_is_luna(c) && !p && !layer->memory)
+    return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
+  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  if (!lunai_is_luna(c)) {
+    y = lunai_normed(c, f->x, &layer->attention_norm);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
+    f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(x))));
-      p = luna_expand(p, x->shape[0]);
+      f->p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(f->x))));
+      f->p = luna_expand(f->p, f->x->shape[0]);
     }
-    if (!lunai_nested_half(c, &layer->attention, x, p, NULL, lengths, &layer->attention_norm, &layer->memory_norm,
-                           next_x ? &x : NULL, next_p ? &p : NULL)) return false;
+    if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
-  if (!next_p) p = NULL;
-  if (next_x) {
-    x = lunai_results_so_far(scope, x, p);
-    x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-    x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
-    if (x) *next_x = x;
-  } else (void)lunai_result(scope, p);
-  if (x && p) *next_p = p;
-  return x != NULL;
+  if (!f->wants_p) f->p = NULL;
+  if (f->wants_x) {
+    f->x = lunai_results_so_far(scope, f->x, f->p);
+    f->x = lunai_results_so_far(scope, lunai_ffn(c, f->x, &layer->feed_forward), f->p);
+    f->x = lunai_results(scope, lunai_sum_normed(c, f->x, &layer->feed_forward.norm), f->p);
+  } else (void)lunai_result(scope, f->p);
+  if (!f->p) f->p = p;
+  return f->x != NULL;
 }
 LUNA_API luna_tensor *luna_encoder_layer_forward(const luna_encoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  const int32_t *lengths) {
-  luna_tensor *y = NULL;
-  return lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), x, p ? *p : NULL, lengths, &y, p) ? y : NULL;
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.wants_p = p != NULL;
+  if (!lunai_encoder_layer(layer, luna_scope_begin(x ? x->ctx : NULL), &f)) return NULL;
+  if (p) *p = f.p;
+  return f.x;
 }
 
 LUNAI_FN bool lunai_is_luna_only(luna_ctx *ctx, const char *what) {
@@ -16378,37 +16493,35 @@ LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_par
   return lunai_setup_end(&s, good);
 }
 
-/* -> X'; *next_p: P', or next_p is null where it is not wanted; past: of a stream's layer, in place of p, context and
-   lengths, or null */
-LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor *p,
-                                          luna_tensor *context, const int32_t *lengths, luna_tensor **next_p,
-                                          lunai_past *past) {
+/* -> X', also in f->x */
+LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
   const luna_layer_config *c;
-  luna_tensor *y;
+  luna_tensor *x = f->x, *p;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
-  if (!past && (!p || !context)) return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", p ? "context" : "p");
+  if (!f->past && (!f->p || !f->context))
+    return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
-  y = lunai_normed(c, x, &layer->self_norm);
-  x = lunai_causal_attention(&layer->self_attention, y, p, x, c->dropout, lengths, past);
-  x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
-  if (past) {
-    y = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, past);
-    x = lunai_sum_normed(c, y, &layer->cross_norm);
-  } else if (!lunai_nested_half(c, &layer->cross_attention, x, p, context, lengths, &layer->cross_norm,
-                                &layer->memory_norm, &x,
-                         next_p ? &p : NULL)) return NULL;
-  if (!next_p) p = NULL;
-  x = lunai_results_so_far(scope, x, p);
+  x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
+  f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
+  if (f->past) {
+    x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
+    f->x = lunai_sum_normed(c, x, &layer->cross_norm);
+  } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
+  p = f->wants_p ? f->p : NULL;
+  x = lunai_results_so_far(scope, f->x, p);
   x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-  x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
-  if (x && p) *next_p = p;
-  return x;
+  return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths) {
-  return lunai_decoder_layer(layer, x, p ? *p : NULL, context, lengths, p, NULL);
+  lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
+  f.context = context;
+  f.wants_p = p != NULL;
+  x = lunai_decoder_layer(layer, &f);
+  if (x && p) *p = f.p;
+  return x;
 }
 
 /* its own parameters, in front of the attention's memory and kernel */
@@ -16448,18 +16561,22 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   const luna_layer_config *c;
-  luna_tensor *y, *p = NULL;
+  luna_tensor *y;
+  lunai_flow f;
   luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   c = &layer->config;
   scope = lunai_layer_scope(c, x->ctx, __func__);
+  f = lunai_flow_of(x, layer->memory, NULL);
+  f.causal = true;
+  f.past = past;
   y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
-    y = lunai_causal_attention(&layer->attention, y, layer->memory, x, c->dropout, NULL, past);
+    y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
     y = lunai_sum_normed(c, y, &layer->attention_norm);
   } else {
-    y = lunai_other(c, &layer->other_attention, layer->hook_state, x, y, &layer->attention_norm, &p, NULL, true);
+    y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
   y = lunai_result_so_far(scope, y);
@@ -16475,7 +16592,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>models: causal language model, encoder, classifier, masked language model, encoder-decoder. Guarded by
-   tests/golden.c and tests/models.c.
+   tests/golden.c and the tests that include tests/models.h.
    ------------------------------------------------------------------------------------------------------------------ */
 /* A causal language model's metadata: F(name, field of luna_lm_config, min, max) */
 #define LUNAI_LM_FIELDS(F) \
@@ -16503,8 +16620,12 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
+#else
 #define LUNAI_NO_KIND \
   "it has no luna.kind, as no model with an attention hook has: init that with its config and hook, then luna_load"
+#endif
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
 #define LUNAI_NO_LM "it holds no causal language model of luna.h"
@@ -16704,7 +16825,7 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   const int count = lunai_lm_parts(model, parts);
   char prefix[48];
   int64_t i;
-  model->params = params;
+  model->params = model->input.params = params;
   if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
   model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
   if (!model->layers) return false;
@@ -16725,18 +16846,23 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
   return lunai_setup_end(&s, good);
 }
 
-/* the context of a model whose init succeeded, where there is an input; else null */
-LUNAI_FN luna_ctx *lunai_model_ctx(const luna_params *params, const luna_input *input, const char *name) {
-  luna_ctx *ctx = lunai_ctx_of(params);
-  if (ctx && !input) lunai_fail_null(ctx, name, "the input");
-  return input ? ctx : NULL;
+/* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
+LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
+                                      const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
+  lunai_reader r;
+  r.ctx = lunai_ctx_of(params);
+  r.vocab = table ? table->shape[0] : 0;
+  r.features = input && input->mean ? input->mean->shape[0] : 0;
+  r.longest = positions ? positions->shape[0] - first : 0;
+  return r;
 }
-LUNAI_FN luna_ctx *lunai_pair_ctx(const luna_params *params, const luna_input *a, const luna_input *b,
-                                  const char *name) {
-  luna_ctx *ctx = lunai_model_ctx(params, a && b ? a : NULL, name);
-  if (!ctx || a->batch == b->batch) return ctx;
-  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, a->batch, b->batch);
-  return NULL;
+LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
+  if (!m) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  return lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
+}
+/* the context of a model whose init succeeded and whose input fits; else null */
+LUNAI_FN luna_ctx *lunai_model_ctx(lunai_reader r, const luna_input *input, const char *name, const char *what) {
+  return r.ctx && lunai_input_fits(&r, input, true, name, what) ? r.ctx : NULL;
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
@@ -16758,17 +16884,22 @@ LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of t
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_forward", "input");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
   const luna_scope scope = luna_scope_begin(ctx);
+  const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
   luna_tensor *x;
+  int64_t i;
   if (!ctx) return NULL;
   if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
+  for (i = 0; i < input->batch * input->n; i++)
+    if (labels[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
   x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -16780,6 +16911,7 @@ typedef struct lunai_model_config {
   luna_classifier_config classifier;
   luna_masked_lm_config masked_lm;
   luna_seq2seq_config seq2seq;
+  luna_lm_config lm;                 /* whose fields are others */
 } lunai_model_config;
 static const lunai_field lunai_model_fields[] = {
 #define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
@@ -16892,7 +17024,7 @@ LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const cha
   lunai_part input[LUNAI_MAX_PARTS];
   const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
                                        lunai_projection_init(c->layer.bert_init, true), input);
-  e->params = params;
+  e->params = e->input.params = params;
   return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
          lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
          lunai_parts_init(params, prefix, parts + 5, 2);
@@ -16928,6 +17060,14 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *tab
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
+LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
+  lunai_reader r;
+  if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+  r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
+    r.longest = e->config.max_length;
+  return r;
+}
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
   int64_t longest = input->lengths ? 1 : n, b;
@@ -16937,7 +17077,7 @@ LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_embed");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
   const luna_encoder_config *c;
   const lunai_cut *part;
   luna_input own;
@@ -16971,32 +17111,32 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
    null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
-  luna_ctx *ctx = lunai_model_ctx(e ? e->params : NULL, input, "luna_encoder_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
   const luna_encoder_config *c;
-  luna_tensor *x;
   luna_scope scope;
+  lunai_flow f;
   int64_t i;
-  bool has_x = true, has_p = false, is_luna, hands_p;
+  bool is_luna, hands_p;
   if (!ctx) return false;
   c = &e->config;
   is_luna = lunai_is_luna(&c->layer);
   hands_p = is_luna || c->layer.hook;
   scope = luna_scope_begin(ctx);
-  x = luna_encoder_embed(e, input, &p);
+  f = lunai_flow_of(NULL, p, input->lengths);
+  f.x = luna_encoder_embed(e, input, &f.p);
   for (i = 0; i < c->layers; i++) {
-    has_x = last_x || i < c->layers - 1;
-    has_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
-    if (!x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, x, p, input->lengths, has_x ? &x : NULL,
-                                   has_p ? &p : NULL)) return false;
-    (void)lunai_results_so_far(scope, has_x ? x : p, has_p ? p : NULL);
+    f.wants_x = last_x || i < c->layers - 1;
+    f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
+    if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
+    (void)lunai_results_so_far(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   }
-  if (has_p && e->memory_norm.weight) p = luna_norm_layer_forward(&e->memory_norm, p);
-  if (has_x && e->norm.weight) x = luna_norm_layer_forward(&e->norm, x);
-  if (has_x && !c->keep_padding) x = luna_mask(x, input->lengths);
-  if ((has_x && !x) || (has_p && is_luna && !p)) return false;
-  (void)lunai_results(scope, has_x ? x : p, has_p ? p : NULL);
-  if (has_p) *last_p = p;
-  if (has_x) *last_x = x;
+  if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
+  if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
+  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, input->lengths);
+  if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
+  (void)lunai_results(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
+  if (f.wants_p) *last_p = f.p;
+  if (f.wants_x) *last_x = f.x;
   return true;
 }
 LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
@@ -17102,15 +17242,26 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_classifier_forward");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_classifier_forward", "input");
   if (!ctx) return NULL;
   if (model->config.pair)
     return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
+/* ctx: null when the first input does not fit */
+LUNAI_FN luna_ctx *lunai_pair_ctx(luna_ctx *ctx, const luna_input *first, lunai_reader r, const luna_input *second,
+                                  const char *name, const char *what) {
+  if (!ctx || !lunai_model_ctx(r, second, name, what)) return NULL;
+  if (first->batch == second->batch) return ctx;
+  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch);
+  return NULL;
+}
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, first, second, "luna_classifier_forward_pair");
+  const char *name = "luna_classifier_forward_pair";
+  const lunai_reader r = lunai_encoder_reader(model ? &model->encoder : NULL);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(r, first, name, "first"), first, r, second, name, "second");
   luna_tensor *part[4];
   if (!ctx) return NULL;
   if (!model->config.pair)
@@ -17162,11 +17313,14 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
                                                                       LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  luna_tensor *x = model ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_forward", "input");
+  luna_tensor *x = ctx ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
   return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(model ? model->params : NULL, input, "luna_masked_lm_loss");
+  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
+                                  "luna_masked_lm_loss", "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
   int32_t *places, *chosen;
@@ -17288,14 +17442,18 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
-  luna_ctx *ctx = lunai_pair_ctx(model ? model->params : NULL, source, target, "luna_seq2seq_forward");
+  const char *name = "luna_seq2seq_forward";
+  const lunai_reader to = lunai_reader_of(model ? model->params : NULL, model ? model->embedding : NULL, NULL,
+      model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
+  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
+                                                 "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
+  lunai_flow f;
   luna_encoder_config c;
   const lunai_cut *part;
   luna_input own;
   luna_scope scope, inner;
   int64_t i;
-  bool has_p;
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
@@ -17304,10 +17462,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
                 NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  f = lunai_flow_of(x, p, source->lengths);
+  f.context = context;
   for (i = 0; i < model->config.decoder_layers && x; i++) {
-    has_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
-    x = lunai_decoder_layer(&model->layers[i], x, p, context, source->lengths, has_p ? &p : NULL, NULL);
-    x = lunai_results_so_far(inner, x, p);
+    f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
+    x = lunai_decoder_layer(&model->layers[i], &f);
+    f.x = x = lunai_results_so_far(inner, x, f.p);
   }
   if (model->norm.weight) x = luna_norm_layer_forward(&model->norm, x);
   return lunai_result(scope, luna_linear(x, model->output, NULL));
@@ -17424,7 +17584,7 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
          lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
-         (!total || lunai_in(ctx, name, "schedule.total", s->total, 1, INT64_MAX));
+         (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
 typedef struct lunai_optimizer_defaults {
@@ -17642,7 +17802,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data, (size_t)luna_count(t) * sizeof(float));
+    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+                                        (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
   for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
@@ -18107,23 +18268,10 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
 LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
   return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
-LUNAI_FN bool lunai_lm_load_st(luna_lm *model, const lunai_setup *s, const lunai_st *st) {
-  luna_ctx *ctx = s->params->ctx;
-  luna_lm_config c;
-  lunai_st_text kind;
-  memset(&c, 0, sizeof c);
-  if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return lunai_not_a_model(ctx, LUNAI_NO_LM);
-  if (!lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &c, &c.layer) ||
-      !lunai_has_layers(ctx, st, c.layers)) return false;
-  if (c.features && !c.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
-  return lunai_fill_end(s, st, luna_lm_init(model, s->params, &c));
-}
-
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
   m->classifier.vocab = m->masked_lm.vocab = m->seq2seq.vocab = m->vocab;
+  if (model->kind == LUNA_MODEL_LM) return luna_lm_init(&model->lm, params, &m->lm);
   if (model->kind == LUNA_MODEL_CLASSIFIER) return luna_classifier_init(&model->classifier, params, &m->classifier);
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
@@ -18144,15 +18292,23 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   if (wanted && wanted != model->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
                              kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
-  if (model->kind == LUNA_MODEL_LM) return lunai_lm_load_st(&model->lm, s, st);
-  if (!lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers) ||
-      !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers)) return false;
+  if (model->kind == LUNA_MODEL_LM ?
+      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
+    return false;
+  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
+      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
 /* into `model`, `size` bytes of the member of luna_model at `at` */
-typedef struct lunai_kind_load { const char *name; luna_model_kind kind; void *model; size_t at, size; } lunai_kind_load;
+typedef struct lunai_kind_load {
+  const char *name;
+  luna_model_kind kind;
+  void *model;
+  size_t at, size;
+} lunai_kind_load;
 LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
   const lunai_kind_load *k = (const lunai_kind_load *)load;
   luna_model any;
@@ -18744,7 +18900,7 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
    and a bump arena that holds a step; what that takes is found at opening by running a step that computes nothing. What
    the parameters and a decoder's sources alone make is computed once. For a model on a device all values are there, in
-   a block of their own. Guarded by tests/stream.c, a decoder by tests/models.c, on a device by tests/device.c and
+   a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
@@ -18832,6 +18988,10 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
             (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
   return in;
 }
+/* a feature standardised, as luna_input_layer_forward does */
+LUNAI_FN float lunai_stream_feature(const luna_stream *s, float x, int64_t f) {
+  return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
+}
 /* the inputs of the next `rows` from row `at` on of each sequence of n */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
@@ -18842,10 +19002,8 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
   for (i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
-    for (f = 0; f < k; f++) {        /* as luna_input_layer_forward */
-      const float x = from->features[row * k + f];
-      in.features[i * k + f] = x == x ? (x - s->standard[f]) * s->standard[k + f] : 0;
-    }
+    for (f = 0; f < k; f++)
+      in.features[i * k + f] = lunai_stream_feature(s, from->features[row * k + f], f);
   }
   for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
   for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
@@ -18868,7 +19026,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   luna_tensor angles, features, *x, *y;
   int64_t shape[2], i;
   lunai_mark mark;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   s->bump.single = rows == 1;
   if (s->sizes.features) {
     features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
@@ -18887,8 +19045,11 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
-    if (s->cross) y = lunai_decoder_layer(&layer->of.decoder, x, NULL, NULL, NULL, NULL, &layer->past);
-    else
+    if (s->cross) {
+      lunai_flow f = lunai_flow_of(x, NULL, NULL);
+      f.past = &layer->past;
+      y = lunai_decoder_layer(&layer->of.decoder, &f);
+    } else
 #endif
       y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
     x = lunai_stream_keep(s, x, y, mark);
@@ -18908,7 +19069,7 @@ LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t wid
   shape[1] = width;
   lunai_tensor_set(&table, &s->ctx, 2, shape);
   table.data = (float *)state;
-  s->bump.used[0] = s->bump.used[1] = 0;
+  s->bump.part[0].used = s->bump.part[1].used = 0;
   y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
@@ -18947,7 +19108,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.used[0] = s->bump.used[1] = 0;
+    s->bump.part[0].used = s->bump.part[1].used = 0;
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -19124,9 +19285,9 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
   layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
-  s->bump.start[0] = (char *)small;
-  s->bump.size[0] = sizeof small;
-  s->bump.size[1] = SIZE_MAX / 2;
+  s->bump.part[0].start = (char *)small;
+  s->bump.part[0].size = sizeof small;
+  s->bump.part[1].size = SIZE_MAX / 2;
   s->sizes.layers = 1;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
@@ -19161,7 +19322,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   lunai_stream_layer none, *layer = &none;
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
-  s->bump.start[0] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[0], 1);
+  s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
   if (device) {
     s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   }
@@ -19193,8 +19354,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
-  for (i = 0; i < 2; i++) s->bump.size[i] = s->bump.peak[i];
-  s->bump.start[1] = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.peak[1], 1);
+  for (i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
+  s->bump.part[1].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
   return device ? host_size : used;
 }
@@ -19458,15 +19619,18 @@ LUNA_API void luna_stream_close(luna_stream *s) {
   } while (0)
 #endif
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = lunai_size(input->n);
+  const int64_t n = lunai_size(input->n), k = s ? s->sizes.features : 0;
   luna_tensor *y = NULL;
   int64_t at, i, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (input->n < 1 || (s->sizes.features ? !input->features : !input->tokens)) s->error = LUNA_ERROR_STREAM_NO_TOKENS;
+  if (input->n < 1 || (k ? !input->features : !input->tokens))
+    s->error = k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
     s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
+  for (i = 0; !s->error && i < n * s->batch * k; i++)
+    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) s->error = LUNA_ERROR_STREAM_FEATURE;
   if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     s->error = LUNA_ERROR_STREAM_POSITIONS;
   if (s->error) return NULL;

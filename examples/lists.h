@@ -1,9 +1,9 @@
-/* lists.h: nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], as the Long Range Arena makes them (arXiv 2011.04006): made, worked out, and
-   read from files. Included after example.h and tokens.h, whose symbols are the tokens. */
+/* lists.h: nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], as the Long Range Arena makes them (arXiv 2011.04006): made,
+   worked out, and read from files. Included after example.h and tokens.h, whose symbols are the tokens. */
 
 typedef struct list_sizes { int64_t shortest, longest, depth, args; } list_sizes; /* tokens, brackets within brackets, members */
 
-/* ---- made ---------------------------------------------------------------------------------------------------------- */
+/* ---- made -------------------------------------------------------------------------------------------------------- */
 
 typedef struct list_maker { list_sizes sizes; uint64_t random; int32_t *tokens; int64_t size; } list_maker;
 
@@ -22,7 +22,8 @@ TOOL int32_t list_apply(int32_t operation, const int *counts, int64_t members) {
   return operation == MIN ? min : operation == MAX ? max : operation == MED ? (low + high) / 2 : sum % 10;
 }
 
-/* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it may be. */
+/* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it may
+   be. */
 TOOL int32_t list_grow(list_maker *m, int64_t depth) {
   bool list = depth < m->sizes.depth && list_below(m, 4) == 0;
   if (m->size + depth > m->sizes.longest) return -1;       /* no room for this and the ends of the lists around it */
@@ -38,7 +39,8 @@ TOOL int32_t list_grow(list_maker *m, int64_t depth) {
   return list_apply(operation, counts, members);
 }
 
-/* The list that a random number stands for, [longest], and its length; returns its value, or -1 where `tries` did not make one. */
+/* The list that a random number stands for, [longest], and its length; returns its value, or -1 where `tries` did not
+   make one. */
 TOOL int32_t list_make(list_sizes sizes, uint64_t random, int64_t tries, int32_t *tokens, int32_t *length) {
   list_maker m = { sizes, random, tokens, 0 };
   int32_t value;
@@ -47,11 +49,12 @@ TOOL int32_t list_make(list_sizes sizes, uint64_t random, int64_t tries, int32_t
   return tries > 0 ? value : -1;
 }
 
-/* ---- worked out ---------------------------------------------------------------------------------------------------- */
+/* ---- worked out -------------------------------------------------------------------------------------------------- */
 
 #define DEEPEST 1000                 /* lists within lists that list_value follows */
 
-/* The value of a list or a digit, whose depth, a digit's 1, and maximum of members go to *depth and *args; -1: it is none. */
+/* The value of a list or a digit, whose depth, a digit's 1, and maximum of members go to *depth and *args; -1: it is
+   none. */
 TOOL int32_t list_value(const int32_t *tokens, int64_t n, int64_t *depth, int64_t *args) {
   static struct { int32_t operation, counts[10]; int64_t members; } open[DEEPEST + 1];
   int64_t level = 0;
@@ -77,7 +80,7 @@ TOOL int32_t list_value(const int32_t *tokens, int64_t n, int64_t *depth, int64_
   return -1;
 }
 
-/* ---- read ---------------------------------------------------------------------------------------------------------- */
+/* ---- read -------------------------------------------------------------------------------------------------------- */
 
 typedef struct list_file {           /* lines: answer TAB list. lists_close() frees it */
   contents text;
@@ -93,7 +96,8 @@ TOOL int32_t list_fetch(const list_file *f, int64_t index, int32_t *tokens, int3
   return f->lines[index].answer;
 }
 
-/* One line, whose tokens take its place: no symbol is longer than its text. Round brackets and the release's header are passed over. */
+/* One line, whose tokens take its place: no symbol is longer than its text. Round brackets and the release's header are
+   skipped. */
 TOOL int list_line(list_file *f, const char *path, unsigned char *line, int64_t length, int64_t number) {
   int64_t from = 2, size = 0;
   static const char header[] = "Source\tTarget";

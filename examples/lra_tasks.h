@@ -1,10 +1,11 @@
-/* lra_tasks.h: the five tasks of the Long Range Arena (arXiv 2011.04006) as samples: sequences of bytes and a label. ListOps and Pathfinder
-   are generated, by the published rules, or ListOps is read; Text, Retrieval and Image are read from plain files. Included by lra.c.
+/* lra_tasks.h: the five tasks of the Long Range Arena (arXiv 2011.04006) as samples: sequences of bytes and a label.
+   ListOps and Pathfinder are generated, by the published rules, or ListOps is read; Text, Retrieval and Image are read
+   from plain files. Included by lra.c.
 
      task_open(&s)      0, or 2 after a sentence: samples of `task` from --data and --valid, or generated
      task_close()
 
-   A sequence starts with a token of its own, CLS, whose last X is what the class can be read from: the largest token of the vocabulary. */
+   A sequence starts with a token of its own, CLS, the largest of the vocabulary. */
 
 enum { LISTOPS, TEXT, RETRIEVAL, IMAGE, PATHFINDER, TASKS };
 typedef struct task_kind {
@@ -40,7 +41,7 @@ static int task_find(const char *name) {                   /* 0, or 2 after a se
   return fail("there is no task %s; there are listops, text, retrieval, image and pathfinder", name);
 }
 
-/* ---- files --------------------------------------------------------------------------------------------------------- */
+/* ---- files ------------------------------------------------------------------------------------------------------- */
 
 static void add_item(item i) {
   if (data.count % 4096 == 0) data.items = (item *)grow(data.items, data.count + 4096, sizeof(item));
@@ -50,7 +51,8 @@ static void add_item(item i) {
 static int read_list_items(const char *path, int file) {
   list_file *f = &data.lists[file];
   if (lists_read(f, path)) return 2;
-  for (int64_t i = 0; i < f->count; i++) add_item((item){ { f->lines[i].tokens }, { f->lines[i].size }, f->lines[i].answer });
+  for (int64_t i = 0; i < f->count; i++)
+    add_item((item){ { f->lines[i].tokens }, { f->lines[i].size }, f->lines[i].answer });
   return 0;
 }
 
@@ -61,7 +63,8 @@ static int32_t yes_no(const unsigned char *at, int64_t size) { /* -1: neither */
   return -1;
 }
 
-/* Text: label TAB text. Retrieval: label TAB text TAB text, or, as the AAN release has it, label TAB id TAB id TAB text TAB text. */
+/* Text: label TAB text. Retrieval: label TAB text TAB text, or, as the AAN release has it, label TAB id TAB id TAB text
+   TAB text. */
 static int read_line_items(const char *path, int file) {
   const bool pair = data.task->parts == 2;
   const unsigned char *line, *cells[6];
@@ -75,16 +78,20 @@ static int read_line_items(const char *path, int file) {
     for (int64_t i = 0; i < length && count < 6; i++) if (line[i] == '\t') cells[count++] = line + i + 1;
     const int32_t label = yes_no(line, (count > 1 ? cells[1] - 1 : line + length) - line);
     if (pair ? count != 3 && count != 5 : count != 2)
-      return fail("%s: line %lld is not a label, %s", path, (long long)number, pair ? "a text and a text, nor has it two ids between, with tabs" : "one tab and a text");
-    if (label < 0) return fail("%s: the label of line %lld is none of 0, 1, 0.0, 1.0, neg, pos", path, (long long)number);
+      return fail("%s: line %lld is not a label%s, with a tab before each", path, (long long)number,
+                  pair ? ", a text and a text, nor has it two ids between" : " and a text");
+    if (label < 0)
+      return fail("%s: the label of line %lld is none of 0, 1, 0.0, 1.0, neg, pos", path, (long long)number);
     const unsigned char *last = cells[count - 1], *first = pair ? cells[count - 2] : last, *end = line + length;
-    add_item(pair ? (item){ { first, last }, { last - 1 - first, end - last }, label } : (item){ { last }, { end - last }, label });
+    if (pair) add_item((item){ { first, last }, { last - 1 - first, end - last }, label });
+    else add_item((item){ { last }, { end - last }, label });
   }
   return 0;
 }
 
 enum { PIXELS = 1024 };
-/* CIFAR-10's binary batches, one or several joined by cat: records of a label, 1024 bytes red, green, blue; or gray ones: a label, 1024 bytes. */
+/* CIFAR-10's binary batches, one or several joined by cat: records of a label and 1024 bytes each of red, green, blue;
+   or gray ones: a label, 1024 bytes. */
 static int read_image_items(const char *path, int file) {
   contents *f = &data.files[file];
   if (read_file(path, f)) return 2;
@@ -101,16 +108,19 @@ static int read_image_items(const char *path, int file) {
     }
     return 0;
   }
-  return fail("%s, %lld bytes, is not records of a label, 0 to 9, and 3072 bytes, or 1024, of an image", path, (long long)f->size);
+  return fail("%s, %lld bytes, is not records of a label, 0 to 9, and 3072 bytes, or 1024, of an image", path,
+              (long long)f->size);
 }
 
 static int read_items(const char *path, int file) {
   const int64_t before = data.count;
-  const int status = data.task == &tasks[LISTOPS] ? read_list_items(path, file) : data.task == &tasks[IMAGE] ? read_image_items(path, file) : read_line_items(path, file);
-  return status ? status : data.count - before >= 10 ? 0 : fail("%s has %lld samples; the minimum is 10", path, (long long)(data.count - before));
+  const bool lists = data.task == &tasks[LISTOPS], images = data.task == &tasks[IMAGE];
+  if (lists ? read_list_items(path, file) : images ? read_image_items(path, file) : read_line_items(path, file)) return 2;
+  const long long count = (long long)(data.count - before);
+  return count >= 10 ? 0 : fail("%s has %lld samples; the minimum is 10", path, count);
 }
 
-/* ---- samples ------------------------------------------------------------------------------------------------------- */
+/* ---- samples ----------------------------------------------------------------------------------------------------- */
 
 static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
   const item *i = &data.items[index];
@@ -124,7 +134,8 @@ static int32_t fetch_item(int64_t index, int32_t *tokens, int32_t *lengths) {
 static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
   static int32_t list[2000];
   static picture p;
-  uint32_t counter[4] = { (uint32_t)(data.first + index), 0, (uint32_t)(data.task - tasks), (uint32_t)data.difficulty }, random[4];
+  const uint32_t task = (uint32_t)(data.task - tasks);
+  uint32_t counter[4] = { (uint32_t)(data.first + index), 0, task, (uint32_t)data.difficulty }, random[4];
   luna_philox(counter, data.seed, random);
   const uint64_t seed = (uint64_t)random[0] << 32 | random[1];
   int32_t label, size = PIXELS;
@@ -145,11 +156,13 @@ static int32_t fetch(int64_t index, int32_t *tokens, int32_t *lengths) {
   return index < data.made ? fetch_made(index, tokens, lengths) : fetch_item(index - data.made, tokens, lengths);
 }
 
-/* Where `path` is null, generated samples; where `valid` is, the last tenth of what there is is held. measure: all are, for a test. */
+/* Where `path` is null, generated samples; where `valid` is null, the last tenth of a file is held. measure: all are held,
+   for a test. */
 static int task_open(samples *s, const char *path, const char *valid, bool measure) {
   const task_kind *t = data.task;
-  *s = (samples){ .title = path ? path : "generated samples", .vocab = t->symbols + 1, .classes = t->classes, .longest = data.longest, .parts = t->parts,
-    .training = measure || path ? 0 : t->made[0], .held = path || valid ? 0 : t->made[measure ? 2 : 1], .fetch = fetch };
+  *s = (samples){ .title = path ? path : "generated samples", .vocab = t->symbols + 1, .classes = t->classes,
+    .longest = data.longest, .parts = t->parts, .fetch = fetch };
+  s->training = measure || path ? 0 : t->made[0], s->held = path || valid ? 0 : t->made[measure ? 2 : 1];
   data.first = measure ? t->made[0] + t->made[1] : 0;
   data.made = s->training + s->held;
   if ((path || valid) && t == &tasks[PATHFINDER]) return fail("pathfinder is generated, not read");

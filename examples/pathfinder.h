@@ -11,7 +11,8 @@ enum { SIDE = 32, SEED_DISTANCE = 7, PATCH = 9, BLOWN = 17, TRIALS = 3 }; /* a p
 #define DISTRACTOR 2.0f
 
 typedef struct pathfinder_level { int contour, distractor, distractors; } pathfinder_level; /* paddles, paddles, snakes */
-static const pathfinder_level pathfinder_levels[3] = { { 6, 2, 10 }, { 9, 3, 6 }, { 14, 4, 5 } }; /* easy, intermediate, hard */
+static const pathfinder_level pathfinder_levels[3] = { { 6, 2, 10 }, { 9, 3, 6 }, { 14, 4, 5 } };
+#define DIFFICULTY_NAMES "easy intermediate hard"
 
 typedef float canvas[SIDE * SIDE];
 typedef struct point { int y, x; } point;

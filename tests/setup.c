@@ -174,7 +174,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
   }
 }
 static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
-  static const int32_t tokens[BATCH * N + 1] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5}, lengths[BATCH] = {N, 2};
+  static const int32_t tokens[BATCH * N + 1] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5}, lengths[BATCH] = {N, 2}, shorter[BATCH] = {N - 1, 2};
   luna_tensor *x = common_tensor(ctx, 5, BATCH, N, DIM, 0), *p = common_tensor(ctx, 6, BATCH, SLOTS, DIM, 0);
   switch (kind) {
     case LINEAR: return luna_linear_layer_forward(m ? &m->linear : NULL, x);
@@ -193,7 +193,7 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N, NULL });
     case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
     case SEQ2SEQ:
-      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N - 1, NULL });
+      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, shorter, BATCH, N - 1, NULL });
     case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
     default: return luna_classifier_forward(m ? &m->model.classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
   }
@@ -732,7 +732,7 @@ static void check_contradictions(void) {
     luna_close(ctx);
   }
   static const luna_error_id sgd_errors[9] = {
-      LUNA_ERROR_NESTEROV, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_VALUE_RANGE, LUNA_ERROR_VALUE_RANGE,
+      LUNA_ERROR_NESTEROV, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_SCHEDULE_TOTAL, LUNA_ERROR_VALUE_RANGE,
       LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NONE};
   for (int i = 0; i < 9; i++) { /* optimisers */
     luna_optimizer_config c = {

@@ -4,6 +4,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include "naive.h"
 
 static luna_ctx *open_seeded(uint64_t seed, luna_isa isa) {
   luna_options options = {0};
@@ -36,14 +37,6 @@ static void check_philox(void) { /* the known answers of Random123 */
   }
 }
 
-/* the rule of luna_dropout: half-word e mod 8 of counter (e / 8, op number, step), key = seed, below round(65536 p) */
-static bool naive_dropped(uint64_t seed, uint32_t op, uint32_t step, uint64_t e, double p) {
-  const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)(e / 8 >> 32), op, step};
-  uint32_t word[4];
-  luna_philox(counter, seed, word);
-  const uint32_t half = e % 2 ? word[e % 8 / 2] >> 16 : word[e % 8 / 2] & 0xFFFFu;
-  return half < (uint32_t)floor(65536 * p + 0.5);
-}
 
 static void check_dropout_rule(luna_isa isa) {
   const uint64_t seed = 0x123456789abcdefu;
