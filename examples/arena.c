@@ -109,7 +109,7 @@ static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
   luna_classifier_config classifier = { .pooling = LUNA_POOLING_MEAN, .encoder = { .layers = set.layers, .memory = r->memory, .max_length = n, .layer = layer } };
   if (r->system) lm.layer.hook = classifier.encoder.layer.hook = &c->choice.hook;
   if (writer ? luna_lm_init(&c->lm, c->params, &lm) : luna_classifier_init(&c->classifier, c->params, &classifier)) return failed(c->ctx), false;
-  c->sgd = luna_sgd(c->params, &(luna_sgd_config){ .lr = (float)set.lr });
+  c->sgd = luna_sgd(c->params, &(luna_optimizer_config){ .lr = (float)set.lr });
   return true;
 }
 static void contest_close(contest *c) {
@@ -346,7 +346,7 @@ static int ablation(const variant *v, const contents *text) {
   luna_classifier_config c = { .pooling = v->pooling, .encoder = { .layers = set.layers, .memory = v->memory, .own_memory = v->own_memory,
     .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing, .pre_norm = true } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = 1e-3f });
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
   begun = seconds();
   for (int64_t i = 0; i < steps; i++) {
     windows(text, false, i, tokens, labels);

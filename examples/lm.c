@@ -188,7 +188,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout } };
   if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
+    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size, (long long)held.size, (long long)luna_params_element_count(params));
   if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);

@@ -173,7 +173,7 @@ static luna_optimizer *optimizer_open(luna_params *params) {
   const bool quick = own.settings == SMALL;
   const luna_schedule schedule = { .decay = own.decay ? LUNA_DECAY_COSINE : LUNA_DECAY_INVERSE_SQRT,
     .warmup = own.warmup, .total = set.steps, .floor = quick ? 0.05f : 0 };
-  return luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .beta2 = quick ? 0.999f : 0.98f,
+  return luna_adamw(params, &(luna_optimizer_config){ .lr = (float)set.lr, .beta2 = quick ? 0.999f : 0.98f,
     .epsilon = own.settings == LRA ? 1e-9f : 1e-8f, .weight_decay = (float)own.weight_decay, .clip = quick ? 1 : 0,
     .schedule = schedule });
 }

@@ -42,7 +42,7 @@ static void make_batch(void) {
 }
 
 static luna_optimizer *optimizer(luna_params *params) {
-  return luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+  return luna_adamw(params, &(luna_optimizer_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_LINEAR, .warmup = set.steps / 20 + 1, .total = set.steps + 1 } });
 }
 

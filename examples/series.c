@@ -575,7 +575,8 @@ static int load_both(luna_ctx *ctx, const char **words) { return load(ctx, words
 static progress bar;
 
 static int learn(luna_ctx *ctx, luna_params *params) {
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
+    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps, .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;

@@ -253,7 +253,8 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   luna_seq2seq_config config = { .vocab = d->v.end + 1, .share_embeddings = true, .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads,
     .ffn = set.ffn, .memory = set.memory, .layer = { .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } } };
   if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_adamw_config){ .lr = (float)set.lr, .beta2 = 0.98f, .weight_decay = 0.01f, .clip = 1,
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
+    .lr = (float)set.lr, .beta2 = 0.98f, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_INVERSE_SQRT, .warmup = set.steps < 4000 ? set.steps / 10 : 400 } });
   if (!adam) return failed(ctx);
   printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held), (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));

@@ -817,6 +817,8 @@ static void map(luna_tensor *(*op)(luna_tensor *x)) {
 #define MAP_CASE(NAME, name, value, slope) static void case_luna_##name(void) { map(luna_##name); }
 LUNA_MAPS(MAP_CASE)
 static void case_luna_ratio(void) { map(luna_ratio); }
+static void case_luna_rank_part(void) { map(luna_rank_part); }
+static void case_luna_rank_sum(void) { map(luna_rank_sum); }
 static void case_luna_detach(void) { map(luna_detach); }
 static void masked(luna_tensor *(*op)(luna_tensor *x, const int32_t *lengths)) {
   const int64_t b = small(), n = small();
@@ -1531,37 +1533,22 @@ static luna_params *three(luna_tensor **p) {
   *p = luna_param(set, "p", 1, (int64_t[]){3}, (luna_init){LUNA_INIT_NORMAL, 0});
   return set;
 }
-static void case_luna_sgd(void) {
-  luna_sgd_config c = {0};
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  c.lr = real(0), c.momentum = real(0), c.weight_decay = real(0), c.clip = real(0), c.nesterov = c.momentum > 0 && coin(), c.schedule = schedule();
-  trained(luna_sgd(set, coin() ? NULL : &c), p);
-}
-static luna_adamw_config adam_config(void) {
-  luna_adamw_config c = {0};
-  c.lr = real(0), c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
+static luna_optimizer_config an_optimizer_config(void) {
+  luna_optimizer_config c = {0};
+  c.lr = real(0), c.momentum = real(0), c.nesterov = c.momentum > 0 && coin();
+  c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
   return c;
 }
-static void case_luna_adam(void) {
-  const luna_adamw_config c = adam_config();
+static void an_optimizer_case(luna_optimizer *(*open)(luna_params *, const luna_optimizer_config *)) {
+  const luna_optimizer_config c = an_optimizer_config();
   luna_tensor *p;
   luna_params *set = three(&p);
-  trained(luna_adam(set, coin() ? NULL : &c), p);
+  trained(open(set, coin() ? NULL : &c), p);
 }
-static void case_luna_adamw(void) {
-  const luna_adamw_config c = adam_config();
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  trained(luna_adamw(set, coin() ? NULL : &c), p);
-}
-static void case_luna_apollo(void) {
-  luna_apollo_config c = {0};
-  luna_tensor *p;
-  luna_params *set = three(&p);
-  c.lr = real(0), c.beta = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
-  trained(luna_apollo(set, coin() ? NULL : &c), p);
-}
+static void case_luna_sgd(void) { an_optimizer_case(luna_sgd); }
+static void case_luna_adam(void) { an_optimizer_case(luna_adam); }
+static void case_luna_adamw(void) { an_optimizer_case(luna_adamw); }
+static void case_luna_apollo(void) { an_optimizer_case(luna_apollo); }
 static luna_optimizer *an_optimizer(void) {
   luna_tensor *p;
   luna_params *set = three(&p);
@@ -1806,7 +1793,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) F(luna_concat) F(luna_expand) \
   F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) \
-  F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_detach) \
+  F(luna_activate) F(luna_softmax) F(luna_mask) F(luna_ratio) F(luna_rank_part) F(luna_rank_sum) F(luna_detach) \
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) \

@@ -27,27 +27,14 @@ static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
   at.element = ((b * a->heads + h) * a->queries + i) * a->keys;
   return at;
 }
-static double dot(const float *a, const float *b, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
-  return sum;
-}
-/* p becomes softmax(p); returns log-sum-exp, 0 for none */
-static double soften(double *p, int64_t n) {
-  double max = -INFINITY, sum = 0;
-  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
-  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
-  for (int64_t j = 0; j < n; j++) p[j] /= sum;
-  return n > 0 ? max + log(sum) : 0;
-}
 static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
   double kept = 0, mean = 0;
-  for (int64_t j = 0; j < at.keys; j++) p[j] = (double)a->scale * dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
-  want[LSE][at.row] = soften(p, at.keys);
+  for (int64_t j = 0; j < at.keys; j++) p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
+  want[LSE][at.row] = naive_softmax(p, at.keys);
   for (int64_t c = 0; c < a->value_dim; c++) want[OUT][at.out + c] = 0;
   for (int64_t j = 0; j < at.keys; j++) {
-    const double keep = exact_dropout(&dropout, at.element + j), g = dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
+    const double keep = exact_dropout(&dropout, at.element + j), g = naive_dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
     for (int64_t c = 0; c < a->value_dim; c++) {
       want[OUT][at.out + c] += p[j] * keep * (double)a->v[at.v + j * a->v_row + c];
       want[GRAD_V][at.v + j * a->v_row + c] += p[j] * keep * (double)a->grad_out[at.out + c];
@@ -254,15 +241,15 @@ static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, in
   const int64_t d = u->dim, row = b * u->rows + i, first = (b * u->heads + h) * u->slots, slots = u->lengths ? u->lengths[b] : u->slots;
   const float *x = u->x + row * d, *g = u->grad_out + row * d;
   double *p = doubles(slots), *dp = doubles(slots), mean = 0;
-  for (int64_t s = 0; s < slots; s++) p[s] = (double)u->bias[first + s] + dot(x, u->k + (first + s) * d, d);
-  want[U_LSE][row * u->heads + h] = soften(p, slots);
+  for (int64_t s = 0; s < slots; s++) p[s] = (double)u->bias[first + s] + naive_dot(x, u->k + (first + s) * d, d);
+  want[U_LSE][row * u->heads + h] = naive_softmax(p, slots);
   for (int64_t s = 0; s < slots; s++) {
     const double keep = exact_dropout(&u->dropout, ((b * u->heads + h) * u->rows + i) * u->slots + s);
     for (int64_t c = 0; c < d; c++) {
       want[U_OUT][row * d + c] += p[s] * keep * (double)u->v[(first + s) * d + c];
       want[U_V][(first + s) * d + c] += p[s] * keep * (double)g[c];
     }
-    dp[s] = keep * dot(g, u->v + (first + s) * d, d);
+    dp[s] = keep * naive_dot(g, u->v + (first + s) * d, d);
     mean += p[s] * dp[s];
   }
   for (int64_t s = 0; s < slots; s++) {

@@ -251,7 +251,7 @@ static double train(const char *name, bool causal, luna_options *options, luna_r
     c.vocab = 5, c.classes = 2, c.encoder.dim = DIM, c.encoder.heads = HEADS, c.encoder.layer = layer;
     CHECK(luna_classifier_init(&classifier, params, &c) == LUNA_OK, "%s: %s", name, luna_error(ctx));
   }
-  const luna_adamw_config config = {0};
+  const luna_optimizer_config config = {0};
   luna_optimizer *adam = luna_adamw(params, &config);
   for (int step = 0; step < steps; step++) {
     luna_begin_step(ctx);

@@ -1,8 +1,8 @@
 /* bench.h: what the benchmarks share. Cases that belong together are run in turn, A B A B ..., the machine's multiply-add peak is measured
    beside every run, on as many threads, or a read-only pass, and medians are told: of the time, of the share of that. One line of JSON a case goes to the
    file that the program's argument names. In the environment: BENCH_ROWS, only cases whose name has this in it, and those that
-   belong to them; BENCH_TURN and BENCH_RUNS, set by tests/compare.sh: two programs take turns, a run each, BENCH_RUNS after the first. A case's
-   name, with its threads, is what tests/compare.sh knows it by. */
+   belong to them; BENCH_ISA, the instruction set of layers and models, "AVX2" for instance; BENCH_TURN and BENCH_RUNS,
+   set by tests/compare.sh: two programs take turns, a run each, BENCH_RUNS after the first. A case's name, with its threads, is what tests/compare.sh knows it by. */
 #ifndef BENCH_H
 #define BENCH_H
 #include "luna.h"
@@ -80,6 +80,14 @@ __attribute__((unused)) static double bench_read(const float *x, int64_t n, int6
   return (double)n * 4 * (double)times / (bench_seconds() - start);
 }
 #endif
+
+/* the one of that name, or the best */
+__attribute__((unused)) static luna_isa bench_isa(void) {
+  const char *name = getenv("BENCH_ISA");
+  for (int isa = 1; name && isa < LUNA_ISA_REFERENCE; isa++)
+    if (strcmp(luna_isa_name((luna_isa)isa), name) == 0) return (luna_isa)isa;
+  return LUNA_ISA_BEST;
+}
 
 typedef struct bench_worker { pthread_t thread; luna_isa isa; double rate; } bench_worker;
 static void *bench_worker_main(void *self) {
@@ -184,7 +192,7 @@ static double bench_median(double *x, int count) {
 /* flops, or floats read, a second: what a case is a share of */
 static double bench_limit(const bench_case *c) {
   if (c->read) return bench_read(c->read, c->floats, ((int64_t)8 << 20) / c->floats + 1) / 4;
-  return bench_peak(c->isa, c->threads ? c->threads : 1);
+  return bench_peak(c->isa ? c->isa : bench_isa(), c->threads ? c->threads : 1);
 }
 /* The other program's turn: a byte to descriptor 4, and until one comes from 3 this one waits. At the other's end there is none to wait for. */
 static void bench_wait_turn(void) {

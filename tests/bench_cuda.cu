@@ -221,7 +221,7 @@ static double layer_flops(layer_kind kind, double l) {
 static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double minimum) {
   bench b = {};
   char name[96];
-  luna_adamw_config adam = {};
+  luna_optimizer_config adam = {};
   const bool is_bytes = kind == CORE && l == 16;
   open_bench(&b);
   b.kind = kind;
@@ -322,7 +322,7 @@ static void adamw_run(bench *b) { luna_optimizer_advance(b->adam), luna_optimize
 static void adamw_row() {
   bench b = {};
   char name[96];
-  luna_adamw_config adam = {};
+  luna_optimizer_config adam = {};
   open_bench(&b);
   b.x = input(&b, "x", 2, N, DIM, 1);
   adam.weight_decay = 0.01f;
@@ -347,7 +347,7 @@ static void classifier_row() {
   bench b = {};
   char name[96];
   luna_classifier_config config = {};
-  luna_adamw_config adam = {};
+  luna_optimizer_config adam = {};
   open_bench(&b);
   config.vocab = 256;
   config.classes = 2;

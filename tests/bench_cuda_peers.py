@@ -31,7 +31,7 @@ extern "C" peer *peer_open(int64_t batch, int64_t n, int64_t dim, int64_t heads,
   peer *b = new peer();
   luna_options options = {};
   luna_classifier_config config = {};
-  luna_adamw_config adam = {};
+  luna_optimizer_config adam = {};
   options.backend = luna_cuda_backend(0);
   config.vocab = 256;
   config.classes = 2;

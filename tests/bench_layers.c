@@ -36,7 +36,7 @@ static void layer_run(void *arg) {
 }
 
 static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, bool causal, bool training) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
@@ -50,7 +50,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, b
   b->training = training;
   if (causal) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
-  b->adam = luna_adam(b->params, &(luna_adamw_config){.lr = 1e-4f});
+  b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
   if (!b->adam) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
@@ -167,7 +167,7 @@ static void classifier_run(void *arg) {
   }
 }
 static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute, luna_pooling pooling) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
@@ -178,7 +178,7 @@ static void classifier_open(classifier_bench *b, int threads, int64_t batch, int
   b->ctx = luna_open(&options);
   params = luna_params_open(b->ctx);
   if (luna_classifier_init(&b->model, params, &config) != LUNA_OK) fprintf(stderr, "%s\n", luna_error(b->ctx)), exit(1);
-  b->adam = luna_adam(params, &(luna_adamw_config){.lr = 1e-4f});
+  b->adam = luna_adam(params, &(luna_optimizer_config){.lr = 1e-4f});
   b->tokens = (int32_t *)malloc((size_t)(batch * n) * sizeof(int32_t));
   for (int64_t i = 0; i < batch * n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   for (int64_t i = 0; i < batch; i++) b->labels[i] = (int32_t)(i % 2), b->lengths[i] = (int32_t)n;
@@ -234,6 +234,7 @@ void peer_classifier_close(void *b) {
 /* C [m,n] = A [m,k] B^T */
 int peer_gemm(int64_t m, int64_t n, int64_t k, const float *a, const float *b, float *c, void *scratch, int64_t size) {
   luna_gemm_args g = {.a = a, .b = b, .c = c, .m = m, .n = n, .k = k, .transpose_b = true};
+  g.run.isa = bench_isa();
   g.run.scratch = scratch;
   g.run.scratch_size = (size_t)size;
   return luna_gemm_f32(&g);

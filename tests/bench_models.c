@@ -24,7 +24,7 @@ static void stream_run(void *arg) {
   if (!luna_stream_step(((stream_bench *)arg)->stream, &token)) exit(1);
 }
 static void stream_open(stream_bench *b) {
-  luna_options options = {.threads = 1};
+  luna_options options = {.threads = 1, .isa = bench_isa()};
   luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16, .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}};
   b->ctx = luna_open(&options);
   if (luna_lm_init(&b->model, luna_params_open(b->ctx), &config) != LUNA_OK || (b->stream = luna_stream_open(&b->model, NULL)) == NULL) exit(1);
@@ -60,7 +60,7 @@ static void detector_run(void *arg) {
 }
 static void detector_row(void) {
   const int64_t d = DETECTOR_DIM, layer = 4 * 16 * d + 3 * d * d + 4 * d * d; /* multiplications, as above */
-  luna_options options = {.threads = 1};
+  luna_options options = {.threads = 1, .isa = bench_isa()};
   luna_lm_config config = {.features = FEATURES, .outputs = 2, .layers = DETECTOR_LAYERS, .memory = 16,
     .layer = {.dim = DETECTOR_DIM, .heads = 4, .ffn = 2 * DETECTOR_DIM, .convolution = 4, .pre_norm = true}};
   stream_bench b;
@@ -106,7 +106,7 @@ static void gpt_rows(int threads) {
   bench_case c[CASES];
   memset(c, 0, sizeof c);
   for (int i = 0; i < CASES; i++) {
-    luna_options options = {.threads = i == THREADED ? threads : 1};
+    luna_options options = {.threads = i == THREADED ? threads : 1, .isa = bench_isa()};
     luna_lm_config config = {.vocab = VOCAB, .layers = LAYERS, .positions = LUNA_POSITIONS_LEARNED, .max_length = T};
     luna_params *params;
     config.layer = (luna_layer_config){.dim = DIM, .heads = HEADS, .ffn = FFN, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .attention = LUNA_ATTENTION_SOFTMAX};
@@ -116,7 +116,7 @@ static void gpt_rows(int threads) {
     b[i].lm_loss = i == LM_LOSS;
     params = luna_params_open(b[i].ctx);
     if (luna_lm_init(&b[i].model, params, &config) != LUNA_OK) must(b[i].ctx);
-    b[i].adam = luna_adamw(params, &(luna_adamw_config){.lr = 1e-4f});
+    b[i].adam = luna_adamw(params, &(luna_optimizer_config){.lr = 1e-4f});
     b[i].tokens = (int32_t *)malloc((B * T + 1) * sizeof(int32_t));
     for (int64_t t = 0; t <= B * T; t++) b[i].tokens[t] = (int32_t)(t * 7919 % VOCAB);
     snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens%s", b[i].lm_loss ? ", luna_lm_loss" : "");
@@ -156,7 +156,7 @@ static void model_run(void *arg) {
   must(b->ctx);
 }
 static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention, luna_pooling pooling, bool training) {
-  luna_options options = {.threads = threads};
+  luna_options options = {.threads = threads, .isa = bench_isa()};
   luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
@@ -164,7 +164,7 @@ static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, l
   b->ctx = luna_open(&options);
   params = luna_params_open(b->ctx);
   if (luna_classifier_init(&b->model, params, &config) != LUNA_OK) must(b->ctx);
-  b->adam = training ? luna_adamw(params, &(luna_adamw_config){.lr = 1e-4f}) : NULL;
+  b->adam = training ? luna_adamw(params, &(luna_optimizer_config){.lr = 1e-4f}) : NULL;
   b->tokens = (int32_t *)malloc((size_t)n * sizeof(int32_t));
   for (int64_t i = 0; i < n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   b->n = n;

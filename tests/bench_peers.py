@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
 """luna.h beside PyTorch and oneDNN on this machine: medians of interleaved runs and ratios, as a Markdown table.
 
-    python3 tests/bench_peers.py [--threads 1 2] [--runs 15] [--only TEXT] [--python /usr/bin/python3]
+    python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--only TEXT] [--python /usr/bin/python3]
 
 Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call makes a virtual environment
 in build/peers with PyTorch and oneDNN from PyPI; where that fails the system's torch serves, and the table says which it was. MKL takes its
 AVX-512 path on every maker's processors here (by a preloaded answer to its question): otherwise PyTorch's products would run at half their speed.
 --python measures the PyTorch of another Python instead (a distribution's, with OpenBLAS told which kernels to take, for instance).
-PyTorch runs each layer in its best form: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h folds."""
-import argparse, ctypes, os, statistics, subprocess, sys, time
+PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h folds,
+and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes, and
+build/peers keeps what it made). --isa names the instruction sets that both sides are held to in turn. The last lines are
+luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's time."""
+import argparse, ctypes, itertools, os, statistics, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, "build", "peers")
 D, H, FFN, N = 256, 4, 1024, 4096
+FORMS = ["torch plain", "torch folded", "torch compiled plain", "torch compiled folded"]
+# what holds each side to an instruction set; "best": nothing
+ISA = {"SSE2": ("default", "SSE4_2", "SSE41"), "AVX2": ("avx2", "AVX2", "AVX2"), "AVX-512": ("avx512", "AVX512", "AVX512_CORE")}
 
 
 # ---- what is timed: name, peers' names ----
@@ -21,9 +27,9 @@ def cases():
             [(1024, 1024, 1024), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 1024), (4096, 2048, 2048), (16, 4096, 64), (4096, 16, 64), (4096, 64, 16)]]
     for l in (16, 128, 256):
         for what in ("forward", "training"):
-            rows.append((f"encoder layer, l = {l}, {what}", ["torch plain"] + (["torch folded"] if l == 16 else [])))
-    rows += [(f"causal layer, l = 16, {what}", ["torch chunked"]) for what in ("forward", "training")]
-    rows += [(f"classifier, batch {b}, training", ["torch plain"]) for b in (1, 4)]
+            rows.append((f"encoder layer, l = {l}, {what}", FORMS if l == 16 else ["torch plain", "torch compiled plain"]))
+    rows += [(f"causal layer, l = 16, {what}", ["torch chunked", "torch compiled chunked"]) for what in ("forward", "training")]
+    rows += [(f"classifier, batch {b}, training", FORMS) for b in (1, 4)]
     rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"])]
     return rows
 
@@ -78,6 +84,11 @@ def torch_open(name, threads, form):
         return lambda: torch.mm(a, b.t(), out=c)
 
     # PyTorch before 2.0 has none of its own
+    compiled, form = "compiled" in form, form.replace("compiled ", "")
+    if compiled and os.environ.get("BENCH_ISA") == "AVX2":
+        import torch._inductor.config
+        torch._inductor.config.cpp.simdlen = 256
+    compile = torch.compile if compiled else lambda f: f
     attention = getattr(F, "scaled_dot_product_attention", lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * (D // H) ** -0.5, -1) @ v)
 
     def split(x):  # [b, n, d] -> [b, h, n, d_h]
@@ -191,15 +202,17 @@ def torch_open(name, threads, form):
             for layer in layers:
                 x, memory = layer(x, memory)
             return F.cross_entropy(head(x.mean(1)), labels)
+        loss = compile(loss)
     else:
         l = int(name.split("l = ")[1].split(",")[0])
         layer = Causal(l) if "causal" in name else Luna()
         x, p = torch.randn(1, N, D, requires_grad=True), torch.randn(1, l, D, requires_grad=True)
-        forward = (lambda: layer(x)) if "causal" in name else (lambda: layer(x, p)[0])
+        called = compile(layer)
+        forward = (lambda: called(x)) if "causal" in name else (lambda: called(x, p)[0])
         weights, loss = list(layer.parameters()), lambda: forward().mean()
         if "forward" in name:
             def run():
-                with torch.inference_mode():
+                with torch.no_grad() if compiled else torch.inference_mode():
                     forward()
             return run
     try:
@@ -239,7 +252,8 @@ def serve(side, threads):
                 run = onednn_open(rest, threads)
             else:
                 run = torch_open(rest, threads, side.split(" ", 1)[1] if " " in side else "")
-            run()
+            for _ in range(3):       # the second may compile again
+                run()
             start = time.perf_counter()
             run()
             print(time.perf_counter() - start, flush=True)
@@ -251,10 +265,13 @@ def serve(side, threads):
 
 
 class Side:
-    def __init__(self, python, side, threads, case):
-        env = dict(os.environ, OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side, PEERS_THREADS=str(threads))
+    def __init__(self, python, side, threads, case, isa):
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=os.path.join(BUILD, "inductor", isa), OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side, PEERS_THREADS=str(threads))
         if "avx512f" in open("/proc/cpuinfo").read():
             env["OPENBLAS_CORETYPE"] = "SkylakeX" # older ones do not know newer processors
+        if isa in ISA:
+            env["BENCH_ISA"] = isa
+            env["ATEN_CPU_CAPABILITY"], env["MKL_ENABLE_INSTRUCTIONS"], env["ONEDNN_MAX_CPU_ISA"] = ISA[isa]
         if side.startswith("torch"):
             env["LD_PRELOAD"] = os.path.join(BUILD, "mkl_avx512.so")
         if side == "onednn":
@@ -309,36 +326,41 @@ def prepare(python):
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--isa", nargs="+", default=["best"], choices=["best", *ISA])
     options.add_argument("--runs", type=int, default=15)
     options.add_argument("--only", default="")
     options.add_argument("--python", default="")
     options = options.parse_args()
     python = prepare(options.python)
-    print("| work | threads | luna.h ms | peer | its ms | its time / luna.h's | MB above the start: luna.h, peer |\n|---|---|---|---|---|---|---|")
-    for threads in options.threads:
-        for case, peers in cases():
-            if options.only not in case or (threads > 1 and case.startswith(("gemm", "streaming"))):
-                continue
-            for peer in peers:
-                sides = []
-                try:
-                    for side in ("luna", peer):
-                        sides.append(Side(python, side, threads, case))
-                    for _ in range(options.runs):
-                        for side in sides:
-                            side.measure()
-                            time.sleep(0.25 if threads > 1 else 0)  # until its pool sleeps
-                except (RuntimeError, ValueError) as e:
-                    print(f"| {case} | {threads} | | {peer} | not run: {e} | | |")
+    print("| work | isa | threads | luna.h ms | peer | its ms | its time / luna.h's | MB above the start: luna.h, peer |\n|" + "---|" * 8)
+    best = {}
+    for isa, threads, (case, peers) in itertools.product(options.isa, options.threads, cases()):
+        if options.only not in case or (threads > 1 and case.startswith(("gemm", "streaming"))):
+            continue
+        for peer in peers:
+            name, sides = f"| {case} | {isa} | {threads} |", []
+            try:
+                for side in ("luna", peer):
+                    sides.append(Side(python, side, threads, case, isa))
+                for _ in range(options.runs):
                     for side in sides:
-                        side.close()
-                    continue
-                ratio = statistics.median(b / a for a, b in zip(*(s.seconds for s in sides)))
-                ms = [1e3 * statistics.median(s.seconds) for s in sides]
-                memory = "" if case.startswith(("gemm", "streaming")) else f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
-                print(f"| {case} | {threads} | {ms[0]:.3f} | {peer.replace('torch', 'PyTorch ' + sides[1].version)} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
+                        side.measure()
+                        time.sleep(0.25 if threads > 1 else 0)  # until its pool sleeps
+            except (RuntimeError, ValueError) as e:
+                print(f"{name} | {peer} | not run: {e} | | |")
                 for side in sides:
                     side.close()
+                continue
+            ratio = statistics.median(b / a for a, b in zip(*(s.seconds for s in sides)))
+            ms = [1e3 * statistics.median(s.seconds) for s in sides]
+            memory = "" if case.startswith(("gemm", "streaming")) else f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
+            print(f"{name} {ms[0]:.3f} | {peer.replace('torch', 'PyTorch ' + sides[1].version)} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
+            best[name] = min(best.get(name, (1e9,)), (ratio, peer, ms[0]))
+            for side in sides:
+                side.close()
+    print("\n| work | isa | threads | best peer | its time / luna.h's |\n|" + "---|" * 5)
+    for name, (ratio, peer, ms) in best.items():
+        print(f"{name} {peer} | {ratio:.2f} |" + (" below 1.1 |" if ratio < 1.1 and ms >= 1 else ""))
 
 
 if __name__ == "__main__":

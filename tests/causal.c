@@ -61,12 +61,6 @@ static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, cons
       }
   free(state), free(later);
 }
-static void soften(double *p, int64_t n) {
-  double max = -INFINITY, sum = 0;
-  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
-  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
-  for (int64_t j = 0; j < n; j++) p[j] /= sum;
-}
 
 /* ---- the product ---- */
 enum { P_OUT, P_X, P_Y, P_Z };
@@ -138,9 +132,9 @@ static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int
     *none = doubles(n * l);
   double *dq = doubles(n * d), *dk = doubles(n * d), *dv = doubles(n * d), *da = doubles(n * real), *dw = doubles(n * real);
   for (int64_t i = 0; i < n * d; i++) q[i] *= (double)c->scale;
-  for (int64_t i = 0; i < n * real; i++) a[i] = exact_activation(c->activation, s[i]);
+  for (int64_t i = 0; i < n * real; i++) a[i] = naive_activation(c->activation, s[i]);
   product_exact(n, d, real, q, k, a, w, NULL, NULL, NULL, NULL);
-  for (int64_t t = 0; t < n; t++) soften(w + t * real, real);
+  for (int64_t t = 0; t < n; t++) (void)naive_softmax(w + t * real, real);
   product_exact(n, real, d, w, a, v, out, g, dw, da, dv);
   for (int64_t t = 0; t < n; t++) {
     double mean = 0;
@@ -149,7 +143,7 @@ static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int
   }
   product_exact(n, d, real, q, k, a, NULL, dw, dq, dk, da);
   for (int64_t i = 0; i < n * d; i++) dq[i] *= (double)c->scale;
-  for (int64_t i = 0; i < n * real; i++) da[i] *= exact_slope(c->activation, s[i]);
+  for (int64_t i = 0; i < n * real; i++) da[i] *= naive_slope(c->activation, s[i]);
   push(want[L_W] + s_at, row_l, n, l, none, false);
   push(want[L_OUT] + at, row_d, n, d, out, false), push(want[L_W] + s_at, row_l, n, real, w, false);
   push(want[L_Q] + at, row_d, n, d, dq, true), push(want[L_K] + at, row_d, n, d, dk, true), push(want[L_V] + at, row_d, n, d, dv, true);
@@ -246,7 +240,7 @@ static void far_reference(const lunai_causal_luna *c, state *s, double *out) {
   for (int64_t t = 0; t < FAR_ROWS; t++) {
     const double count = (double)c->position + (double)t + 1;
     double a[FAR_SLOTS], u[FAR_SLOTS] = {0};
-    for (int64_t j = 0; j < FAR_SLOTS; j++) a[j] = exact_activation(c->activation, (double)c->s[t * FAR_SLOTS + j]);
+    for (int64_t j = 0; j < FAR_SLOTS; j++) a[j] = naive_activation(c->activation, (double)c->s[t * FAR_SLOTS + j]);
     for (int64_t i = 0; i < FAR_DIM; i++)
       for (int64_t j = 0; j < FAR_SLOTS; j++) {
         double *ka = &s->ka[i * FAR_SLOTS + j], *av = &s->av[j * FAR_DIM + i];
@@ -254,7 +248,7 @@ static void far_reference(const lunai_causal_luna *c, state *s, double *out) {
         *av += ((double)c->v[t * FAR_DIM + i] * a[j] - *av) / count;
         u[j] += (double)c->scale * (double)c->q[t * FAR_DIM + i] * *ka;
       }
-    soften(u, FAR_SLOTS);
+    (void)naive_softmax(u, FAR_SLOTS);
     for (int64_t i = 0; i < FAR_DIM; i++) {
       out[t * FAR_DIM + i] = 0;
       for (int64_t j = 0; j < FAR_SLOTS; j++) out[t * FAR_DIM + i] += u[j] * s->av[j * FAR_DIM + i];

@@ -937,7 +937,7 @@ static void check_borrowed_while_training(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = set_open(ctx, "second");
-  luna_adamw_config config;
+  luna_optimizer_config config;
   memset(&config, 0, sizeof config);
   config.weight_decay = 0.1f;
   luna_optimizer *adam = luna_adamw(params, &config);

@@ -247,6 +247,83 @@ static void check_kinds(void) {
   }
 }
 
+/* ---- inputs of another kind, and sentences that name the call, the argument and the remedy ---- */
+static void check_inputs(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_seq2seq seq2seq;
+  luna_lm detector;
+  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .positions = LUNA_POSITIONS_LEARNED, .max_length = N };
+  static const int32_t good[2 * N] = {0}, labels[2 * N] = {0}, bad[2 * N] = {0, 1, 2, VOCAB}, lengths[2] = {N, N + 1}, four[2 * N] = {0, 0, 0, 0, 0, VOCAB};
+  float x[2 * N * 3] = {0};
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+  luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8, .heads = 2 });
+  luna_classifier_init(&classifier, luna_params_open(ctx), &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
+  CHECK(luna_seq2seq_init(&seq2seq, luna_params_open(ctx), &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }) == LUNA_OK, "%s", luna_error(ctx));
+  const luna_input features = { .features = x, .batch = 2, .n = N }, tokens = { .tokens = good, .batch = 2, .n = N },
+                   outside = { .tokens = bad, .batch = 2, .n = N }, longer = { .tokens = good, .batch = 1, .n = N + 1 },
+                   ragged = { .tokens = good, .lengths = lengths, .batch = 2, .n = N };
+#define FAILS(call, ...) (luna_begin_inference(ctx), CHECK((call) == NULL, "%s succeeds", #call), SAYS(ctx, __VA_ARGS__))
+  FAILS(luna_lm_forward(&lm, &features), "luna_lm_forward: ", "input.tokens", "in place of features");
+  FAILS(luna_lm_loss(&lm, &features, labels), "luna_lm_loss: ", "input.tokens");
+  FAILS(luna_classifier_forward(&classifier, &features), "luna_classifier_forward: ", "input.tokens");
+  FAILS(luna_seq2seq_forward(&seq2seq, &features, &tokens), "luna_seq2seq_forward: ", "source.tokens");
+  FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &features), "luna_seq2seq_forward: ", "target.tokens");
+  FAILS(luna_lm_forward(&detector, &tokens), "luna_lm_forward: ", "input.features", "in place of tokens");
+  FAILS(luna_lm_forward(&lm, &outside), "luna_lm_forward: ", "input.tokens[3] is 11, outside 0..10");
+  FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &outside), "luna_seq2seq_forward: ", "target.tokens[3] is 11, outside 0..10");
+  FAILS(luna_classifier_forward(&classifier, &ragged), "luna_classifier_forward: ", "input.lengths[1] is 13, outside 0..12");
+  FAILS(luna_classifier_forward(&classifier, &longer), "luna_classifier_forward: ", "13", "max_length 12");
+  FAILS(luna_lm_loss(&lm, &tokens, four), "luna_lm_loss: labels[5] is 11; there are 11 classes");
+  const int64_t five[5] = {1, 1, 1, 1, 1};
+  FAILS(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new: rank is 5, outside 0..4");
+  luna_begin_inference(ctx);
+  CHECK(luna_input_layer_fit(&lm.input, &features) == LUNA_BAD_ARGUMENT && luna_input_layer_fit(&classifier.encoder.input, &features) == LUNA_BAD_ARGUMENT,
+        "features are fitted to a model of tokens");
+  SAYS(ctx, "luna_input_layer_fit: ", "tokens", "config");
+  x[7] = INFINITY;
+  FAILS(luna_lm_forward(&detector, &features), "luna_lm_forward: ", "input.features[7] is Inf", "NaN where a number is missing");
+  FAILS(luna_input_layer_forward(&detector.input, &features), "luna_input_layer_forward: ", "features[7] is Inf");
+#undef FAILS
+  const int32_t some[2] = {2, N};                                  /* padding may hold anything */
+  luna_begin_inference(ctx);
+  x[7] = 0, x[2 * 3] = -INFINITY;
+  CHECK(luna_lm_forward(&detector, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }), "%s", luna_error(ctx));
+  CHECK(luna_input_layer_fit(&detector.input, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(!luna_adamw(lm.params, &(luna_optimizer_config){ .schedule = { .decay = LUNA_DECAY_COSINE } }), "a cosine without an end");
+  SAYS(ctx, "luna_adamw: schedule.total is 0", "number of steps");
+  luna_close(ctx);
+}
+
+/* a stream refuses Inf, which would stay in its sums, and reads on as if it had not come */
+static void check_stream(void) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm lm, detector;
+  const int32_t token = 1;
+  luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+  CHECK(luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8, .heads = 2 }) == LUNA_OK, "%s",
+        luna_error(ctx));
+  const float scale[3] = {1, 100, 1};
+  luna_write(detector.input.scale, scale);
+  luna_stream *of_tokens = luna_stream_open(&lm, NULL), *a = luna_stream_open(&detector, NULL), *b = luna_stream_open(&detector, NULL);
+  for (int t = 0; t < 20; t++) {
+    float x[2][3] = {{(float)t, 1, t % 3 ? NAN : 2}, {INFINITY, 0, 0}};
+    if (t % 3 == 1) x[1][0] = 0, x[1][2] = -INFINITY;
+    if (t % 3 == 2) x[1][0] = 0, x[1][1] = 3e38f;                    /* finite, but not once it is standardised */
+    CHECK(!luna_stream_step_features(a, x[1]) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_FEATURE && strstr(luna_stream_error(a), "NaN"), "Inf is read");
+    CHECK(!luna_stream_prefill(a, &(luna_input){ .features = x[0], .n = 2 }) && luna_stream_position(a) == t, "Inf is read in a prefill");
+    const float *y = luna_stream_step_features(a, x[0]), *z = luna_stream_step_features(b, x[0]);
+    CHECK(y && z && memcmp(y, z, 2 * sizeof(float)) == 0 && isfinite(y[0]), "step %d: refused numbers leave a trace: %s", t, luna_stream_error(a));
+  }
+  CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") && strstr(luna_stream_error(a), "features"),
+        "a token in a stream of features: %s", luna_stream_error(a));
+  CHECK(!luna_stream_step_features(of_tokens, scale) && strstr(luna_stream_error(of_tokens), "luna_stream_step or"),
+        "features in a stream of tokens: %s", luna_stream_error(of_tokens));
+  luna_stream_close(of_tokens), luna_stream_close(a), luna_stream_close(b);
+  luna_close(ctx);
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -260,5 +337,7 @@ int main(void) {
   check_order();
   check_load();
   check_kinds();
+  check_inputs();
+  check_stream();
   return test_report("contact");
 }

@@ -305,8 +305,8 @@ static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) 
     snprintf(name, sizeof name, i % 7 ? "p%d" : "cold%d", i);
     p[i] = luna_param(params, name, 1, &size, (luna_init){LUNA_INIT_NORMAL, 1});
   }
-  luna_optimizer *o = kind == 0   ? luna_sgd(params, &(luna_sgd_config){.momentum = 0.9f, .clip = 0.5f})
-                      : kind == 1 ? luna_adamw(params, &(luna_adamw_config){.weight_decay = 0.1f, .clip = 0.5f})
+  luna_optimizer *o = kind == 0   ? luna_sgd(params, &(luna_optimizer_config){.momentum = 0.9f, .clip = 0.5f})
+                      : kind == 1 ? luna_adamw(params, &(luna_optimizer_config){.weight_decay = 0.1f, .clip = 0.5f})
                                   : luna_apollo(params, NULL);
   luna_optimizer_group(o, &(luna_param_group){.name = "cold", .frozen = true});
   luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr = 0.5f});

@@ -76,9 +76,9 @@ typedef struct device_run {
 } device_run;
 static bool device_run_open(device_run *r, const device *d, int kind, uint64_t seed) {
   luna_lm_config config = {0};
-  luna_sgd_config sgd = {0};
-  luna_adamw_config adamw = {0};
-  luna_apollo_config apollo = {0};
+  luna_optimizer_config sgd = {0};
+  luna_optimizer_config adamw = {0};
+  luna_optimizer_config apollo = {0};
   config.vocab = 31;
   config.layers = 2;
   config.layer.dim = 16;
@@ -221,7 +221,7 @@ static void device_not_finite(const device *d) {
   const int64_t shape[1] = {3};
   const float value[2][3] = {{1, 2, 3}, {1, NAN, 3}};
   const luna_init init = {LUNA_INIT_ONES, 1};
-  luna_adamw_config config = {0};
+  luna_optimizer_config config = {0};
   luna_ctx *ctx = device_open(d, 5);
   luna_params *params = luna_params_open(ctx);
   luna_tensor *w = luna_param(params, "w", 1, shape, init);

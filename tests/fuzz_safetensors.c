@@ -336,7 +336,7 @@ static void try_state(const uint8_t *bytes, size_t size) {
 
 /* ---- training ---- */
 static luna_optimizer *optimizer_open(luna_params *params, bool adam) {
-  luna_sgd_config sgd = {0};
+  luna_optimizer_config sgd = {0};
   sgd.momentum = 0.5f;
   return adam ? luna_adamw(params, NULL) : luna_sgd(params, &sgd);
 }

@@ -84,7 +84,7 @@ static void reference(trial *t) {
             sum += term, size += fabs(term);
           }
           t->want_pre[at] = (double)g->alpha * sum + (g->bias ? (double)g->bias[j] : 0);
-          t->want[at] = exact_activation(g->activation, t->want_pre[at]) + (g->accumulate ? (double)t->before[at] : 0);
+          t->want[at] = naive_activation(g->activation, t->want_pre[at]) + (g->accumulate ? (double)t->before[at] : 0);
           t->scale[at] = size + 2;
         }
 }

@@ -51,10 +51,8 @@ static void check_block(const job *j, int threads) {
   options.threads = threads;
   luna_ctx *ctx = luna_open(&options);
   CHECK(job_do(ctx, j, saves, &expected) == LUNA_OK && isfinite(expected.loss), "%s: %s", what, luna_error(ctx));
-  /* a first step's memory comes in several chunks; free pieces of two chunks are not joined, as inference joins them */
   const size_t own = luna_memory(ctx).peak;
-  CHECK(strstr(what, "inference") ? own >= need - need / 4 && own <= need + need / 4 : own == need,
-        "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need, own);
+  CHECK(own == need, "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need, own);
   luna_close(ctx);
   options.allocator.allocate = forbidden_allocate;
   options.allocator.release = forbidden_release;

@@ -50,7 +50,7 @@ static void check(const char *name, int outputs) {
       if (t < lengths[b]) test_close(name, y + b * outputs, want + (b * N + t) * outputs, (size_t)outputs, 1e-5);
   }
   CHECK(luna_stream_position(s) == N, "%s: after %d steps it is at %d", name, (int)N, (int)luna_stream_position(s));
-  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_TOKENS, "%s: null features", name);
+  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES, "%s: null features", name);
   const luna_input longer = {.batch = BATCH, .n = huge + 1, .features = x};
   CHECK(!luna_stream_prefill(s, &longer) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_TOO_MANY_TOKENS, "%s: too large an n", name);
   luna_stream_close(s);

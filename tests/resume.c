@@ -97,9 +97,9 @@ typedef struct run {
 } run;
 
 static luna_optimizer *optimizer_open(luna_params *params, int kind, float momentum) {
-  luna_sgd_config sgd = {0};
-  luna_adamw_config adam = {0};
-  luna_apollo_config apollo = {0};
+  luna_optimizer_config sgd = {0};
+  luna_optimizer_config adam = {0};
+  luna_optimizer_config apollo = {0};
   sgd.lr = 0.1f, sgd.momentum = momentum;
   adam.lr = 0.01f, apollo.lr = 0.2f;
   sgd.weight_decay = adam.weight_decay = apollo.weight_decay = 0.1f;
@@ -415,7 +415,7 @@ static luna_tensor *fixed_loss(const luna_params *params) {
 }
 static void fixed_open(small *s) {
   luna_options options = {0};
-  luna_adamw_config config = {0};
+  luna_optimizer_config config = {0};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   options.isa = LUNA_ISA_REFERENCE, options.threads = 1, options.seed = 11; /* two roundings, no FMA: the same bits on every machine */
   config.lr = 0.5f, config.weight_decay = 0.1f;

@@ -174,7 +174,7 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
   }
 }
 static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
-  static const int32_t tokens[BATCH * N + 1] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5}, lengths[BATCH] = {N, 2};
+  static const int32_t tokens[BATCH * N + 1] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5}, lengths[BATCH] = {N, 2}, shorter[BATCH] = {N - 1, 2};
   luna_tensor *x = common_tensor(ctx, 5, BATCH, N, DIM, 0), *p = common_tensor(ctx, 6, BATCH, SLOTS, DIM, 0);
   switch (kind) {
     case LINEAR: return luna_linear_layer_forward(m ? &m->linear : NULL, x);
@@ -193,7 +193,7 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N, NULL });
     case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
     case SEQ2SEQ:
-      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N - 1, NULL });
+      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, shorter, BATCH, N - 1, NULL });
     case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
     default: return luna_classifier_forward(m ? &m->model.classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
   }
@@ -316,7 +316,7 @@ static void check_regression(void) {
   for (int i = 0; i < SAMPLES * WORDS; i++) tokens[i] = (i * 7 + i / WORDS) % 10;
   for (int i = 0; i < SAMPLES; i++) targets[i] = (float)(i % 4) - 1.5f;
   CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
-  luna_optimizer *adam = luna_adam(params, &(luna_adam_config){.lr = 1e-2f});
+  luna_optimizer *adam = luna_adam(params, &(luna_optimizer_config){.lr = 1e-2f});
   for (int step = 0; step < 80; step++) {
     luna_begin_step(ctx);
     luna_tensor *y = luna_classifier_forward(&model, &input);
@@ -732,10 +732,10 @@ static void check_contradictions(void) {
     luna_close(ctx);
   }
   static const luna_error_id sgd_errors[9] = {
-      LUNA_ERROR_NESTEROV, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_VALUE_RANGE, LUNA_ERROR_VALUE_RANGE,
+      LUNA_ERROR_NESTEROV, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_SCHEDULE_TOTAL, LUNA_ERROR_VALUE_RANGE,
       LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NONE};
   for (int i = 0; i < 9; i++) { /* optimisers */
-    luna_sgd_config c = {
+    luna_optimizer_config c = {
         .lr = 0.1f, .momentum = i == 1 ? NAN : 0, .nesterov = i == 0, .weight_decay = i == 2 ? INFINITY : 0};
     if (i == 3) c.schedule.decay = LUNA_DECAY_COSINE;
     if (i == 4) c.schedule.decay = (luna_decay)9;
@@ -761,9 +761,9 @@ typedef struct run {
 } run;
 static const int64_t sizes[3] = {7, 4, 9};
 static luna_optimizer *optimizer_of(luna_params *params, int kind, int64_t max_skips) {
-  luna_sgd_config sgd = {.lr = 0.1f, .momentum = 0.5f, .weight_decay = 0.1f, .max_skips = max_skips};
-  luna_adamw_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .max_skips = max_skips};
-  luna_apollo_config apollo = {.lr = 0.1f, .max_skips = max_skips};
+  luna_optimizer_config sgd = {.lr = 0.1f, .momentum = 0.5f, .weight_decay = 0.1f, .max_skips = max_skips};
+  luna_optimizer_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .max_skips = max_skips};
+  luna_optimizer_config apollo = {.lr = 0.1f, .max_skips = max_skips};
   return kind == 0   ? luna_sgd(params, &sgd)
          : kind == 1 ? luna_adam(params, &adam)
          : kind == 2 ? luna_adamw(params, &adam)

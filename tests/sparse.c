@@ -6,6 +6,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include "naive.h"
 
 /* ---- random patterns ---- */
 enum { WINDOW = 1, LISTS = 2, ORDERS = 4, LENGTHS = 8, DROPOUT = 16, CAUSAL = 32, SHARED = 64, WHOLE = 128,
@@ -140,18 +141,8 @@ static void seen_of(const call *c, int64_t b, int64_t h, int64_t i, seen *s) {
   }
 }
 static double dropout_of(const luna_attention_args *a, int64_t element) {
-  uint32_t word[4];
-  const uint32_t counter[4] = {(uint32_t)(element / 8), (uint32_t)((uint64_t)(element / 8) >> 32), a->dropout_op,
-                                a->step};
   if (!(a->dropout > 0)) return 1;
-  luna_philox(counter, a->seed, word);
-  return (word[element % 8 / 2] >> (element % 2 * 16) & 0xffff) < (uint32_t)((double)a->dropout * 65536 + 0.5) ? 0 :
-      (double)(1 / (1 - a->dropout));
-}
-static double dot(const float *x, const float *y, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)y[i];
-  return sum;
+  return naive_dropped(a->seed, a->dropout_op, a->step, (uint64_t)element, (double)a->dropout) ? 0 : (double)(1 / (1 - a->dropout));
 }
 /* want: out, lse, grad_q, grad_k, grad_v; sees: [rows, keys] whether, or null */
 static void reference(const call *c, float *const *want, bool *sees) {
@@ -166,29 +157,27 @@ static void reference(const call *c, float *const *want, bool *sees) {
         kb = c->flags & SHARED ? 0 : b;
     const int64_t d = a->head_dim, dv = a->value_dim;
     const float *q = a->q + row * d, *g = a->grad_out + row * dv;
-    double max = -INFINITY, sum = 0, mean = 0;
+    double mean = 0;
     seen_of(c, b, h, i, &s);
     for (int64_t e = 0; e < s.count; e++) {
-      p[e] = scale * dot(q, a->k + ((kb * a->keys + s.row[e]) * a->heads + h) * d, d);
-      max = fmax(max, p[e]);
+      p[e] = scale * naive_dot(q, a->k + ((kb * a->keys + s.row[e]) * a->heads + h) * d, d);
       if (sees) sees[row * a->keys + s.row[e]] = true;
     }
-    for (int64_t e = 0; e < s.count; e++) sum += p[e] = exp(p[e] - max);
-    want[1][row] = s.count ? (float)(max + log(sum)) : -INFINITY;
+    want[1][row] = (float)naive_softmax(p, s.count);
+    if (!s.count) want[1][row] = -INFINITY;
     for (int64_t e = 0; e < s.count; e++) {
       const int64_t at = ((kb * a->keys + s.row[e]) * a->heads + h) * dv;
       const double keep = dropout_of(a, ((b * a->heads + h) * a->queries + i) * s.numbers + s.number[e]);
-      p[e] /= sum;
       for (int64_t x = 0; x < dv; x++) {
         want[0][row * dv + x] += (float)(p[e] * keep * (double)a->v[at + x]);
         want[4][at + x] += (float)(p[e] * keep * (double)g[x]);
       }
-      mean += p[e] * keep * dot(g, a->v + at, dv);
+      mean += p[e] * keep * naive_dot(g, a->v + at, dv);
     }
     for (int64_t e = 0; e < s.count; e++) {
       const int64_t key = (kb * a->keys + s.row[e]) * a->heads + h;
       const double keep = dropout_of(a, ((b * a->heads + h) * a->queries + i) * s.numbers + s.number[e]);
-      const double ds = scale * p[e] * (keep * dot(g, a->v + key * dv, dv) - mean + (double)a->grad_log_sum_exp[row]);
+      const double ds = scale * p[e] * (keep * naive_dot(g, a->v + key * dv, dv) - mean + (double)a->grad_log_sum_exp[row]);
       for (int64_t x = 0; x < d; x++) {
         want[2][row * d + x] += (float)(ds * (double)a->k[key * d + x]);
         want[3][key * d + x] += (float)(ds * (double)q[x]);

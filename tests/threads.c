@@ -89,7 +89,7 @@ static luna_tensor *encoder_loss(encoder *e, int step) {
 static trained train(luna_options options, bool lm) {
   trained t = {NULL, 0, 0};
   luna_lm_config config = {0};
-  luna_adamw_config adam = {0};
+  luna_optimizer_config adam = {0};
   luna_lm model;
   encoder e;
   options.seed = 12;

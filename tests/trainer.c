@@ -4,6 +4,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include "naive.h"
 
 static luna_ctx *open_seeded(uint64_t seed, luna_isa isa) {
   luna_options options = {0};
@@ -36,14 +37,6 @@ static void check_philox(void) { /* the known answers of Random123 */
   }
 }
 
-/* the rule of luna_dropout: half-word e mod 8 of counter (e / 8, op number, step), key = seed, below round(65536 p) */
-static bool naive_dropped(uint64_t seed, uint32_t op, uint32_t step, uint64_t e, double p) {
-  const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)(e / 8 >> 32), op, step};
-  uint32_t word[4];
-  luna_philox(counter, seed, word);
-  const uint32_t half = e % 2 ? word[e % 8 / 2] >> 16 : word[e % 8 / 2] & 0xFFFFu;
-  return half < (uint32_t)floor(65536 * p + 0.5);
-}
 
 static void check_dropout_rule(luna_isa isa) {
   const uint64_t seed = 0x123456789abcdefu;
@@ -222,10 +215,10 @@ static void fit_compare(fit *f, const char *what, int step) {
   }
 }
 
-static void check_sgd(const char *what, const luna_sgd_config *config) {
+static void check_sgd(const char *what, const luna_optimizer_config *config) {
   fit f;
   const double lr = config && config->lr != 0 ? (double)config->lr : 0.01;
-  luna_sgd_config c = {0};
+  luna_optimizer_config c = {0};
   fit_open(&f);
   if (config) c = *config;
   f.optimizer = luna_sgd(f.params, config);
@@ -252,9 +245,9 @@ static void check_sgd(const char *what, const luna_sgd_config *config) {
   luna_close(f.ctx);
 }
 
-static void check_adamw(const char *what, const luna_adamw_config *config) {
+static void check_adamw(const char *what, const luna_optimizer_config *config) {
   fit f;
-  luna_adamw_config c = {0};
+  luna_optimizer_config c = {0};
   if (config) c = *config;
   const double lr = c.lr != 0 ? (double)c.lr : 1e-3, b1 = c.beta1 != 0 ? (double)c.beta1 : 0.9, b2 = c.beta2 != 0 ? (double)c.beta2 : 0.999;
   const double epsilon = c.epsilon != 0 ? (double)c.epsilon : 1e-8;
@@ -282,8 +275,8 @@ static void check_adamw(const char *what, const luna_adamw_config *config) {
 }
 
 static void check_optimizers(void) {
-  luna_sgd_config sgd = {0};
-  luna_adamw_config adam = {0};
+  luna_optimizer_config sgd = {0};
+  luna_optimizer_config adam = {0};
   check_sgd("SGD", NULL);
   sgd.lr = 0.05f;
   sgd.weight_decay = 0.1f;
@@ -311,6 +304,28 @@ static void check_optimizers(void) {
   check_adamw("AdamW clipped and scheduled", &adam);
 }
 
+/* a field that an optimiser does not have changes no bit */
+static void check_one_config(void) {
+  static luna_optimizer *(*const open[])(luna_params *, const luna_optimizer_config *) = {luna_sgd, luna_adam, luna_adamw, luna_apollo};
+  for (int kind = 0; kind < 4; kind++) {
+    fit f[2];
+    for (int all = 0; all < 2; all++) {
+      luna_optimizer_config c = {0};
+      c.lr = 0.02f;
+      if (all || kind == LUNA_OPTIMIZER_SGD) c.momentum = 0.5f, c.nesterov = true;
+      if (all || kind != LUNA_OPTIMIZER_SGD) c.beta1 = 0.75f, c.epsilon = 1e-3f;
+      if (all || kind == LUNA_OPTIMIZER_ADAM || kind == LUNA_OPTIMIZER_ADAMW) c.beta2 = 0.9f;
+      fit_open(&f[all]);
+      f[all].optimizer = open[kind](f[all].params, &c);
+      for (int step = 0; step < 3; step++) CHECK(fit_step(&f[all]) == LUNA_OK, "%s", luna_error(f[all].ctx));
+    }
+    for (int k = 0; k < PARTS; k++)
+      CHECK(!memcmp(luna_params_at(f[0].params, k, NULL)->data, luna_params_at(f[1].params, k, NULL)->data, (size_t)part_size[k] * sizeof(float)),
+            "optimiser %d: parameter %d depends on fields of others", kind, k);
+    for (int all = 0; all < 2; all++) luna_close(f[all].ctx);
+  }
+}
+
 static double read_weight(const fit *f, int part, int64_t i) { return (double)luna_params_at(f->params, part, NULL)->data[i]; }
 
 /* gradients: accumulate over begins, are zeroed by the step, a NaN skips, an error stops */
@@ -318,7 +333,7 @@ static void check_protocol(void) {
   fit f;
   float once[16], twice[16];
   const float nan = NAN;
-  luna_sgd_config config = {0};
+  luna_optimizer_config config = {0};
   fit_open(&f);
   luna_tensor *a = luna_params_at(f.params, 1, NULL);
   config.lr = 0.1f;
@@ -365,7 +380,7 @@ static void check_protocol(void) {
 
 /* a step by its halves is the same step; without the first the rate stays what it was */
 static void check_halves(void) {
-  luna_adamw_config config = {0};
+  luna_optimizer_config config = {0};
   fit whole, halves;
   config.lr = 0.01f;
   config.schedule.warmup = 3;
@@ -415,7 +430,7 @@ static void check_lr(void) {
   luna_ctx *ctx = open_seeded(1, LUNA_ISA_BEST);
   luna_params *params = luna_params_open(ctx);
   luna_tensor *w = luna_param(params, "w", 1, &one, init_of(LUNA_INIT_ONES, 1));
-  luna_sgd_config config = {0};
+  luna_optimizer_config config = {0};
   config.lr = 0.5f;
   config.schedule.decay = LUNA_DECAY_LINEAR;
   config.schedule.warmup = 2;
@@ -594,20 +609,16 @@ static luna_schedule stored_schedule(const char *text) {
   return s;
 }
 static luna_optimizer *stored_optimizer(luna_params *params, const char *text) {
-  const float lr = stored_option(text, "lr", 0), decay = stored_option(text, "weight_decay", 0), clip = stored_option(text, "clip", 0);
-  luna_sgd_config sgd = {0};
-  luna_adamw_config adam = {0};
-  luna_apollo_config apollo = {0};
-  sgd.lr = adam.lr = apollo.lr = lr;
-  sgd.weight_decay = adam.weight_decay = apollo.weight_decay = decay;
-  sgd.clip = adam.clip = apollo.clip = clip;
-  sgd.momentum = stored_option(text, "momentum", 0), sgd.nesterov = stored_option(text, "nesterov", 0) != 0;
-  adam.beta1 = stored_option(text, "beta1", 0), adam.beta2 = stored_option(text, "beta2", 0), adam.epsilon = stored_option(text, "epsilon", 0);
-  apollo.beta = stored_option(text, "beta", 0), apollo.epsilon = stored_option(text, "epsilon", 0);
-  apollo.schedule = stored_schedule(text);
-  if (stored_is(text, "sgd")) return luna_sgd(params, &sgd);
-  if (stored_is(text, "apollo")) return luna_apollo(params, &apollo);
-  return stored_is(text, "adamw") ? luna_adamw(params, &adam) : stored_is(text, "adam") ? luna_adam(params, &adam) : NULL;
+  const bool apollo = stored_is(text, "apollo");
+  luna_optimizer_config c = {0};
+  c.lr = stored_option(text, "lr", 0), c.weight_decay = stored_option(text, "weight_decay", 0), c.clip = stored_option(text, "clip", 0);
+  c.momentum = stored_option(text, "momentum", 0), c.nesterov = stored_option(text, "nesterov", 0) != 0;
+  c.beta1 = stored_option(text, apollo ? "beta" : "beta1", 0), c.beta2 = stored_option(text, "beta2", 0);
+  c.epsilon = stored_option(text, "epsilon", 0);
+  if (apollo) c.schedule = stored_schedule(text);
+  if (stored_is(text, "sgd")) return luna_sgd(params, &c);
+  if (apollo) return luna_apollo(params, &c);
+  return stored_is(text, "adamw") ? luna_adamw(params, &c) : stored_is(text, "adam") ? luna_adam(params, &c) : NULL;
 }
 
 /* adds to the gradients of every parameter these numbers, exactly: loss = sum over all of parameter x number */
@@ -684,15 +695,15 @@ static void check_apollo_large(void) {
   static double w[SIZE], m[SIZE], B[SIZE], d[SIZE];
   static float gradient[SIZE];
   const int64_t n = SIZE;
-  luna_apollo_config config = {0};
+  luna_optimizer_config config = {0};
   luna_tensor *p[2];
   luna_ctx *ctx[2];
   luna_params *params[2];
   luna_optimizer *optimizer[2];
   double beta, alpha, four, along, bent, off = 0, size = 0;
   float *const gradients[1] = {gradient};
-  config.lr = 0.25f, config.beta = 0.75f, config.weight_decay = 0.5f, config.schedule.warmup = 4;
-  beta = (double)config.beta;
+  config.lr = 0.25f, config.beta1 = 0.75f, config.weight_decay = 0.5f, config.schedule.warmup = 4;
+  beta = (double)config.beta1;
   for (int c = 0; c < 2; c++) {
     luna_options options = {0};
     options.threads = c ? 3 : 1;
@@ -750,7 +761,7 @@ static void check_groups(void) {
   for (size_t c = 0; c < sizeof cases / sizeof cases[0]; c++) {
     luna_ctx *ctx = open_seeded(1, LUNA_ISA_BEST);
     luna_params *params = luna_params_open(ctx);
-    luna_sgd_config config = {0};
+    luna_optimizer_config config = {0};
     float before[4][15];
     double norm = 0;
     for (int i = 0; i < 4; i++) {
@@ -837,7 +848,7 @@ static void fit_open_logged(fit *f, reports *t) {
   f->ctx->options.log = tell, f->ctx->options.log_user = t;
 }
 static luna_optimizer *optimizer_of(luna_params *params, int kind) {
-  luna_sgd_config sgd = {0};
+  luna_optimizer_config sgd = {0};
   sgd.lr = 0.05f, sgd.momentum = 0.9f;
   return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, NULL) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
 }
@@ -942,7 +953,7 @@ static void check_accumulation(void) {
   for (int c = 0; c < 2; c++) {
     ctx[c] = open_seeded(3, LUNA_ISA_BEST), params[c] = luna_params_open(ctx[c]);
     CHECK(luna_lm_init(&model[c], params[c], &config) == LUNA_OK, "%s", luna_error(ctx[c]));
-    luna_sgd_config sgd = {0};
+    luna_optimizer_config sgd = {0};
     sgd.lr = 0.5f, sgd.momentum = 0.9f, sgd.clip = 1;
     optimizer[c] = luna_sgd(params[c], &sgd);
   }
@@ -974,6 +985,7 @@ int main(void) {
   check_params_values();
   check_params_distribution();
   check_optimizers();
+  check_one_config();
   check_protocol();
   check_halves();
   check_set_lr();

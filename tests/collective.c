@@ -1,0 +1,869 @@
+/* Several ranks, as threads of this process (collective.h): R ranks give the losses and gradients of one rank, data and
+   sequence parallel, uneven and empty parts, with lengths and dropout; the same bits in every run and for any threads;
+   what a layer sends; ranks that differ, hooks that fail. */
+#include "test.h"
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+#include "common.h"
+#include "collective.h"
+
+enum { BATCH = 5, LENGTH = 37, LONG = 1400, TARGET = 19, VOCAB = 29, CLASSES = 3, STEPS = 3, FEATURES = 4, SLOTS = 4 };
+typedef enum kind { LM, CLASSIFIER, PAIR, PER_STEP, MASKED, SEQ2SEQ } kind;
+
+typedef struct run {
+  const char *name;
+  kind kind;
+  luna_lm_config lm;
+  luna_encoder_config encoder;
+  luna_pooling pooling;
+  bool features, with_lengths, value;   /* value: mean squared error */
+  luna_form form;
+  int64_t length, batch;
+  const luna_backend *backend;
+  int accumulated;                   /* losses a step; 0: 1 */
+  int64_t vocab;                     /* of the logits; 0: VOCAB. More than 1024 are computed by panels */
+  int threads;
+  luna_isa isa;
+  /* parts [ranks] of the batch or of the rows */
+  int64_t parts[HUB_RANKS];
+  /* results */
+  double loss[STEPS];
+  float *gradient, *parameters;      /* of the first step, summed over ranks; after the last, of rank 0 */
+  int64_t count;
+  char error[HUB_RANKS][320];
+  float *ranks_gradient[HUB_RANKS];
+  double ranks_loss[HUB_RANKS][STEPS];
+  uint64_t ranks_hash[HUB_RANKS];    /* of the parameters after the last step */
+  int64_t bytes[HUB_RANKS], peak[HUB_RANKS]; /* of the last step */
+} run;
+
+static int64_t cut_at(int rank, int ranks, int64_t n) { return n * rank / ranks; }
+/* a check in a rank's thread */
+static pthread_mutex_t checking = PTHREAD_MUTEX_INITIALIZER;
+static void rank_check(bool good, const luna_ctx *ctx, const char *what) {
+  pthread_mutex_lock(&checking);
+  CHECK(good, "%s: %s", what, luna_error(ctx));
+  pthread_mutex_unlock(&checking);
+}
+
+/* the data of all ranks: the same numbers for any cut */
+static int32_t token(int step, int64_t b, int64_t i, int32_t vocab) {
+  return (int32_t)(common_hash(40 + (uint64_t)step, (uint64_t)(b * 10000 + i)) % (uint64_t)vocab);
+}
+static int32_t length_of(int64_t b, int64_t n) { return (int32_t)(b == 1 ? 3 : b == 3 ? n : 9 + 7 * b); }
+
+typedef struct data {
+  int32_t *tokens, *labels, *lengths, *target, *target_labels, *row_labels;
+  float *features, *values;
+  luna_input input, output;
+} data;
+/* sequences first .. first + batch, rows of them from row .. row + n */
+static data data_of(const run *r, int step, int64_t first, int64_t batch, int64_t row, int64_t n, int64_t target_row,
+                    int64_t m) {
+  data d = {0};
+  d.tokens = (int32_t *)common_alloc((size_t)(batch * n) * 4);
+  d.labels = (int32_t *)common_alloc((size_t)(batch * n) * 4);
+  d.lengths = (int32_t *)common_alloc((size_t)batch * 4);
+  d.target = (int32_t *)common_alloc((size_t)(batch * m) * 4);
+  d.target_labels = (int32_t *)common_alloc((size_t)(batch * m) * 4);
+  d.row_labels = (int32_t *)common_alloc((size_t)batch * 4);
+  d.features = common_floats(batch * n * FEATURES);
+  d.values = common_floats(batch * n);
+  for (int64_t b = 0; b < batch; b++) {
+    d.lengths[b] = length_of(first + b, r->length);
+    d.row_labels[b] = token(step + 500, first + b, 0, CLASSES);
+    for (int64_t i = 0; i < n; i++) {
+      const bool real = !r->with_lengths || row + i < d.lengths[b];
+      d.tokens[b * n + i] = token(step, first + b, row + i, VOCAB);
+      d.labels[b * n + i] = !real || token(step + 100, first + b, row + i, 7) == 0 ? -1 :
+                            token(step, first + b, row + i + 1, r->kind == PER_STEP ? CLASSES : VOCAB);
+      d.values[b * n + i] = (float)common_number(70, (uint64_t)((first + b) * 10000 + row + i));
+      for (uint64_t f = 0, at = (uint64_t)((first + b) * 10000 + row + i) * 8; f < FEATURES; f++)
+        d.features[(b * n + i) * FEATURES + (int64_t)f] = (float)common_number(60 + (uint64_t)step, at + f);
+    }
+    for (int64_t i = 0; i < m; i++) {
+      d.target[b * m + i] = token(step + 200, first + b, target_row + i, VOCAB);
+      d.target_labels[b * m + i] = token(step + 200, first + b, target_row + i + 1, VOCAB);
+    }
+  }
+  if (batch * n == 0) {              /* of no rows there are no arrays */
+    free(d.tokens), free(d.labels), free(d.features), free(d.values);
+    d.tokens = d.labels = NULL, d.features = d.values = NULL;
+  }
+  d.input = (luna_input){ r->features ? NULL : d.tokens, r->with_lengths ? d.lengths : NULL, batch, n,
+                          r->features ? d.features : NULL };
+  d.output = (luna_input){ d.target, NULL, batch, m, NULL };
+  return d;
+}
+static void data_free(data *d) {
+  free(d->tokens), free(d->labels), free(d->lengths), free(d->target), free(d->target_labels), free(d->row_labels);
+  free(d->features), free(d->values);
+}
+
+typedef struct model {
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_masked_lm masked;
+  luna_seq2seq seq2seq;
+} model;
+static luna_status model_init(model *m, luna_params *params, const run *r) {
+  luna_classifier_config classifier = {0};
+  luna_masked_lm_config masked = {0};
+  luna_seq2seq_config seq2seq = {0};
+  luna_lm_config lm = r->lm;
+  masked.vocab = seq2seq.vocab = classifier.vocab = VOCAB;
+  lm.vocab = seq2seq.target_vocab = r->vocab ? r->vocab : VOCAB;
+  lm.features = classifier.features = masked.features = seq2seq.features = r->features ? FEATURES : 0;
+  lm.outputs = r->features ? VOCAB : 0;
+  classifier.encoder = masked.encoder = seq2seq.encoder = r->encoder;
+  classifier.classes = r->value ? 1 : CLASSES;
+  classifier.pooling = r->pooling;
+  classifier.per_step = r->kind == PER_STEP, classifier.pair = r->kind == PAIR;
+  switch (r->kind) {
+    case LM: return luna_lm_init(&m->lm, params, &lm);
+    case MASKED: return luna_masked_lm_init(&m->masked, params, &masked);
+    case SEQ2SEQ: return luna_seq2seq_init(&m->seq2seq, params, &seq2seq);
+    default: return luna_classifier_init(&m->classifier, params, &classifier);
+  }
+}
+static luna_tensor *model_loss(const model *m, const run *r, const data *d) {
+  const luna_classifier *c = &m->classifier;
+  switch (r->kind) {
+    case LM: return luna_lm_loss(&m->lm, &d->input, d->labels);
+    case MASKED: return luna_masked_lm_loss(&m->masked, &d->input, d->labels);
+    case SEQ2SEQ: return luna_cross_entropy(luna_seq2seq_forward(&m->seq2seq, &d->input, &d->output), d->target_labels);
+    case PAIR: return luna_cross_entropy(luna_classifier_forward_pair(c, &d->input, &d->input), d->row_labels);
+    case PER_STEP: if (!r->value) return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->labels);
+                   return luna_mse(luna_classifier_forward(c, &d->input), d->values);
+    default: return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->row_labels);
+  }
+}
+
+static void rank_main(void *user, const luna_collective *collective) {
+  run *r = (run *)user;
+  const bool cut = collective != NULL;
+  const int rank = cut ? collective->rank : 0;
+  const bool rows = cut && collective->mode == LUNA_PARALLEL_SEQUENCE, batches = cut && !rows;
+  hub *h = cut ? ((hub_rank *)collective->user)->h : NULL;
+  int64_t first = 0, count = 0, target_first = 0, m = TARGET;
+  luna_options options = { .threads = r->threads ? r->threads : 1, .seed = 5, .collective = collective, .form = r->form,
+                           .isa = r->isa, .backend = r->backend };
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  model net = {0};
+  model_init(&net, params, r);
+  luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = 0.05f, .momentum = 0.5f, .clip = 2 });
+  for (int i = 0; cut && i < rank; i++) first += r->parts[i];
+  if (rows) target_first = cut_at(rank, collective->ranks, TARGET);
+  if (rows) m = cut_at(rank + 1, collective->ranks, TARGET) - target_first;
+  const int64_t n = rows ? r->parts[rank] : r->length, batch = batches ? r->parts[rank] : r->batch;
+  count = luna_params_element_count(params);
+  if (rank == 0) r->count = count;
+  r->ranks_gradient[rank] = common_floats(count);
+  float *values = common_floats(count);
+  for (int step = 0; step < STEPS; step++) {
+    data d = data_of(r, step, batches ? first : 0, batch, rows ? first : 0, n, target_first, m);
+    const int64_t before = cut ? ((hub_rank *)collective->user)->bytes : 0;
+    for (int more = 1; more < r->accumulated; more++) {
+      luna_begin_step(ctx);
+      luna_backward(model_loss(&net, r, &d));
+    }
+    luna_begin_step(ctx);
+    luna_tensor *loss = model_loss(&net, r, &d);
+    luna_backward(loss);
+    float *at = r->ranks_gradient[rank];
+    for (int64_t i = 0; step == 0 && i < luna_params_tensor_count(params); i++) {
+      const luna_tensor *t = luna_params_at(params, i, NULL);
+      if (t->has_grad) luna_read_grad(t, at);
+      at += luna_count(t);
+    }
+    r->ranks_loss[rank][step] = loss ? (double)luna_item(loss) : NAN;
+    const bool good = luna_optimizer_step(sgd) == LUNA_OK;
+    if (!good || luna_ctx_status(ctx) != LUNA_OK)
+      snprintf(r->error[rank], sizeof r->error[rank], "%s", luna_error(ctx));
+    r->bytes[rank] = cut ? ((hub_rank *)collective->user)->bytes - before : 0;
+    data_free(&d);
+    if (*r->error[rank]) {
+      if (h) hub_leave(h);
+      break;
+    }
+  }
+  float *at = values;
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
+    const luna_tensor *t = luna_params_at(params, i, NULL);
+    luna_read(t, at);
+    at += luna_count(t);
+  }
+  r->peak[rank] = (int64_t)luna_memory(ctx).peak;
+  r->ranks_hash[rank] = 7;
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    memcpy(&bits, values + i, 4);
+    r->ranks_hash[rank] = common_hash(r->ranks_hash[rank], bits);
+  }
+  if (rank == 0) r->parameters = values;
+  else free(values);
+  luna_close(ctx);
+}
+static void run_free(run *r) {
+  for (int i = 0; i < HUB_RANKS; i++) free(r->ranks_gradient[i]);
+  free(r->gradient), free(r->parameters);
+}
+/* ranks 0: without a collective */
+static run run_on(const run *like, int ranks, luna_parallelism mode, const int64_t *parts) {
+  run r = *like;
+  hub h;
+  if (parts) memcpy(r.parts, parts, (size_t)ranks * sizeof *parts);
+  if (ranks == 0) rank_main(&r, NULL);
+  else {
+    hub_open(&h, ranks, mode);
+    hub_run(&h, rank_main, &r);
+    CHECK(!h.mismatch, "%s on %d ranks: calls of other sizes", r.name, ranks);
+    hub_close(&h);
+  }
+  for (int i = 0; i < (ranks ? ranks : 1); i++) {
+    CHECK(!*r.error[i], "%s, rank %d of %d: %s", r.name, i, ranks, r.error[i]);
+    CHECK(r.ranks_hash[i] == r.ranks_hash[0] && memcmp(r.ranks_loss[i], r.ranks_loss[0], sizeof r.loss) == 0,
+          "%s: rank %d of %d has other losses or parameters than rank 0", r.name, i, ranks);
+  }
+  r.gradient = common_floats(r.count);
+  for (int i = 0; i < (ranks ? ranks : 1); i++)
+    for (int64_t j = 0; j < r.count; j++) r.gradient[j] += r.ranks_gradient[i][j];
+  memcpy(r.loss, r.ranks_loss[0], sizeof r.loss);
+  return r;
+}
+static void run_compare(const run *one, const run *many, int ranks, double loss, double gradient) {
+  char what[160];
+  for (int i = 0; i < STEPS; i++)
+    CHECK(fabs(many->loss[i] / one->loss[i] - 1) <= loss, "%s on %d ranks, step %d: loss %.9g, of one rank %.9g",
+          one->name, ranks, i, many->loss[i], one->loss[i]);
+  snprintf(what, sizeof what, "%s on %d ranks: gradient", one->name, ranks);
+  test_close(what, many->gradient, one->gradient, (size_t)one->count, gradient);
+  snprintf(what, sizeof what, "%s on %d ranks: parameters", one->name, ranks);
+  test_close(what, many->parameters, one->parameters, (size_t)one->count, gradient);
+}
+/* the same bits: losses, every rank's gradient, parameters */
+static void run_same(const run *a, const run *b, int ranks, const char *why) {
+  bool same = memcmp(a->loss, b->loss, sizeof a->loss) == 0 && a->ranks_hash[0] == b->ranks_hash[0];
+  for (int i = 0; i < ranks; i++)
+    same = same && memcmp(a->ranks_gradient[i], b->ranks_gradient[i], (size_t)a->count * sizeof(float)) == 0;
+  CHECK(same, "%s on %d ranks: other bits %s", a->name, ranks, why);
+}
+
+static const int64_t even_batch[5][4] = { {0}, {5}, {3, 2}, {2, 2, 1}, {1, 1, 2, 1} };
+static const int64_t odd_batch[5][4] = { {0}, {5}, {0, 5}, {4, 0, 1}, {0, 3, 0, 2} };
+static const int64_t even_rows[5][4] = { {0}, {37}, {18, 19}, {12, 12, 13}, {9, 9, 9, 10} };
+static const int64_t odd_rows[5][4] = { {0}, {37}, {0, 37}, {30, 0, 7}, {1, 34, 0, 2} };
+
+static void check(const run *like, luna_parallelism mode) {
+  const bool rows = mode == LUNA_PARALLEL_SEQUENCE;
+  run one = run_on(like, 0, mode, NULL);
+  for (int ranks = 1; ranks <= (TEST_QUICK ? 2 : 4); ranks++)
+    for (int odd = 0; odd < 2; odd++) {
+      const int64_t *parts = rows ? (odd ? odd_rows : even_rows)[ranks] : (odd ? odd_batch : even_batch)[ranks];
+      run many = run_on(like, ranks, mode, parts);
+      run_compare(&one, &many, ranks, 2e-6, 2e-5);
+      if (ranks == 3) {
+        run threaded = *like;
+        threaded.threads = 3;
+        run again = run_on(like, ranks, mode, parts), other = run_on(&threaded, ranks, mode, parts);
+        run_same(&many, &again, ranks, "in another run");
+        run_same(&many, &other, ranks, "with 3 threads");
+        run_free(&again), run_free(&other);
+      }
+      run_free(&many);
+    }
+  run_free(&one);
+}
+
+/* a device: memory of its own, of which the host reads nothing but by copies */
+static void *far_allocate(void *self, size_t bytes) {
+  (void)self;
+  return malloc(bytes ? bytes : 1);
+}
+static void far_release(void *self, void *pointer, size_t bytes) {
+  (void)self, (void)bytes;
+  free(pointer);
+}
+
+/* long enough for several chunks and key blocks, and for threads to share a sequence */
+static void check_long(run *r, int ranks, const int64_t *parts) {
+  r->length = LONG, r->batch = 1;
+  run threaded = *r, one = run_on(r, 0, LUNA_PARALLEL_SEQUENCE, NULL);
+  run many = run_on(r, ranks, LUNA_PARALLEL_SEQUENCE, parts);
+  threaded.threads = 4;
+  run other = run_on(&threaded, ranks, LUNA_PARALLEL_SEQUENCE, parts);
+  run_compare(&one, &many, ranks, 2e-6, 2e-5);
+  run_same(&many, &other, ranks, "with 4 threads");
+  CHECK(many.peak[0] < one.peak[0] * 4 / 5, "%s: %lld bytes on one rank, %lld on one of %d", r->name,
+        (long long)one.peak[0], (long long)many.peak[0], ranks);
+  run_free(&one), run_free(&many), run_free(&other);
+}
+
+static run run_of(const char *name, kind k) {
+  run r = {0};
+  r.name = name, r.kind = k, r.length = LENGTH, r.batch = BATCH;
+  r.lm = (luna_lm_config){ .layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = SLOTS };
+  r.encoder = (luna_encoder_config){ .layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = SLOTS, .max_length = 64 };
+  return r;
+}
+static void set_dropout(luna_layer_config *c) {
+  c->dropout = 0.1f, c->attention_dropout = 0.2f, c->activation_dropout = 0.15f;
+}
+
+static void data_parallel(void) {
+  run r = run_of("data, lm", LM);
+  r.lm.layer.convolution = 3;
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, lm, dropout", LM);
+  set_dropout(&r.lm.layer);
+  r.lm.positions = LUNA_POSITIONS_SINUSOIDAL;
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, classifier", CLASSIFIER);
+  r.with_lengths = true;
+  check(&r, LUNA_PARALLEL_DATA);
+  r.name = "data, classifier, dropout";
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_DATA);
+  r.name = "data, classifier, dropout, softmax attention";
+  r.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX;
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, pairs", PAIR);
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, values of each step", PER_STEP);
+  r.features = r.value = r.with_lengths = true;
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, masked lm", MASKED);
+  r.with_lengths = true;
+  r.encoder.own_memory = true;
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_DATA);
+  r.accumulated = 2;
+  r.name = "data, masked lm, two losses a step";
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, lm on a device", LM);
+  luna_backend far = *luna_cpu_backend();
+  far.allocate = far_allocate, far.release = far_release;
+  r.backend = &far;
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, lm of many tokens", LM);
+  r.vocab = 1500;
+  check(&r, LUNA_PARALLEL_DATA);
+  r = run_of("data, seq2seq", SEQ2SEQ);
+  r.with_lengths = true;
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_DATA);
+}
+
+static void sequence_parallel(void) {
+  run r = run_of("rows, classifier", CLASSIFIER);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, classifier, unfolded";
+  r.form = LUNA_FORM_UNFOLDED;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, classifier, folded, lengths";
+  r.form = LUNA_FORM_FOLDED;
+  r.with_lengths = true;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, classifier, CLS, pre-norm, learned positions";
+  r.pooling = LUNA_POOLING_CLS;
+  r.encoder.layer.pre_norm = true;
+  r.encoder.positions = LUNA_POSITIONS_LEARNED;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, classifier, mean, own memory, dropout";
+  r.pooling = LUNA_POOLING_MEAN;
+  r.encoder.own_memory = true;
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, pairs, shared query and key projections, more pack heads", PAIR);
+  r.with_lengths = true;
+  r.encoder.layer.sharing = LUNA_SHARING_QK, r.encoder.layer.pack_heads = 4;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, masked lm, dropout", MASKED);
+  r.form = LUNA_FORM_FOLDED;
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, values of each step, recomputed layers", PER_STEP);
+  r.features = r.value = r.with_lengths = true;
+  r.encoder.layer.recompute = LUNA_RECOMPUTE_LAYER;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, classifier, linear attention", CLASSIFIER);
+  r.encoder.layer.attention = LUNA_ATTENTION_LINEAR;
+  r.with_lengths = true;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+
+  r = run_of("rows, lm", LM);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, lm, convolution";
+  r.lm.layer.convolution = 6;
+  r.lm.positions = LUNA_POSITIONS_LEARNED;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r.name = "rows, lm, convolution, dropout, recomputed layers";
+  set_dropout(&r.lm.layer);
+  r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, lm of features, recomputed layers", LM);
+  r.features = r.with_lengths = true;
+  r.lm.layer.recompute = LUNA_RECOMPUTE_LAYER;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, lm, linear attention", LM);
+  r.lm.layer.attention = LUNA_ATTENTION_LINEAR;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, seq2seq of many tokens", SEQ2SEQ);
+  r.vocab = 1500;
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+  r = run_of("rows, seq2seq, lengths, dropout", SEQ2SEQ);
+  r.with_lengths = true;
+  set_dropout(&r.encoder.layer);
+  check(&r, LUNA_PARALLEL_SEQUENCE);
+}
+
+static void long_sequences(void) {
+  static const int64_t uneven[3] = {700, 61, 639}, even[2] = {700, 700};
+  run r = run_of("long rows, lm", LM);
+  r.lm.layer.convolution = 3;
+  check_long(&r, 3, uneven);
+  r = run_of("long rows, classifier", CLASSIFIER);
+  check_long(&r, 3, uneven);
+  r.form = LUNA_FORM_UNFOLDED;
+  set_dropout(&r.encoder.layer);
+  check_long(&r, 2, even);
+}
+
+/* ---- what is sent: bytes a step and rank ---- */
+static int64_t step_bytes(run *r, int ranks, luna_parallelism mode, const int64_t *parts) {
+  run many = run_on(r, ranks, mode, parts);
+  const int64_t bytes = many.bytes[0];
+  for (int i = 1; i < ranks; i++)
+    CHECK(many.bytes[i] == bytes, "%s: rank %d sends %lld bytes, rank 0 %lld", r->name, i, (long long)many.bytes[i],
+          (long long)bytes);
+  run_free(&many);
+  return bytes;
+}
+/* of one layer more, less its gradients, and the same where layers are recomputed */
+static void check_layer_bytes(run *r, int64_t *layers, luna_layer_config *c, int64_t expected) {
+  for (int ranks = 2; ranks <= 4; ranks++)
+    for (int odd = 0; odd < 2; odd++)
+      for (int recompute = 0; recompute < 2; recompute++) {
+        const int64_t *parts = odd ? odd_rows[ranks] : even_rows[ranks];
+        int64_t bytes[2], gradients[2];
+        for (int i = 0; i < 2; i++) {
+          *layers = 2 + i;
+          c->recompute = recompute ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
+          run one = run_on(r, 0, LUNA_PARALLEL_SEQUENCE, NULL);
+          gradients[i] = one.count * (int64_t)sizeof(float);
+          run_free(&one);
+          bytes[i] = step_bytes(r, ranks, LUNA_PARALLEL_SEQUENCE, parts);
+        }
+        bytes[1] -= bytes[0] + gradients[1] - gradients[0];
+        CHECK(bytes[1] == expected, "%s on %d ranks: a layer sends %lld bytes a step, not %lld", r->name, ranks,
+              (long long)bytes[1], (long long)expected);
+      }
+}
+static void sent(void) {
+  enum { D = 16, H = 2 };
+  run r = run_of("bytes of an encoder layer", PER_STEP);
+  /* forward l (d + h) floats, back l d, a sequence */
+  check_layer_bytes(&r, &r.encoder.layers, &r.encoder.layer, (SLOTS * (D + H) + SLOTS * D) * 4 * BATCH);
+  r.form = LUNA_FORM_UNFOLDED;
+  check_layer_bytes(&r, &r.encoder.layers, &r.encoder.layer, (SLOTS * (D + H) + SLOTS * D) * 4 * BATCH);
+  r = run_of("bytes of a causal layer", LM);
+  check_layer_bytes(&r, &r.lm.layers, &r.lm.layer, 2 * (2 * D * SLOTS * 8) * BATCH);
+  r.name = "bytes of a causal layer with dropout";
+  set_dropout(&r.lm.layer);
+  check_layer_bytes(&r, &r.lm.layers, &r.lm.layer, 2 * (2 * D * SLOTS * 8) * BATCH);
+  r = run_of("bytes of a causal layer with a convolution", LM);
+  r.lm.layer.convolution = 4;
+  check_layer_bytes(&r, &r.lm.layers, &r.lm.layer, 2 * (2 * D * SLOTS * 8 + 3 * D * 4) * BATCH);
+  /* data parallel: gradients, a count and a loss, and what is compared */
+  r = run_of("bytes of data parallel", LM);
+  run one = run_on(&r, 0, LUNA_PARALLEL_DATA, NULL);
+  const int64_t more = step_bytes(&r, 3, LUNA_PARALLEL_DATA, even_batch[3]) - one.count * 4;
+  CHECK(more < 256, "a step sends %lld bytes beside the gradients", (long long)more);
+  run_free(&one);
+}
+
+/* ---- what fails: every rank gets a sentence, and nothing is corrupted (make sanitize) ---- */
+typedef enum unlike {
+  NOTHING, SEED, FORM, MODE, SIZE, FROZEN, INFERENCE, FAILED_INIT, VALUES, OTHER_BATCH, OTHER_LENGTHS, UNLIKE_COUNT
+} unlike;
+typedef struct trial {
+  kind kind;
+  luna_encoder_config encoder;
+  luna_lm_config lm;
+  luna_isa isa;
+  const luna_backend *backend;
+  unlike what;                       /* how rank 1 is unlike rank 0 */
+  luna_status status[HUB_RANKS];
+  char error[HUB_RANKS][320];
+} trial;
+static void trial_main(void *user, const luna_collective *collective) {
+  trial *t = (trial *)user;
+  const int rank = collective->rank;
+  const unlike what = rank == 1 ? t->what : NOTHING;
+  const bool rows = collective->mode == LUNA_PARALLEL_SEQUENCE;
+  luna_collective own = *collective;
+  luna_options options = { .threads = 1, .seed = what == SEED ? 8 : 7, .isa = t->isa, .backend = t->backend,
+                           .collective = &own };
+  luna_lm_config config = t->lm;
+  run r = {0};
+  model net = {0};
+  if (what == FORM) options.form = LUNA_FORM_FOLDED;
+  if (what == MODE) own.mode = rows ? LUNA_PARALLEL_DATA : LUNA_PARALLEL_SEQUENCE;
+  if (what == SIZE) config.memory++;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, r.with_lengths = rows;
+  model_init(&net, params, &r);
+  if (what == FAILED_INIT) luna_param(params, "layers.0.fc1.bias", 1, (int64_t[]){1}, (luna_init){0}); /* once more */
+  luna_optimizer *sgd = luna_sgd(params, NULL);
+  if (what == FROZEN) luna_params_freeze(params, "fc1", true);
+  if (what == VALUES) {
+    luna_tensor *p = luna_params_at(params, 0, NULL);
+    p->data[3] += 1;
+  }
+  data d = data_of(&r, 0, 0, what == OTHER_BATCH && rows ? 3 : 2, 6 * (rows ? rank : 0),
+                   what == OTHER_BATCH && !rows ? 7 : 6, 0, 4);
+  if (what == OTHER_LENGTHS) d.lengths[0]--;
+  t->status[rank] = what == INFERENCE ? luna_begin_inference(ctx) : luna_begin_step(ctx);
+  if (t->status[rank] == LUNA_OK) {
+    luna_tensor *loss = model_loss(&net, &r, &d);
+    if (what != INFERENCE) luna_backward(loss);
+    t->status[rank] = luna_optimizer_step(sgd);
+  }
+  snprintf(t->error[rank], sizeof t->error[rank], "%s", luna_error(ctx));
+  if (t->status[rank] != LUNA_OK) hub_leave(((hub_rank *)collective->user)->h);
+  data_free(&d);
+  luna_close(ctx);
+}
+static trial trial_of(kind k) {
+  trial t = {0};
+  const run r = run_of("", k);
+  t.kind = k, t.lm = r.lm, t.encoder = r.encoder;
+  return t;
+}
+static void differ(void) {
+  static const char *const names[UNLIKE_COUNT] = { "", "options.seed", "options.form", "collective.mode",
+      "set of parameters", "set of parameters", "call to begin a step", "outcome of its inits",
+      "value of some parameter", "", "set of lengths" };
+  for (int mode = 0; mode < 2; mode++)
+    for (int what = 0; what < UNLIKE_COUNT; what++) {
+      trial t = trial_of(what == OTHER_LENGTHS ? MASKED : LM);
+      const char *name = what != OTHER_BATCH ? names[what] : mode ? "batch" : "length n";
+      hub h;
+      if (what == OTHER_LENGTHS && mode == 0) continue;
+      t.what = (unlike)what;
+      hub_open(&h, 3, (luna_parallelism)mode);
+      hub_run(&h, trial_main, &t);
+      for (int i = 0; i < 3; i++) {
+        const bool own = what == FAILED_INIT && i == 1; /* its own sentence */
+        const luna_status expected = !what ? LUNA_OK : own ? LUNA_BAD_ARGUMENT : LUNA_MISMATCH;
+        CHECK(t.status[i] == expected, "mode %d, rank %d, '%s': status %d, %s", mode, i, name, (int)t.status[i],
+              t.error[i]);
+        CHECK(expected != LUNA_MISMATCH || (strstr(t.error[i], "rank 1 has another") && strstr(t.error[i], name)),
+              "mode %d, rank %d: %s", mode, i, t.error[i]);
+      }
+      CHECK(!h.mismatch, "'%s': calls of other sizes", name);
+      hub_close(&h);
+    }
+}
+static void hooks_fail(void) {
+  for (int mode = 0; mode < 2; mode++)
+    for (int garbage = 0; garbage < 2; garbage++)
+      for (int k = 0; k < 2; k++) {
+        trial t = trial_of(k ? MASKED : LM);
+        int64_t calls, at;
+        hub h;
+        t.lm.layer.convolution = 3;
+        set_dropout(&t.lm.layer);
+        hub_open(&h, 2, (luna_parallelism)mode);
+        hub_run(&h, trial_main, &t);
+        calls = h.rank[0].gathers + h.rank[0].reduces;
+        hub_close(&h);
+        for (at = 0; at < calls; at++) {
+          hub_open(&h, 2, (luna_parallelism)mode);
+          *(garbage ? &h.garbage_at : &h.fail_at) = at;
+          hub_run(&h, trial_main, &t);
+          if (!garbage)
+            CHECK(t.status[0] == LUNA_DEVICE_FAILED && t.status[1] == LUNA_DEVICE_FAILED &&
+                  strstr(t.error[0], "failed on rank 0 of 2"), "mode %d, model %d, call %d: %d, %s", mode, k, (int)at,
+                  (int)t.status[0], t.error[0]);
+          else CHECK((t.status[0] == LUNA_OK) == !*t.error[0], "garbage from call %d: %d, %s", (int)at,
+                     (int)t.status[0], t.error[0]);
+          hub_close(&h);
+        }
+      }
+}
+static void *no_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
+  (void)params, (void)prefix, (void)config;
+  return user;
+}
+static luna_tensor *no_forward(void *layer, luna_attention_call *call) {
+  (void)layer;
+  return call->x;
+}
+static void cannot_cut(void) {
+  static luna_attention_hook hook = { no_init, no_forward, &hook };
+  static const char *const names[6] = { "softmax", "Linformer", "an attention hook", "softmax", "LUNA_ISA_REFERENCE",
+                                        "of rows that are" };
+  luna_backend far = *luna_cpu_backend();
+  far.allocate = far_allocate, far.release = far_release;
+  for (int i = 0; i < 6; i++) {
+    trial t = trial_of(i < 3 ? MASKED : LM);
+    hub h;
+    if (i == 0) t.encoder.layer.attention = LUNA_ATTENTION_SOFTMAX;
+    if (i == 1) t.encoder.layer.attention = LUNA_ATTENTION_LINFORMER;
+    if (i == 2) t.encoder.layer.hook = &hook;
+    if (i == 3) t.lm.layer.attention = LUNA_ATTENTION_SOFTMAX;
+    if (i == 4) t.isa = LUNA_ISA_REFERENCE;
+    if (i == 5) t.backend = &far;
+    hub_open(&h, 2, LUNA_PARALLEL_SEQUENCE);
+    hub_run(&h, trial_main, &t);
+    for (int r = 0; r < 2; r++)
+      CHECK(t.status[r] == LUNA_UNSUPPORTED && strstr(t.error[r], names[i]) && strstr(t.error[r], "cut over "),
+            "%s: %d, %s", names[i], (int)t.status[r], t.error[r]);
+    hub_close(&h);
+  }
+}
+static void options(void) {
+  luna_collective c = { LUNA_PARALLEL_DATA, 0, 1, hub_reduce, hub_gather, NULL };
+  luna_options o = { .threads = 1, .collective = &c };
+  luna_ctx *ctx = luna_open(&o);     /* one rank calls nothing: its user is null */
+  CHECK(luna_begin_step(ctx) == LUNA_OK, "%s", luna_error(ctx));
+  luna_close(ctx);
+  c.rank = 1;
+  CHECK(luna_open(&o) == NULL, "rank 1 of 1");
+  c.rank = -1, c.ranks = 2;
+  CHECK(luna_open(&o) == NULL, "rank -1");
+  c.rank = 0, c.all_reduce = NULL;
+  CHECK(luna_open(&o) == NULL, "no function");
+}
+
+/* ---- models' own tensors, inference, checkpoints, memory ---- */
+typedef struct part_test {
+  float *logits[HUB_RANKS], *sums[HUB_RANKS];
+  int64_t measured[HUB_RANKS];
+} part_test;
+static void inference_main(void *user, const luna_collective *collective) {
+  part_test *t = (part_test *)user;
+  const int rank = collective ? collective->rank : 0, ranks = collective ? collective->ranks : 1;
+  const int64_t first = cut_at(rank, ranks, 12), n = cut_at(rank + 1, ranks, 12) - first;
+  run r = run_of("inference", LM);
+  luna_options o = { .threads = 1, .collective = collective };
+  luna_ctx *ctx = luna_open(&o);
+  model net = {0};
+  model_init(&net, luna_params_open(ctx), &r);
+  for (int again = 0; again < 2; again++) {
+    data d = data_of(&r, 0, 0, 1, first, n, 0, 1);
+    luna_begin_inference(ctx);
+    luna_tensor *y = luna_lm_forward(&net.lm, &d.input);
+    luna_tensor *x = luna_rank_part(luna_tensor_new(ctx, d.features, 3, (int64_t[]){1, n, FEATURES}));
+    luna_tensor *sum = luna_rank_sum(luna_sum(luna_reshape(x, 2, (int64_t[]){n, FEATURES}), 0));
+    luna_tensor *mean = luna_mean(x, 1);
+    if (!again) t->logits[rank] = common_floats(n * VOCAB), t->sums[rank] = common_floats(2 * FEATURES);
+    rank_check(luna_read(y, t->logits[rank]) == LUNA_OK && luna_read(sum, t->sums[rank]) == LUNA_OK &&
+               luna_read(mean, t->sums[rank] + FEATURES) == LUNA_OK, ctx, "inference");
+    data_free(&d);
+  }
+  luna_close(ctx);
+}
+static void inference(void) {
+  part_test one = {0}, many = {0};
+  hub h;
+  inference_main(&one, NULL);
+  hub_open(&h, 3, LUNA_PARALLEL_SEQUENCE);
+  hub_run(&h, inference_main, &many);
+  hub_close(&h);
+  for (int i = 0; i < 3; i++) {
+    const int64_t first = cut_at(i, 3, 12), n = cut_at(i + 1, 3, 12) - first;
+    test_close("logits", many.logits[i], one.logits[0] + first * VOCAB, (size_t)(n * VOCAB), 2e-6);
+    test_close("sums over ranks", many.sums[i], one.sums[0], 2 * FEATURES, 2e-6);
+    free(many.logits[i]), free(many.sums[i]);
+  }
+  free(one.logits[0]), free(one.sums[0]);
+}
+
+/* a stream, and a context without a collective that shares the parameters, are a rank's own: no other one takes part */
+static void alone_main(void *user, const luna_collective *collective) {
+  run r = run_of("alone", LM);
+  luna_options o = { .threads = 1, .collective = collective }, own = { .threads = 1 };
+  luna_ctx *ctx = luna_open(&o), *other = luna_open(&own);
+  luna_params *params = luna_params_open(ctx);
+  model net = {0}, same = {0};
+  (void)user;
+  model_init(&net, params, &r);
+  if (collective->rank == 0) {
+    data d = data_of(&r, 0, 0, 1, 0, 12, 0, 1);
+    model_init(&same, luna_params_share(other, params), &r);
+    luna_stream *stream = luna_stream_open(&net.lm, NULL);
+    float *logits = common_floats(VOCAB), *all = common_floats(12 * VOCAB);
+    luna_begin_inference(other);
+    rank_check(luna_read(luna_lm_forward(&same.lm, &d.input), all) == LUNA_OK, other, "inference");
+    for (int i = 0; i < 12; i++) {
+      const float *y = luna_stream_step(stream, d.tokens + i);
+      if (y) memcpy(logits, y, VOCAB * sizeof *logits);
+    }
+    test_close("a stream of one rank", logits, all + 11 * VOCAB, VOCAB, 1e-5);
+    luna_stream_close(stream);
+    data_free(&d);
+    free(logits), free(all);
+  }
+  luna_close(other);
+  luna_close(ctx);
+}
+static void alone(void) {
+  hub h;
+  hub_open(&h, 2, LUNA_PARALLEL_SEQUENCE);
+  hub_run(&h, alone_main, NULL);
+  CHECK(h.rank[0].gathers + h.rank[0].reduces == 0, "one rank alone has called the collective");
+  hub_close(&h);
+}
+
+/* the first half of a run is saved by 2 ranks; the second half runs on any number */
+enum { CURVE = TEST_QUICK ? 20 : 150 };
+typedef struct resumed {
+  bool save;
+  int steps;
+  char bytes[1 << 18];
+  size_t size;
+  double loss[CURVE];
+} resumed;
+static bool resumed_write(void *user, const void *bytes, size_t size) {
+  resumed *r = (resumed *)user;
+  if (r->size + size > sizeof r->bytes) return false;
+  memcpy(r->bytes + r->size, bytes, size);
+  r->size += size;
+  return true;
+}
+static void resumed_main(void *user, const luna_collective *collective) {
+  resumed *s = (resumed *)user;
+  const int rank = collective ? collective->rank : 0, ranks = collective ? collective->ranks : 1;
+  const bool rows = collective && collective->mode == LUNA_PARALLEL_SEQUENCE;
+  const int64_t whole = rows ? 12 : 4, first = cut_at(rank, ranks, whole), own = cut_at(rank + 1, ranks, whole) - first;
+  run r = run_of("resumed", LM);
+  luna_options o = { .threads = 1, .seed = 3, .collective = collective };
+  luna_ctx *ctx = luna_open(&o);
+  luna_params *params = luna_params_open(ctx);
+  model net = {0};
+  set_dropout(&r.lm.layer);
+  model_init(&net, params, &r);
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
+  if (!s->save) rank_check(luna_load_training_bytes(adam, s->bytes, s->size) == LUNA_OK, ctx, "load");
+  for (int step = 0; step < s->steps; step++) {
+    const int64_t at[2] = {rows ? 0 : first, rows ? first : 0}, size[2] = {rows ? 4 : own, rows ? own : 12};
+    data d = data_of(&r, step + (s->save ? 0 : 4), at[0], size[0], at[1], size[1], 0, 1);
+    luna_begin_step(ctx);
+    luna_tensor *loss = model_loss(&net, &r, &d);
+    luna_backward(loss);
+    const double value = (double)luna_item(loss);
+    rank_check(luna_optimizer_step(adam) == LUNA_OK, ctx, "resumed");
+    if (rank == 0) s->loss[step] = value;
+    data_free(&d);
+  }
+  if (rank == 0 && s->save) {
+    luna_io io = { NULL, resumed_write, s, 0 };
+    rank_check(luna_save_training_io(adam, &io) == LUNA_OK, ctx, "save");
+  }
+  luna_close(ctx);
+}
+static void checkpoints(void) {
+  resumed *first = (resumed *)common_alloc(sizeof *first), *other = (resumed *)common_alloc(sizeof *other);
+  hub h;
+  for (int mode = 0; mode < 2; mode++) {
+    memset(first, 0, sizeof *first);
+    first->save = true;
+    first->steps = 4;
+    hub_open(&h, 2, (luna_parallelism)mode);
+    hub_run(&h, resumed_main, first);
+    hub_close(&h);
+    first->save = false;
+    resumed_main(first, NULL);
+    for (int ranks = 1; ranks <= 4; ranks++) {
+      *other = *first;
+      hub_open(&h, ranks, (luna_parallelism)mode);
+      hub_run(&h, resumed_main, other);
+      hub_close(&h);
+      for (int i = 0; i < 4; i++)
+        CHECK(fabs(other->loss[i] / first->loss[i] - 1) < 2e-6, "mode %d, resumed on %d ranks, step %d: %.9g, not %.9g",
+              mode, ranks, i, other->loss[i], first->loss[i]);
+    }
+  }
+  free(first), free(other);
+}
+
+/* many steps: rounding stays rounding */
+static void curves(void) {
+  resumed *one = (resumed *)common_alloc(sizeof *one), *many = (resumed *)common_alloc(sizeof *many);
+  hub h;
+  one->save = many->save = true;
+  one->steps = many->steps = CURVE;
+  resumed_main(one, NULL);
+  CHECK(one->loss[CURVE - 1] < one->loss[0], "the loss rises from %.4f to %.4f", one->loss[0], one->loss[CURVE - 1]);
+  for (int mode = 0; mode < 2; mode++) {
+    double worst = 0;
+    many->size = 0;
+    hub_open(&h, 3, (luna_parallelism)mode);
+    hub_run(&h, resumed_main, many);
+    hub_close(&h);
+    for (int i = 0; i < CURVE; i++) worst = fmax(worst, fabs(many->loss[i] / one->loss[i] - 1));
+    CHECK(worst < 1e-4, "mode %d: in %d steps losses differ by %.2g", mode, CURVE, worst);
+  }
+  free(one), free(many);
+}
+
+/* a block of the bytes that a measuring context counted, which calls nothing of the collective */
+static void measured_main(void *user, const luna_collective *collective) {
+  part_test *t = (part_test *)user;
+  const int rank = collective->rank;
+  run r = run_of("measured", LM);
+  void *block = NULL;
+  r.lm.layer.convolution = 3;
+  for (int pass = 0; pass < 2; pass++) {
+    luna_options o = { .threads = 1, .collective = collective, .measure = pass == 0, .block = block,
+                       .block_size = (size_t)t->measured[rank] };
+    luna_ctx *ctx = luna_open(&o);
+    luna_params *params = luna_params_open(ctx);
+    model net = {0};
+    model_init(&net, params, &r);
+    luna_optimizer *adam = luna_adam(params, NULL);
+    for (int step = 0; step < 2; step++) {
+      data d = data_of(&r, step, 0, 2, 6 * rank, 6, 0, 1);
+      luna_begin_step(ctx);
+      luna_backward(model_loss(&net, &r, &d));
+      rank_check(luna_optimizer_step(adam) == LUNA_OK, ctx, "measured");
+      data_free(&d);
+    }
+    const int64_t peak = (int64_t)luna_memory(ctx).peak;
+    if (pass) rank_check(peak <= t->measured[rank], ctx, "more bytes than measured");
+    t->measured[rank] = peak;
+    luna_close(ctx);
+    if (pass == 0) block = common_alloc((size_t)peak);
+  }
+  free(block);
+}
+static void measured(void) {
+  for (int mode = 0; mode < 2; mode++) {
+    part_test t = {0};
+    hub h;
+    hub_open(&h, 2, (luna_parallelism)mode);
+    hub_run(&h, measured_main, &t);
+    hub_close(&h);
+  }
+}
+
+int main(void) {
+  options();
+  differ();
+  cannot_cut();
+  hooks_fail();
+  inference();
+  alone();
+  checkpoints();
+  curves();
+  measured();
+  data_parallel();
+  sequence_parallel();
+  long_sequences();
+  sent();
+  return test_report("collective");
+}

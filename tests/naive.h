@@ -1,0 +1,106 @@
+/* Attention and its parts by their equations: naive loops in double, for every test that needs one. Include it after test.h,
+   luna.h and common.h. */
+#ifndef NAIVE_H
+#define NAIVE_H
+#include <math.h>
+
+TEST_UNUSED static double naive_activation(int kind, double x) {
+  switch (kind) {
+    case LUNA_ACTIVATION_RELU: return x > 0 ? x : 0;
+    case LUNA_ACTIVATION_GELU: return 0.5 * x * erfc(-x / sqrt(2));
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? x + 1 : exp(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return fmax(x, 0) + log1p(exp(-fabs(x)));
+    case LUNA_ACTIVATION_SOFTPLUS2: return fmax(x, 0) + log1p(exp2(-fabs(x))) / log(2);
+    case LUNA_ACTIVATION_SIGMOID: return 1 / (1 + exp(-x));
+    case LUNA_ACTIVATION_SILU: return x / (1 + exp(-x));
+    case LUNA_ACTIVATION_TANH: return tanh(x);
+    case LUNA_ACTIVATION_EXP: return exp(x);
+    case LUNA_ACTIVATION_LOG: return log(x);
+    case LUNA_ACTIVATION_SQRT: return sqrt(x);
+    case LUNA_ACTIVATION_RSQRT: return 1 / sqrt(x);
+    case LUNA_ACTIVATION_ABS: return fabs(x);
+    default: return x;
+  }
+}
+TEST_UNUSED static double naive_slope(int kind, double x) {
+  switch (kind) {
+    case LUNA_ACTIVATION_RELU: return x > 0;
+    case LUNA_ACTIVATION_GELU: return 0.5 * erfc(-x / sqrt(2)) + x * exp(-x * x / 2) * 0.39894228040143267794;
+    case LUNA_ACTIVATION_ELU1: return x > 0 ? 1 : exp(x);
+    case LUNA_ACTIVATION_SOFTPLUS: return 1 / (1 + exp(-x));
+    case LUNA_ACTIVATION_SOFTPLUS2: return 1 / (1 + exp2(-x));
+    case LUNA_ACTIVATION_SIGMOID: return 1 / (1 + exp(-x)) / (1 + exp(x));
+    case LUNA_ACTIVATION_SILU: return (1 + x / (1 + exp(x))) / (1 + exp(-x));
+    case LUNA_ACTIVATION_TANH: return 1 - tanh(x) * tanh(x);
+    case LUNA_ACTIVATION_EXP: return exp(x);
+    case LUNA_ACTIVATION_LOG: return 1 / x;
+    case LUNA_ACTIVATION_SQRT: return 0.5 / sqrt(x);
+    case LUNA_ACTIVATION_RSQRT: return -0.5 / (x * sqrt(x));
+    case LUNA_ACTIVATION_ABS: return x > 0 ? 1 : -1;
+    default: return 1;
+  }
+}
+/* The rule of luna_dropout: of element e half-word e mod 8 of counter (e / 8, op number, step), key = seed, which drops it
+   when below round(65536 p). */
+TEST_UNUSED static uint32_t naive_half_word(uint64_t seed, uint32_t op, uint32_t step, uint64_t e) {
+  const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)(e / 8 >> 32), op, step};
+  uint32_t word[4];
+  luna_philox(counter, seed, word);
+  return word[e % 8 / 2] >> 16 * (e % 2) & 0xFFFFu;
+}
+TEST_UNUSED static bool naive_dropped(uint64_t seed, uint32_t op, uint32_t step, uint64_t e, double p) {
+  return naive_half_word(seed, op, step, e) < (uint32_t)floor(65536 * p + 0.5);
+}
+TEST_UNUSED static double naive_dot(const float *a, const float *b, int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
+  return sum;
+}
+/* p becomes softmax(p); returns log-sum-exp, 0 of none */
+TEST_UNUSED static double naive_softmax(double *p, int64_t n) {
+  double max = -INFINITY, sum = 0;
+  for (int64_t j = 0; j < n; j++) max = fmax(max, p[j]);
+  for (int64_t j = 0; j < n; j++) sum += p[j] = exp(p[j] - max);
+  for (int64_t j = 0; j < n; j++) p[j] /= sum;
+  return n > 0 ? max + log(sum) : 0;
+}
+
+typedef struct naive {
+  int64_t batch, heads, queries, keys, dim, value_dim;
+  const int32_t *lengths, *query_offsets, *key_offsets;
+  double scale, dropout;
+  bool causal;
+  uint64_t seed;
+  uint32_t op, step;
+} naive;
+TEST_UNUSED static double naive_kept(const naive *a, int64_t e) { /* of weight e: 0 or 1 / (1 - p) */
+  return naive_dropped(a->seed, a->op, a->step, (uint64_t)e, a->dropout) ? 0 : 1 / (1 - a->dropout);
+}
+/* softmax attention of dense [batch, rows, heads, dim] or ragged rows */
+TEST_UNUSED static void naive_attention(const naive *a, const float *q, const float *k, const float *v, float *out, float *lse, float *sums) {
+  for (int64_t b = 0; b < a->batch; b++) {
+    const int64_t q0 = a->query_offsets ? a->query_offsets[b] : b * a->queries, k0 = a->key_offsets ? a->key_offsets[b] : b * a->keys;
+    const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - q0 : a->queries;
+    const int64_t all = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - k0 : a->keys;
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t h = 0; h < a->heads; h++) {
+        const int64_t keys = a->causal && i + 1 < all ? i + 1 : all;
+        double *p = (double *)common_alloc((size_t)(keys + 1) * sizeof(double)), kept = 0;
+        float *y = out + ((q0 + i) * a->heads + h) * a->value_dim;
+        for (int64_t j = 0; j < keys; j++)
+          p[j] = a->scale * naive_dot(q + ((q0 + i) * a->heads + h) * a->dim, k + ((k0 + j) * a->heads + h) * a->dim, a->dim);
+        const double log_sum = naive_softmax(p, keys);
+        for (int64_t j = 0; j < keys; j++) kept += p[j] *= naive_kept(a, ((b * a->heads + h) * a->queries + i) * a->keys + j);
+        if (sums) sums[(q0 + i) * a->heads + h] = (float)kept;
+        for (int64_t e = 0; e < a->value_dim; e++) {
+          double total = 0;
+          for (int64_t j = 0; j < keys; j++) total += p[j] * (double)v[((k0 + j) * a->heads + h) * a->value_dim + e];
+          y[e] = (float)total;
+        }
+        if (lse) lse[(q0 + i) * a->heads + h] = (float)log_sum;
+        free(p);
+      }
+  }
+}
+
+#endif
