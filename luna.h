@@ -3414,8 +3414,8 @@ LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, i
   return a_gathered;
 }
 /* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
-   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while they
-   come. */
+   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while
+   they come. */
 LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
                                     int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
   const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
@@ -18382,7 +18382,8 @@ LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
     return lunai_setup_end(&k.setup, good && load == LUNA_OK); \
   }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, lunai_read_bytes(&r, bytes, size), const void *bytes, size_t size)
+  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, lunai_read_bytes(&r, bytes, size), const void *bytes, \
+                     size_t size)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 
