@@ -181,7 +181,7 @@
                           >>layers >>models >>trainer >>stream >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
                           >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
-                          >>layers >>models >>trainer >>checkpoints >>stream */
+                          >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -1734,7 +1734,7 @@ typedef struct luna_stream_config {
   luna_isa isa;                      /* 0 = best; not on a device */
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
-   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what. */
+   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
@@ -2466,6 +2466,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
                          float *stats)) \
   T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
                         const float *mask, const float *lse, const float *delta, const float *add)) \
+  R(void, tile_hide, (int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value, float *x)) \
   R(bool, finite_copy, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y)) \
   R(void, attention_merge, (int64_t width, int64_t dim, const float *stats, const float *part, float *state, \
                             float *out, int64_t out_row)) \
@@ -3383,7 +3384,7 @@ LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, 
 }
 
 /* the epilogue of the tile at (row, column j), written to C or (`edge`) to a buffer first */
-LUNAI_FN lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row, int64_t j, float *edge) {
+LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t row, int64_t j, float *edge) {
   lunai_epilogue e;
   e.bias = !edge && t->finish && t->bias ? t->bias + j : NULL;
   e.c = edge ? edge : t->sum + row * t->sum_row + j;
@@ -3413,8 +3414,8 @@ LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, i
   return a_gathered;
 }
 /* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
-   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while they
-   come. */
+   and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while
+   they come. */
 LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
                                     int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
   const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
@@ -4870,6 +4871,19 @@ LUNAI_FN void LUNAI_K(tile_softmax)(bool across, int64_t lines, int64_t length, 
   else LUNAI_K(softmax_down)(lines, length, step, s, mask, stats);
 }
 
+/* of line j of x the elements before `from` + j, and from `to` + j on, become `value` */
+LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value,
+                                 float *x) {
+  static const float lane[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
+  int64_t i, j;
+  for (j = 0; j < lines; j++, x += step)
+    for (i = 0; i < length; i += VF) {
+      const vf at = vf_load(lane), low = vf_set((float)(from + j - i)), high = vf_set((float)(to + j - i));
+      const vf kept = vf_select(vf_lt(at, high), vf_load(x + i), vf_set(value));
+      vf_store(x + i, vf_select(vf_lt(at, low), vf_set(value), kept));
+    }
+}
+
 /* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
    be NaN. */
 LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
@@ -5663,11 +5677,12 @@ typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
 } lunai_sparse_space;
 
 /* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
-   value_dim] */
+   value_dim]; direct: dQ goes to its place, where nothing else is added */
 typedef struct lunai_sparse_part {
   lunai_sparse s;
   lunai_sparse_run run;
   int64_t n;
+  bool direct;
   lunai_key *key;
   float *q, *k, *v;
 } lunai_sparse_part;
@@ -5677,11 +5692,13 @@ typedef struct lunai_sparse_work {
   const lunai_attention *a;
   char *scratch;
   size_t thread_bytes;
-  int64_t tile;                         /* queries of a tile */
+  int64_t tile, wide;                   /* queries of a tile: whole panels, or a part of one; of keys' gradients: a
+                                           multiple of that */
   bool backward, copied;                /* copied: by lists, rows may not follow one another */
+  bool shared;                          /* grad_q: by heads, sequences, or with keys or values; or there is none */
   lunai_sparse_part *parts;             /* backward: of this wave */
   int64_t wave, count;
-  int64_t pair, limit;                  /* where the next part begins: */
+  int64_t pair, keys, limit;            /* where the next part begins; keys: of its run */
   lunai_key_cursor cursor;
   lunai_sparse s;
   lunai_sparse_run walk;
@@ -5708,10 +5725,12 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
   }
   return false;
 }
-/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
-LUNAI_FN int64_t lunai_sparse_limit(const lunai_sparse *s, const lunai_sparse_run *r) {
+LUNAI_FN int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_run *r) {
   lunai_key_cursor cursor = { 0, 0 };
-  const int64_t keys = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  return lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+}
+/* how many of a run's keys to take at a time: about equal parts; 0: there are none */
+LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
 LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
@@ -5749,20 +5768,21 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
 LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
-  const int64_t masked = lunai_drops(w->a) ? 1 : 0, tiles = LUNAI_RUN / w->tile, copied = w->copied ? 1 : 0;
-  m->scores = lunai_take(&scratch, w->tile * depth);
-  m->slopes = lunai_take(&scratch, back * w->tile * depth);
-  m->mask = lunai_take(&scratch, masked * w->tile * depth);
+  const int64_t masked = lunai_drops(w->a) ? 1 : 0, copied = w->copied ? 1 : 0;
+  const int64_t tiles = lunai_divide_up(LUNAI_RUN, w->tile), queries = back ? LUNAI_TILE : LUNAI_RUN;
+  m->scores = lunai_take(&scratch, LUNAI_TILE * depth);
+  m->slopes = lunai_take(&scratch, back * LUNAI_TILE * depth);
+  m->mask = lunai_take(&scratch, masked * LUNAI_TILE * depth);
   m->mask_row = lunai_take(&scratch, masked * depth);
   m->q = lunai_take(&scratch, copied * LUNAI_RUN * d);
   m->grad = lunai_take(&scratch, copied * back * LUNAI_RUN * dv);
   m->k = lunai_take(&scratch, copied * depth * d);
   m->v = lunai_take(&scratch, copied * depth * dv);
   m->clean = lunai_take(&scratch, depth * lunai_max(d, dv));
-  m->score_panels = lunai_take(&scratch, (back ? 1 : tiles) * lunai_panels_size(kernels, w->tile, d));
-  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, w->tile, dv));
+  m->score_panels = lunai_take(&scratch, lunai_panels_size(kernels, queries, d));
+  m->slope_panels = lunai_take(&scratch, back * lunai_panels_size(kernels, queries, dv));
   m->values = lunai_take(&scratch, lunai_panels_size(kernels, back ? d : dv, depth));
-  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), w->tile));
+  m->product = lunai_take(&scratch, back * lunai_panels_size(kernels, lunai_max(d, dv), LUNAI_TILE));
   m->out = lunai_take(&scratch, copied * (1 - back) * LUNAI_RUN * dv);
   m->part = lunai_take(&scratch, (1 - back) * w->tile * dv);
   m->stats = lunai_take(&scratch, 3 * LUNAI_TILE);
@@ -5780,9 +5800,12 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->kernels = kernels;
   w->a = a;
   w->backward = backward;
-  w->tile = LUNAI_TILE;
+  w->tile = w->wide = LUNAI_TILE / kernels->nr * kernels->nr;
   for (i = 0; i < a->pattern_count; i++) {
-    if (a->patterns[i].window) w->tile = LUNAI_TILE / 2; /* fewer keys outside the windows */
+    if (a->patterns[i].window) {         /* fewer keys outside the windows */
+      w->tile = kernels->nr % 3 ? 16 : 24;
+      w->wide = kernels->nr % 3 ? 32 : 24;
+    }
     if (a->patterns[i].blocks) w->copied = true;
   }
   w->scratch = at;
@@ -5801,6 +5824,8 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
     w->parts[i].v = v;
     w->parts[i].key = (lunai_key *)(void *)key;
   }
+  w->shared = (a->heads > 1 && a->q_head == 0) || (a->batch > 1 && a->q_batch == 0) || !a->grad_q ||
+              a->grad_q == a->grad_k || a->grad_q == a->grad_v;
   w->pair = -1;
   return (size_t)(at - start);
 }
@@ -5817,37 +5842,24 @@ LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_
 }
 #define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
 
-/* what a query does not see becomes `value`; returns whether there was any */
-LUNAI_FN bool lunai_sparse_hide(const lunai_sparse *s, const lunai_sparse_tile *q, float *x, float value) {
-  const int64_t width = q->t.width;
-  bool any = false;
-  int64_t i, j;
-  for (j = 0; j < q->t.depth; j++) {
+/* what a query does not see becomes `value` */
+LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
+                                float *x, float value) {
+  const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
+  int64_t i, j, lines;
+  for (j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
     const lunai_key *key = &q->keys[j];
-    float *line = x + j * q->t.k_step;
-    if (q->in_order && !s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right) {
-      j += q->low + s->right - key->row; /* up to the last key that all see */
-      continue;
-    }
-    const int64_t self = key->row - q->low;
-    if (key->whole || (!s->p->not_self && key->row >= q->high - s->left && key->row <= q->low + s->right)) continue;
-    if (q->together) {
-      const int64_t from = lunai_max(0, lunai_min(self - s->right, width)),
-          to = lunai_max(from, lunai_min(self + s->left + 1, width));
-      for (i = 0; i < from; i++) line[i] = value;
-      for (i = to; i < width; i++) line[i] = value;
-      any = any || from > 0 || to < width;
-      if (!s->p->not_self || self < 0 || self >= width) continue;
-      line[self] = value;
-      any = true;
-    } else
+    const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
+    lines = !q->in_order || s->p->not_self || !(all || q->together) ? 1 :
+            lunai_min(before ? lowest - key->row : all ? highest - key->row + 1 : q->t.depth, q->t.depth - j);
+    if (key->whole || all) continue;
+    if (q->together && !s->p->not_self)
+      kernels->tile_hide(lines, width, q->t.k_step, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
+                         lunai_min(key->row - q->low + s->left + 1, width), value, x);
+    else
       for (i = 0; i < width; i++)
-        if (!lunai_sparse_sees(s, q->row[i], key)) {
-          line[i] = value;
-          any = true;
-        }
+        if (!lunai_sparse_sees(s, q->row[i], key)) x[i] = value;
   }
-  return any;
 }
 /* adds what finite_copy left out to the queries that see it */
 LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
@@ -5875,6 +5887,30 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
   lunai_tile_pad(&q->t, mask, 0);
 }
 
+/* Of a tile those queries from i on, `width` of them, and the keys that one of them may see; its scores lie in the
+   tile's, `key` rows on and i columns. */
+LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse *s, const lunai_sparse_run *r,
+                                                 const lunai_sparse_tile *q, int64_t i, int64_t width) {
+  lunai_sparse_tile x = lunai_sparse_tile_of(s, r, q->first + i, lunai_min(width, q->t.width - i), q->t.depth, q->keys,
+                                             q->in_order);
+  x.t.step = x.t.k_step = q->t.step;
+  return x;
+}
+/* to = factor x y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. panels: x,
+   from the tile's first query on */
+LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_run *r,
+                                   const lunai_sparse_tile *q, int64_t dim, const float *y, int64_t y_row,
+                                   const float *panels, float factor, float *to) {
+  const int64_t width = lunai_max(w->tile, w->kernels->nr);
+  int64_t i;
+  for (i = 0; i < q->t.width; i += width) {
+    const lunai_sparse_tile x = lunai_sparse_narrower(s, r, q, i, width);
+    if (x.t.depth)
+      lunai_tile_product(w->kernels, &x.t, dim, NULL, 0, y + x.key * y_row, y_row, panels + i * dim, factor,
+                         to + x.key * x.t.step + i);
+  }
+}
+
 /* what a run keeps from part to part */
 typedef struct lunai_sparse_rows_at {
   float *out;
@@ -5886,7 +5922,7 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
                                         lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, step = lunai_panels_size(kernels, w->tile, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
   int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
   const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
@@ -5902,9 +5938,9 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
     const int64_t part_row = merge ? dv : x->out_row;
     if (q.t.depth == 0) continue;
     x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels + tile * step, a->scale,
-                       m->scores);
-    lunai_sparse_hide(s, &q, m->scores, LUNAI_HIDDEN);
+    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row,
+                       m->score_panels + first / nr * nr * d + first % nr, a->scale, m->scores);
+    lunai_sparse_hide(kernels, s, &q, m->scores, LUNAI_HIDDEN);
     if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
     kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
     lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
@@ -5918,20 +5954,17 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
                                        const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(s, r),
-      step = lunai_panels_size(kernels, w->tile, d);
+  const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
   lunai_key_cursor cursor = { 0, 0 };
   lunai_sparse_rows_at x;
   const float *q;
-  int64_t q_row, n, first, i;
+  int64_t q_row, n, i;
   memset(x.seen, 0, sizeof x.seen);
   q_row = a->q_row;
   q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
-  for (first = 0; first < r->width; first += w->tile)
-    kernels->fill_panels(lunai_min(w->tile, r->width - first), d, q + first * q_row, 1, q_row,
-                         m->score_panels + first / w->tile * step);
+  kernels->fill_panels(r->width, d, q, 1, q_row, m->score_panels);
   while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
     lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (i = 0; i < r->width; i++) {
@@ -5985,6 +6018,7 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
                                            part->key) : 0;
     part->s = w->s;
     part->run = w->walk;
+    part->direct = part->n == w->keys && w->walk.together && !w->shared;
     if (part->n > 0) return true;
     while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
       if (++w->pair >= w->a->batch * w->a->heads) return false;
@@ -5992,7 +6026,8 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
       w->walk.block = 0;
       w->walk.at = -1;
     }
-    w->limit = lunai_sparse_limit(&w->s, &w->walk);
+    w->keys = lunai_sparse_count(&w->s, &w->walk);
+    w->limit = lunai_sparse_limit(w->keys);
     w->cursor.run = w->cursor.at = 0;
   }
 }
@@ -6016,41 +6051,46 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const lunai_sparse *s = &part->s;
   const lunai_sparse_run *r = &part->run;
   const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
-  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first;
+  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first, i;
   const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
   const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
   const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
   const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
   float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
-  memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
+  float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
+  const int64_t to_row = part->direct ? a->q_row : d;
+  if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
   if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
   kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
-  for (first = 0; first < r->width; first += w->tile) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, part->key, in_order);
+  for (first = 0; first < r->width; first += w->wide) {
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->wide, n, part->key, in_order);
     const lunai_tile *t = &q.t;
     const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
     if (t->depth == 0) continue;
     kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
     kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
-    lunai_tile_product(kernels, t, d, NULL, 0, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
-    lunai_tile_product(kernels, t, dv, NULL, 0, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
+    lunai_sparse_product(w, s, r, &q, d, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
+    lunai_sparse_product(w, s, r, &q, dv, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
     if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
     lunai_sparse_stats(w, s, &q, lse, delta);
     kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
-    if (lunai_sparse_hide(s, &q, m->scores, 0)) lunai_sparse_hide(s, &q, m->slopes, 0);
+    lunai_sparse_hide(kernels, s, &q, m->scores, 0);
+    lunai_sparse_hide(kernels, s, &q, m->slopes, 0);
     if (a->grad_v)
       lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
                                  true);
     if (a->grad_k)
       lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
                                  true);
-    if (a->grad_q)
-      lunai_matmul_blocks(kernels, t->width, d, t->depth, m->slopes, 1, t->k_step, m->values + q.key * kernels->nr,
-                          n * kernels->nr, kernels->nr, a->scale,
-                          part->q + first * d, d, false);
+    for (i = 0; a->grad_q && i < t->width; i += w->tile) {
+      const lunai_sparse_tile c = lunai_sparse_narrower(s, r, &q, i, w->tile);
+      lunai_matmul_blocks(kernels, c.t.width, d, c.t.depth, m->slopes + c.key * t->k_step + i, 1, t->k_step,
+                          m->values + (q.key + c.key) * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
+                          to + (first + i) * to_row, to_row, part->direct);
+    }
   }
 }
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
@@ -6076,8 +6116,9 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
-    lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
-                     lunai_offset(a->grad_q, p->s.q), a->q_row);
+    if (!p->direct)
+      lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
+                       lunai_offset(a->grad_q, p->s.q), a->q_row);
     lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
                      lunai_offset(a->grad_k, p->s.k), a->k_row);
     lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
@@ -10923,8 +10964,9 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 
 /* --- embedding: in table; index: tokens. Each thread owns columns, so that the sums keep the tokens' order --- */
 /* columns [first, last) of rows [count, d] are added to the table's rows index[i] */
-LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t d, int64_t first, int64_t last,
-    const float *rows, float *table) {
+LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
+                                 float *table) {
+  const int64_t d = lunai_last(op->out[0]);
   int64_t i;
   for (i = 0; i < count; i++) {
     float *row = table + op->index[i] * d + first;
@@ -10938,7 +10980,7 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_scatter_rows(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), first, last, op->out[0]->grad, op->in[0]->grad);
+  lunai_scatter_rows(op, lunai_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
   lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK;
@@ -10950,7 +10992,7 @@ LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
 LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_scatter_rows(op, op->in[1]->shape[0], op->in[1]->shape[1], first, last, op->in[1]->data, op->out[0]->data);
+  lunai_scatter_rows(op, op->in[1]->shape[0], first, last, op->in[1]->data, op->out[0]->data);
 }
 LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
   const int64_t d = op->in[1]->shape[1];
@@ -12388,11 +12430,17 @@ LUNA_API float luna_item(const luna_tensor *t) {
 }
 
 /* --- building an op --- */
-typedef struct lunai_build { luna_op op; lunai_mark mark; const char *name; } lunai_build;
+typedef struct lunai_build {
+  luna_op op;
+  lunai_mark mark;
+  const char *name;
+  bool failed;                       /* integers did not fit, which is reported: lunai_finish gives null */
+} lunai_build;
 
 LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, const char *name) {
   lunai_clear(&s->op, sizeof s->op);
   s->name = LUNAI_NAME(name);
+  s->failed = false;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
@@ -12454,20 +12502,20 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
 }
 /* the same, each checked to be in [min, max]; null when null; a stream's are checked, and in backend memory */
 LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
-                                       const char *what, bool *failed) {
+                                       const char *what) {
   luna_ctx *ctx = s->op.ctx;
   const int32_t *kept;
   int64_t i;
-  if (!values || *failed) return NULL;
+  if (!values || s->failed) return NULL;
   if (LUNAI_BUMPS(ctx)) return values;
-  *failed = true;
+  s->failed = true;
   for (i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
       lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, what, i, (int64_t)values[i], min, max);
       return NULL;
     }
   kept = lunai_integers_copy(s, values, count);
-  *failed = kept == NULL;
+  s->failed = kept == NULL;
   return kept;
 }
 
@@ -12543,6 +12591,31 @@ LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
     if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
   return NULL;
 }
+/* whether an op may be run; if not, the failure is reported */
+LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *shape) {
+  luna_ctx *ctx = s->op.ctx;
+  int i;
+  if (s->failed) return false;
+  if (!ctx->backend->op[s->op.kind].forward)
+    return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind)) != NULL;
+  for (i = 0; i < s->op.inputs; i++) {
+    if (s->op.in[i] && s->op.in[i]->ctx != ctx)
+      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i) != NULL;
+    if (lunai_is_released(s->op.in[i], s->name)) return false;
+  }
+  return lunai_shape_count(rank, shape) >= 0 || lunai_fail_shape(ctx, s->name, rank, shape) != NULL;
+}
+/* the newest op of the tape */
+LUNAI_FN void lunai_tape(luna_op *op) {
+  luna_ctx *ctx = op->ctx;
+  int i;
+  lunai_op_saves(op);
+  for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
+  op->previous = ctx->tape;
+  if (op->previous) op->previous->next = op;
+  op->number = op->previous ? op->previous->number + 1 : 0;
+  ctx->tape = op;
+}
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
 LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *shape, luna_tensor **extra,
                                        int extra_rank, const int64_t *extra_shape) {
@@ -12555,24 +12628,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   const size_t result = (size_t)count * sizeof(float);
   int i;
   if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
-  if (!ctx->backend->op[op->kind].forward) {
-    lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(op->kind));
-    return lunai_abandon(s);
-  }
-  for (i = 0; i < op->inputs; i++) {
-    if (op->in[i] && op->in[i]->ctx != ctx) {
-      lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i);
-      return lunai_abandon(s);
-    }
-    if (lunai_is_released(op->in[i], s->name)) return lunai_abandon(s);
-    if (op->in[i] && op->in[i]->needs_grad) wanted = true;
-  }
+  if (!lunai_is_buildable(s, rank, shape)) return lunai_abandon(s);
+  for (i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
   record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
-  if (count < 0) {
-    lunai_fail_shape(ctx, s->name, rank, shape);
-    return lunai_abandon(s);
-  }
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
     op = (luna_op *)memory;
@@ -12598,14 +12657,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   }
   for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
   if (extra) *extra = op->out[1];
-  if (record) {
-    lunai_op_saves(op);
-    for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
-    op->previous = ctx->tape;
-    if (op->previous) op->previous->next = op;
-    op->number = op->previous ? op->previous->number + 1 : 0;
-    ctx->tape = op;
-  }
+  if (record) lunai_tape(op);
   return op->out[0];
 }
 LUNAI_FN luna_tensor *lunai_finish(lunai_build *s, int rank, const int64_t *shape) {
@@ -14170,7 +14222,7 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
 /* --- ranks: custom ops, whose state keeps what was received, so that a scope which is run again sends nothing --- */
 /* which part of all ranks' an input is, into the step; *part stays null without a collective */
 LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int64_t n, const int32_t *lengths,
-                              const lunai_cut **part) {
+                             const lunai_cut **part) {
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
@@ -14180,9 +14232,11 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   if (!c) return true;
   mine[0] = rows ? batch : n;
   mine[1] = rows ? n : batch;
-  mine[2] = lengths ? rows ? (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)lunai_max(0, batch) * 4) : 1 :
-            rows ? 0 : n;
+  mine[2] = lengths ? 1 : n;         /* the longest; of rows a hash of the lengths */
   for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  if (rows) mine[2] = 0;
+  if (rows && lengths && batch > 0)
+    mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
   if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
     return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
   if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
@@ -14214,7 +14268,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
 }
 /* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
 LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
-                                           const char *name, bool *failed) {
+                                          const char *name, bool *failed) {
   void *memory;
   int64_t b;
   if (!lengths || !part || !part->rows || *failed) return lengths;
@@ -14230,7 +14284,7 @@ LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, 
 }
 /* What a model's input is a part of, and the input with its lengths as those of its own rows */
 LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
-                               const lunai_cut **part) {
+                              const lunai_cut **part) {
   bool failed = false;
   *own = *input;
   *part = NULL;
@@ -14597,12 +14651,11 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
-  bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
   if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
-  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
+  return lunai_finish_like(&s, x);
 }
 
 LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float fill) {
@@ -14615,10 +14668,10 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   if (failed) return NULL;
   for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
   s.op.arg.mask.fill = fill;
-  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
+  return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return lunai_mask(x, lengths, 0); }
 
@@ -14662,7 +14715,6 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
 
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
-  bool failed = false;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
   if (!lunai_fits(&s, "table [v,d]")) return NULL;
@@ -14670,9 +14722,9 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
   if (!tokens && batch * n > 0) return lunai_fail_null(table->ctx, "luna_embedding", "tokens");
-  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens", &failed);
+  s.op.index = lunai_integers(&s, tokens, batch * n, 0, table->shape[0] - 1, "tokens");
   shape[2] = table->shape[1];
-  return failed ? lunai_abandon(&s) : lunai_finish(&s, 3, shape);
+  return lunai_finish(&s, 3, shape);
 }
 
 /* x [n, ...] as [n, d] */
@@ -14688,15 +14740,14 @@ LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
 LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
     int64_t rows) {
   int64_t shape[LUNA_MAX_RANK], flat[2];
-  bool failed = false;
   luna_tensor *y;
   memcpy(shape, x->shape, sizeof shape);
   shape[0] = flat[0] = rows;
   flat[1] = s->op.in[0]->shape[1];
   if (lunai_shape_count(x->rank, shape) < 0) return lunai_fail_shape(x->ctx, s->name, x->rank, shape);
   if (!indices && count > 0) return lunai_fail_null(x->ctx, s->name, "indices");
-  s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices", &failed);
-  y = failed ? lunai_abandon(s) : lunai_finish(s, 2, flat);
+  s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
+  y = lunai_finish(s, 2, flat);
   return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
 }
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
@@ -14912,13 +14963,13 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 /* --- attention --- */
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
-                                      const char *what, bool *failed) {
+                                      const char *what) {
   int64_t i;
-  const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what, failed);
-  for (i = 0; i <= count && !*failed; i++)
+  const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what);
+  for (i = 0; i <= count && !s->failed; i++)
     if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
       lunai_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
-      *failed = true;
+      s->failed = true;
     }
   return kept;
 }
@@ -15004,7 +15055,6 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
   int64_t shape[3], sums[3];
-  bool failed = false;
   luna_tensor *const in[] = { q, k, v };
   lunai_build s;
   if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
@@ -15016,13 +15066,12 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
   if (!lunai_attention_fits(&s, c)) return NULL;
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths",
-                                &failed);
+  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths");
   if (ragged) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets", &failed);
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets", &failed);
+    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
+    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
   }
-  if (failed) return lunai_abandon(&s);
+  if (s.failed) return lunai_abandon(&s);
   if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
       s.op.arg.attention.batch, s.op.arg.attention.heads,
                                                       s.op.arg.attention.queries, s.op.arg.attention.keys)) {
@@ -15125,7 +15174,6 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums) {
   int64_t sums_shape[3];
-  bool failed = false;
   luna_tensor *const in[] = { weights, context };
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
@@ -15139,8 +15187,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
     c.sums = sums;
     return luna_softmax_attention(weights, context, context, &c);
   }
-  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths", &failed);
-  if (failed) return lunai_abandon(&s);
+  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths");
+  if (s.failed) return lunai_abandon(&s);
   s.op.arg.attention.heads = sums_shape[2] = 1;
   s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
   s.op.arg.attention.queries = sums_shape[1] = weights->shape[1];
@@ -15151,8 +15199,8 @@ LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, cons
 }
 
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
-LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                            luna_tensor *out_bias, const int32_t *lengths, float dropout) {
+LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
+  luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
   const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
   int64_t flat[3], grouped[4], rows[2];
@@ -15161,57 +15209,56 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *x, luna_tensor *k, luna
   grouped[0] = batch; grouped[1] = n; grouped[2] = h; grouped[3] = l;
   rows[0] = batch; rows[1] = h * l;
   s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
-  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(bias, 2, rows)), swap);
+  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(in[2], 2, rows)), swap);
   s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
   /* the fused op's order of elements */
   if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first);
   grouped[2] = h * l;
-  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(v, 3, flat), false, false);
-  return out_bias ? luna_add(s, out_bias) : s;
+  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(in[3], 3, flat), false, false);
+  return in[4] ? luna_add(s, in[4]) : s;
 }
 
-LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-    luna_tensor *out_bias, luna_tensor *residual, const int32_t *lengths, float dropout, float last_dropout) {
-  luna_tensor *const in[] = { x, k, bias, v, out_bias, residual };
-  bool failed = false;
+/* in: x, k, bias, v, out_bias, residual */
+LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *const in[6], const int32_t *lengths, float dropout,
+                                        float last_dropout) {
+  luna_tensor *x = in[0], *k = in[1];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_UNPACK, "luna_unpack", in, 4, 6) || lunai_dropout_wrong(&s, dropout) ||
       !lunai_fits(&s, "x [b,n,D] k [b,H,L,D] bias [b,H,L] v [b,H,L,D] out_bias? [D] residual? [b,n,D]") ||
       !lunai_product_fits(&s, k->shape[1] * k->shape[2], x->shape[2], LUNAI_MAX_SCRATCH) ||
       !lunai_product_fits(&s, lunai_rows(x), k->shape[1], LUNAI_MAX_COUNT)) return NULL;
   if (!lunai_has_op(x, LUNA_OP_UNPACK)) {
-    x = luna_dropout(lunai_unpack_composed(x, k, bias, v, out_bias, lengths, dropout), last_dropout);
-    return residual ? luna_add(residual, x) : x;
+    x = luna_dropout(lunai_unpack_composed(in, lengths, dropout), last_dropout);
+    return in[5] ? luna_add(in[5], x) : x;
   }
   s.op.last_dropout = last_dropout;
-  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths", &failed);
+  s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.dropout = dropout;
-  return failed ? lunai_abandon(&s) : lunai_finish_like(&s, x);
+  return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
                                   luna_tensor *out_bias, const int32_t *lengths, float dropout) {
-  return lunai_unpack_with(x, k, bias, v, out_bias, NULL, lengths, dropout, 0);
+  luna_tensor *const in[6] = { x, k, bias, v, out_bias, NULL };
+  return lunai_unpack_with(in, lengths, dropout, 0);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-                                            int64_t heads, luna_activation omega,
+/* in: q, k, v, s */
+LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
-  luna_tensor *a = luna_activate(s, omega), *w;
+  luna_tensor *s = in[3], *a = luna_activate(s, omega), *w;
   int64_t grouped[4];
   memcpy(grouped, s->shape, sizeof grouped);
   grouped[2] = heads;
   grouped[3] = s->shape[2] / heads;
-  w = luna_causal_product(luna_scale(q, scale), k, a, heads);
+  w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
   w = luna_dropout(luna_softmax(luna_reshape(w, 4, grouped), lengths), dropout);
   grouped[2] = s->shape[2];
-  return luna_causal_product(luna_reshape(w, 3, grouped), a, v, heads);
+  return luna_causal_product(luna_reshape(w, 3, grouped), a, in[2], heads);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-                                         int64_t heads, luna_activation omega, const int32_t *lengths, float dropout,
-                                         const lunai_past *past) {
-  luna_tensor *const in[] = { q, k, v, s };
-  bool failed = false;
+LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t heads, luna_activation omega,
+                                          const int32_t *lengths, float dropout, const lunai_past *past) {
+  luna_tensor *q = in[0], *s = in[3];
   float scale;
   lunai_build build;
   if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
@@ -15223,8 +15270,8 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
-    return lunai_causal_composed(q, k, v, s, heads, omega, lengths, dropout, scale);
-  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths", &failed);
+    return lunai_causal_composed(in, heads, omega, lengths, dropout, scale);
+  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
@@ -15233,12 +15280,14 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *q, luna_tensor *k, luna_t
     build.op.mean_av = past->mean_av;
     build.op.position = past->position;
   }
-  if (!failed && lunai_rows_cut(q)) failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
-  return failed ? lunai_abandon(&build) : lunai_finish_like(&build, q);
+  if (!build.failed && lunai_rows_cut(q))
+    build.failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
+  return lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
     int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
-  return lunai_causal_nested(q, k, v, s, heads, omega, lengths, dropout, NULL);
+  luna_tensor *const in[4] = { q, k, v, s };
+  return lunai_causal_nested(in, heads, omega, lengths, dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
@@ -15623,6 +15672,14 @@ LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_t
   if (t->rank == 3 && t->shape[0] == batch && t->shape[2] == dim) return true;
   return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
 }
+LUNAI_FN luna_attention_config lunai_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
+  luna_attention_config a;
+  memset(&a, 0, sizeof a);
+  a.heads = heads;
+  a.dropout = dropout;
+  a.lengths = lengths;
+  return a;
+}
 LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
   (void)dim, (void)bert;
   return lunai_init(LUNA_INIT_NORMAL, bert ? 0.02f : (float)(1.0 / sqrt((double)dim)));
@@ -15768,9 +15825,11 @@ LUNAI_FN luna_tensor *lunai_unpack_folded(const luna_nested_attention_layer *lay
   luna_tensor *v = lunai_split_heads(luna_linear_layer_forward(&layer->v, packed_context), h);
   luna_tensor *bias = luna_matmul(k, lunai_reshape(layer->q.bias, 3, h, d / h, 1, 1), false, false);
   luna_tensor *out = lunai_reshape(lunai_permute(layer->out.weight, 1, 0, 2, 3), 3, h, d / h, d, 1);
-  k = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
-  return lunai_unpack_with(x, k, lunai_reshape(bias, 3, b, h, l, 1), luna_matmul(v, out, false, false), layer->out.bias,
-                           residual, lengths, layer->config.dropout, dropout);
+  luna_tensor *in[6];
+  in[0] = x, in[1] = luna_matmul(k, lunai_weight_heads(x->ctx, &layer->q, d, h), false, false);
+  in[2] = lunai_reshape(bias, 3, b, h, l, 1), in[3] = luna_matmul(v, out, false, false);
+  in[4] = layer->out.bias, in[5] = residual;
+  return lunai_unpack_with(in, lengths, layer->config.dropout, dropout);
 }
 
 /* Whether the folded form has fewer flops: 4 h l d a row and 4 l d d a sequence, against 2 d d for each projection of
@@ -15791,10 +15850,7 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
   luna_attention_config a;
   if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
-  memset(&a, 0, sizeof a);
-  a.dropout = c->dropout;
-  a.heads = c->pack_heads;
-  a.lengths = lengths;
+  a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
   pv = luna_linear_layer_forward(&layer->pv, context);
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
@@ -15802,11 +15858,8 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
 /* the second half of a stream's: its sources' sequences are queries side by side */
 LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer, luna_tensor *x,
                                         luna_tensor *residual, lunai_past *past) {
-  luna_attention_config a;
+  const luna_attention_config a = lunai_attention_config(layer->config.heads, 0, past->source_slots);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
-  memset(&a, 0, sizeof a);
-  a.heads = layer->config.heads;
-  a.lengths = past->source_slots;
   q = q ? lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1) : NULL;
   q = luna_softmax_attention(q, &past->keys, &past->values, &a);
   q = q ? luna_reshape(q, x->rank, x->shape) : NULL;
@@ -15824,10 +15877,7 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   if (failed) return NULL;
   if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-  memset(&a, 0, sizeof a);
-  a.dropout = c->dropout;
-  a.heads = c->heads;
-  a.lengths = lengths;
+  a = lunai_attention_config(c->heads, c->dropout, lengths);
   v = luna_linear_layer_forward(&layer->v, y_p);
   k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
   return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
@@ -15975,6 +16025,7 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   luna_tensor *p = f->p, *s, *q, *k, *v;
   const int32_t *lengths = f->lengths;
   luna_scope scope;
+  luna_tensor *in[4];
   bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   c = &layer->config;
@@ -15993,7 +16044,8 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   q = luna_linear_layer_forward(&layer->q, x);
   v = luna_linear_layer_forward(&layer->v, x);
   k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  v = lunai_causal_nested(q, k, v, s, c->heads, c->omega, lengths, c->dropout, f->past);
+  in[0] = q, in[1] = k, in[2] = v, in[3] = s;
+  v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
@@ -16143,10 +16195,7 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
       from = first * (layer->config.dim / layer->config.heads);
   const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
-  luna_attention_config a;
-  memset(&a, 0, sizeof a);
-  a.heads = heads;
-  a.dropout = layer->config.dropout;
+  luna_attention_config a = lunai_attention_config(heads, layer->config.dropout, NULL);
   if (heads < layer->config.heads) {
     q = luna_slice(q, 2, from, width);
     k = luna_slice(k, 2, from, width);
@@ -16194,11 +16243,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  memset(&a, 0, sizeof a);
-  a.heads = c->heads;
-  a.lengths = lengths;
+  a = lunai_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
-  a.dropout = c->dropout;
   y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
       c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
           lunai_linformer(layer, qkv, lengths);
@@ -17046,17 +17092,18 @@ LUNAI_FN float lunai_embedding_factor(const luna_encoder_config *c) {
   return c->embedding_scale == LUNA_EMBEDDING_SCALE_SQRT_DIM ? (float)sqrt((double)c->dim) : 1.0f;
 }
 /* tokens to s E[token] + position, or, without a table, features to their projection + position; zeros where padded */
-LUNAI_FN luna_tensor *lunai_embed(const luna_encoder_config *c, luna_tensor *table, const luna_input_layer *features,
-                                  luna_tensor *positions, const luna_norm_layer *norm, const luna_input *input,
-                                  const luna_input *own, const lunai_cut *part) {
+LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input, const luna_input *own,
+                                  const lunai_cut *part) {
+  const luna_encoder_config *c = &e->config;
+  const luna_norm_layer *norm = &e->embedding_norm;
   const float factor = lunai_embedding_factor(c);
-  const luna_scope scope = luna_scope_begin(table ? table->ctx : features->mean->ctx);
-  luna_tensor *x = lunai_cut_of(table ? luna_embedding(table, own->tokens, own->batch, own->n) :
-                                         luna_input_layer_forward(features, own), part);
-  if (factor != 1 && table) x = lunai_result_so_far(scope, luna_scale(x, factor));
-  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, positions, c->first_position));
+  const luna_scope scope = luna_scope_begin(e->embedding ? e->embedding->ctx : e->input.mean->ctx);
+  luna_tensor *x = lunai_cut_of(e->embedding ? luna_embedding(e->embedding, own->tokens, own->batch, own->n) :
+                                               luna_input_layer_forward(&e->input, own), part);
+  if (factor != 1 && e->embedding) x = lunai_result_so_far(scope, luna_scale(x, factor));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, c->positions, e->positions, c->first_position));
   if (c->keep_padding) x = lunai_result_so_far(scope, luna_mask(x, input->lengths));
-  if (norm && norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
+  if (norm->weight) x = lunai_result_so_far(scope, luna_norm_layer_forward(norm, x));
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
@@ -17103,8 +17150,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
     if (!memory) return NULL;
   }
   if (p) *p = memory;
-  return lunai_results(scope, lunai_embed(c, e->embedding, &e->input, e->positions, &e->embedding_norm, input, &own,
-                                          part), memory);
+  return lunai_results(scope, lunai_embed(e, input, &own, part), memory);
 }
 
 /* p: the memory that comes in, or null. *last_x and *last_p: what the last layer makes of both; last_x or last_p is
@@ -17449,7 +17495,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
                                                  "source"), source, to, target, name, "target");
   luna_tensor *p = NULL, *context, *x;
   lunai_flow f;
-  luna_encoder_config c;
+  luna_encoder e;                    /* what embeds the target */
   const lunai_cut *part;
   luna_input own;
   luna_scope scope, inner;
@@ -17457,10 +17503,12 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
   scope = luna_scope_begin(ctx);
   context = luna_encoder_forward(&model->encoder, source, &p);
-  c = model->config.encoder;
-  c.keep_padding = true;             /* padding of the target: a zero embedding, no more */
-  x = context ? lunai_embed(&c, model->embedding, NULL, model->positions, NULL, target, &own, part) :
-                NULL;
+  memset(&e, 0, sizeof e);
+  e.config = model->config.encoder;
+  e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
+  e.embedding = model->embedding;
+  e.positions = model->positions;
+  x = context ? lunai_embed(&e, target, &own, part) : NULL;
   inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   f = lunai_flow_of(x, p, source->lengths);
   f.context = context;
@@ -18060,51 +18108,62 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* An open file, with its index in the step; closing releases both. */
-typedef struct lunai_file {
-  lunai_st st;
+/* What a file is read for. read gets it with its index, which is in the step. */
+typedef struct lunai_reading lunai_reading;
+struct lunai_reading {
   luna_ctx *ctx;
+  const char *name;                  /* of the call */
+  luna_status (*read)(const lunai_reading *r, lunai_st *st);
+  void *into;                        /* the reader's */
+  luna_params *params;
+};
+LUNAI_FN lunai_reading lunai_reading_of(luna_ctx *ctx, const char *name,
+                                        luna_status (*read)(const lunai_reading *r, lunai_st *st), void *into,
+                                        luna_params *params) {
+  lunai_reading r;
+  r.ctx = ctx;
+  r.name = name;
+  r.read = read;
+  r.into = into;
+  r.params = params;
+  return r;
+}
+LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
+  luna_ctx *ctx = r->ctx;
+  lunai_chunk *last = NULL, *chunk, **newer;
+  const char *outer, *wrong;
+  luna_status status = LUNA_OK;
   lunai_mark mark;
-  lunai_chunk *last;
-  const char *outer;                 /* for lunai_leave */
-} lunai_file;
-LUNAI_FN luna_status lunai_file_close(const lunai_file *f, luna_status status) {
-  lunai_arena *arena = &f->ctx->arena[0];
-  lunai_chunk **newer = f->last ? &f->last->next : &arena->steps;
-  lunai_step_rewind(f->ctx, f->mark);
-  while (*newer) lunai_chunk_close(newer, f->ctx->options.allocator, f->ctx->backend, f->ctx->self);
-  if (!f->last) arena->step = NULL;
-  lunai_leave(f->ctx, f->outer);
+  void *index;
+  lunai_st st;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  outer = lunai_enter(ctx, r->name);
+  mark = lunai_step_mark(ctx);
+  for (chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
+  wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
+  if (!wrong) {
+    const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
+    if (!lunai_step(ctx, need, false, &index)) status = lunai_fail_memory(ctx, ctx->call, need);
+    else wrong = lunai_st_index(&st, (uint64_t *)index, (uint64_t *)index + st.tensors);
+  }
+  if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
+  if (status == LUNA_OK) status = r->read(r, &st);
+  lunai_step_rewind(ctx, mark);
+  for (newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
+    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
+  if (!last) ctx->arena[0].step = NULL;
+  lunai_leave(ctx, outer);
   return status;
 }
-LUNAI_FN luna_status lunai_file_open(luna_ctx *ctx, lunai_file *f, const void *bytes, size_t size, const char *name) {
-  lunai_chunk *chunk;
-  const char *wrong;
-  void *index;
-  f->ctx = ctx;
-  f->outer = lunai_enter(ctx, name);
-  f->mark = lunai_step_mark(ctx);
-  for (f->last = NULL, chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) f->last = chunk;
-  wrong = bytes || size == 0 ? lunai_st_open(&f->st, bytes, size) : "bytes is null";
-  if (!wrong) {
-    const size_t need = (f->st.tensors + f->st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) return lunai_file_close(f, lunai_fail_memory(ctx, ctx->call, need));
-    wrong = lunai_st_index(&f->st, (uint64_t *)index, (uint64_t *)index + f->st.tensors);
-  }
-  if (!wrong) return LUNA_OK;
-  lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
-  return lunai_file_close(f, ctx->last_status);
-}
 
+LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  lunai_file file;
-  luna_status status;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_bytes");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_st(params, &file.st)) : status;
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params);
+  return lunai_read_bytes(&r, bytes, size);
 }
 
-LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
+LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
+  luna_params *params = r->params;
   uint64_t *names = params->source.names;
   lunai_param *p;
   luna_error_id wrong;
@@ -18130,11 +18189,9 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_params *params, lunai_st *st) {
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  lunai_file file;
-  luna_status status;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_borrowed");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_borrowed(params, &file.st)) : status;
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL,
+                                           params);
+  return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
@@ -18166,7 +18223,9 @@ LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   lunai_st_decode(text, (char *)memory, size);
   return (const char *)memory;
 }
-LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna_inspection *inspection) {
+LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
+  const luna_inspection *inspection = (const luna_inspection *)r->into;
+  luna_ctx *ctx = r->ctx;
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
@@ -18192,19 +18251,20 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, const lunai_st *st, const luna
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  lunai_file file;
-  luna_status status;
-  if (!ctx || !inspection) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(ctx, &file, bytes, size, "luna_inspect_bytes");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_inspect(ctx, &file.st, inspection)) : status;
+  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection,
+                                           NULL);
+  return inspection ? lunai_read_bytes(&r, bytes, size) : LUNA_BAD_ARGUMENT;
 }
 
-LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st, luna_load_report *m) {
+LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
+  luna_params *params = r->params;
+  luna_load_report none, *m = r->into ? (luna_load_report *)r->into : &none;
   char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_param *p;
   size_t cursor = 0;
+  if (!r->into) memset(&none, 0, sizeof none);
   if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (p = params->first; p && status == LUNA_OK; p = p->next) {
@@ -18228,14 +18288,9 @@ LUNAI_FN luna_status lunai_load_matching(luna_params *params, const lunai_st *st
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  luna_load_report none;
-  lunai_file file;
-  luna_status status;
-  if (!params) return LUNA_BAD_ARGUMENT;
-  memset(&none, 0, sizeof none);
-  status = lunai_file_open(params->ctx, &file, bytes, size, "luna_load_matching_bytes");
-  if (status != LUNA_OK) return status;
-  return lunai_file_close(&file, lunai_load_matching(params, &file.st, report ? report : &none));
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching,
+                                           report, params);
+  return lunai_read_bytes(&r, bytes, size);
 }
 
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
@@ -18302,47 +18357,33 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
   lunai_fill_begin(s->params, st);
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
-/* into `model`, `size` bytes of the member of luna_model at `at` */
-typedef struct lunai_kind_load {
-  const char *name;
-  luna_model_kind kind;
-  void *model;
-  size_t at, size;
-} lunai_kind_load;
-LUNAI_FN luna_status lunai_load_kind_bytes(void *load, luna_params *params, const void *bytes, size_t size) {
-  const lunai_kind_load *k = (const lunai_kind_load *)load;
+/* into setup's struct, its bytes of the member of luna_model at `at` */
+typedef struct lunai_kind_load { lunai_setup setup; luna_model_kind kind; size_t at; } lunai_kind_load;
+LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
+  const lunai_kind_load *k = (const lunai_kind_load *)r->into;
   luna_model any;
-  lunai_setup s;
-  lunai_file file;
-  bool good = lunai_setup_begin(&s, k->name, params, NULL, k->model, k->size) &&
-              lunai_file_open(params->ctx, &file, bytes, size, k->name) == LUNA_OK;
   memset(&any, 0, sizeof any);
-  if (good) {
-    good = lunai_model_load_st(&any, k->kind, &s, &file.st);
-    if (good) memcpy(k->model, (const char *)&any + k->at, k->size);
-    lunai_file_close(&file, LUNA_OK);
-  }
-  return lunai_setup_end(&s, good);
+  if (!lunai_model_load_st(&any, k->kind, &k->setup, st)) return LUNA_BAD_FILE;
+  memcpy(k->setup.made, (const char *)&any + k->at, k->setup.size);
+  return LUNA_OK;
 }
 #define LUNAI_KIND_LOADS(F) \
   F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
   F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
   F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
   F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
-LUNAI_FN lunai_kind_load lunai_kind_load_of(const char *name, int kind, void *model, size_t at, size_t size) {
-  lunai_kind_load k;
-  k.name = name;
-  k.kind = (luna_model_kind)kind;
-  k.model = model;
-  k.at = at;
-  k.size = size;
-  return k;
-}
-#define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNA_API luna_status call##_bytes(type *model, luna_params *params, const void *bytes, size_t size) { \
-    lunai_kind_load k = lunai_kind_load_of(#call "_bytes", kind, model, offsetof(luna_model, member), sizeof *model); \
-    return lunai_load_kind_bytes(&k, params, bytes, size); \
+#define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
+  LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
+    lunai_kind_load k; \
+    const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), #call, lunai_load_kind, &k, params); \
+    const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
+    k.kind = (luna_model_kind)chosen; \
+    k.at = offsetof(luna_model, member); \
+    return lunai_setup_end(&k.setup, good && load == LUNA_OK); \
   }
+#define LUNAI_KIND_LOAD(call, type, kind, member) \
+  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, lunai_read_bytes(&r, bytes, size), const void *bytes, \
+                     size_t size)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 
@@ -18490,7 +18531,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) {
+LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
+  luna_optimizer *o = (luna_optimizer *)r->into;
   luna_ctx *ctx = o->params->ctx;
   uint64_t value[LUNAI_TRAINING_KEYS];
   luna_step_state state;
@@ -18520,37 +18562,20 @@ LUNAI_FN luna_status lunai_load_training(luna_optimizer *o, const lunai_st *st) 
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
-LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  lunai_file file;
-  luna_status status;
-  if (!o) return LUNA_BAD_ARGUMENT;
-  status = lunai_file_open(o->params->ctx, &file, bytes, size, "luna_load_training_bytes");
-  return status == LUNA_OK ? lunai_file_close(&file, lunai_load_training(o, &file.st)) : status;
+LUNAI_FN lunai_reading lunai_training_reading(luna_optimizer *o, const char *name) {
+  luna_params *params = o ? o->params : NULL;
+  return lunai_reading_of(lunai_ctx_of(params), name, lunai_load_training, o, params);
 }
-LUNAI_FN luna_status lunai_load_trained(void *optimizer, luna_params *params, const void *bytes, size_t size) {
-  (void)params;
-  return luna_load_training_bytes((luna_optimizer *)optimizer, bytes, size);
+LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
+  const lunai_reading r = lunai_training_reading(o, "luna_load_training_bytes");
+  return lunai_read_bytes(&r, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
 
 /* --- the same through luna_io, and by path --- */
-typedef luna_status (*lunai_loader)(void *into, luna_params *params, const void *bytes, size_t size);
-LUNAI_FN luna_status lunai_load_values(void *into, luna_params *params, const void *bytes, size_t size) {
-  (void)into;
-  return luna_load_bytes(params, bytes, size);
-}
-typedef struct lunai_inspect_call { luna_ctx *ctx; const luna_inspection *inspection; } lunai_inspect_call;
-LUNAI_FN luna_status lunai_load_inspected(void *call, luna_params *params, const void *bytes, size_t size) {
-  (void)params;
-  return luna_inspect_bytes(((lunai_inspect_call *)call)->ctx, bytes, size, ((lunai_inspect_call *)call)->inspection);
-}
-LUNAI_FN luna_status lunai_load_matched(void *report, luna_params *params, const void *bytes, size_t size) {
-  return luna_load_matching_bytes(params, bytes, size, (luna_load_report *)report);
-}
-
-LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
-                                        luna_params *params, const luna_io *io) {
-  const char *outer = lunai_enter(ctx, name);
+LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
+  luna_ctx *ctx = r->ctx;
+  const char *outer = lunai_enter(ctx, r->name);
   const lunai_mark mark = lunai_step_mark(ctx);
   luna_status status = LUNA_OK;
   void *bytes;
@@ -18558,16 +18583,17 @@ LUNAI_FN luna_status lunai_load_through(luna_ctx *ctx, const char *name, lunai_l
     status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
   else if (io->size && !io->read(io->user, bytes, (size_t)io->size))
     status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
-  if (status == LUNA_OK) status = loader(into, params, bytes, (size_t)io->size);
+  if (status == LUNA_OK) status = lunai_read_bytes(r, bytes, (size_t)io->size);
   lunai_step_rewind(ctx, mark);
   lunai_leave(ctx, outer);
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params);
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!io || !io->read)
     return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
-  return lunai_load_through(params->ctx, "luna_load_io", lunai_load_values, NULL, params, io);
+  return lunai_read_io(&r, io);
 }
 
 #ifndef LUNA_NO_STDIO
@@ -18835,17 +18861,16 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *pat
 }
 #endif
 
-LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_loader loader, void *into,
-                                     luna_params *params, const char *path) {
+LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
+  luna_ctx *ctx = r->ctx;
   luna_io io;
   luna_status status;
   int64_t size;
   FILE *file;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!into || !path)
-    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, path ? "what is to be loaded" : "path");
+  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
   file = fopen(path, "rb");
-  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
+  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
   size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   memset(&io, 0, sizeof io);
@@ -18854,42 +18879,34 @@ LUNAI_FN luna_status lunai_load_path(luna_ctx *ctx, const char *name, lunai_load
   io.size = (uint64_t)size;
   rewind(file);
   ctx->path = path;
-  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, name, path);
-  else status = lunai_load_through(ctx, name, loader, into, params, &io);
+  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
+  else status = lunai_read_io(r, &io);
   ctx->path = NULL;
   fclose(file);
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  return lunai_load_path(lunai_ctx_of(params), "luna_load", lunai_load_values, params, params, path);
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load", lunai_load, NULL, params);
+  return lunai_read_path(&r, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNA_API luna_status call(type *model, luna_params *params, const char *path) { \
-    lunai_kind_load k = lunai_kind_load_of(#call, kind, model, offsetof(luna_model, member), sizeof *model); \
-    lunai_setup s; \
-    bool good = lunai_setup_begin(&s, #call, params, NULL, model, sizeof *model); \
-    good = good && lunai_load_path(params->ctx, #call, lunai_load_kind_bytes, &k, params, path) == LUNA_OK; \
-    return lunai_setup_end(&s, good); \
-  }
+  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(&r, path), const char *path)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  luna_load_report none;
-  memset(&none, 0, sizeof none);
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matched, report ? report : &none,
-                         params,
-                         path);
+  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report,
+                                           params);
+  return lunai_read_path(&r, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  lunai_inspect_call call;
-  call.ctx = ctx;
-  call.inspection = inspection;
-  return lunai_load_path(ctx, "luna_inspect", lunai_load_inspected, &call, NULL, path);
+  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL);
+  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
+  return lunai_read_path(&r, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  luna_params *params = o ? o->params : NULL;
-  return lunai_load_path(lunai_ctx_of(params), "luna_load_training", lunai_load_trained, o, params, path);
+  const lunai_reading r = lunai_training_reading(o, "luna_load_training");
+  return lunai_read_path(&r, path);
 }
 #endif
 #endif /* !LUNA_NO_STDIO */
@@ -18904,10 +18921,16 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
 /* a layer, its own tensors of the parameters, and its past */
+#define LUNAI_BESIDE_ATTENTION 13    /* tensors of a causal layer: P, convolution 2, norms 4, feed-forward 6; */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_LAYER_TENSORS 25       /* with its attention's 12; */
+#else
+#define LUNAI_LAYER_TENSORS 28       /* of a decoder's layer, without its cross-attention's keys and values */
+#endif
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[32];
+  luna_tensor parameters[LUNAI_LAYER_TENSORS];
 } lunai_stream_layer;
 
 struct luna_stream {
@@ -18917,7 +18940,7 @@ struct luna_stream {
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
   luna_lm model;                     /* its config and what is beside its layers, or the like of a decoder */
-  luna_tensor parameters[12];        /* theirs */
+  luna_tensor parameters[9];         /* theirs */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
   lunai_int64 position, first_position;
@@ -19233,7 +19256,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   lunai_put(&text, "self_attn.");
   *text.at = 0;
   count = lunai_causal_attention_parts(&causal->attention, parts);
-  return lunai_stream_own(s, layer->parameters + 16, parts, count, prefix, st);
+  return lunai_stream_own(s, layer->parameters + LUNAI_BESIDE_ATTENTION, parts, count, prefix, st);
 }
 /* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
@@ -19517,81 +19540,6 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   return lunai_stream_opened(ctx, s, good);
 }
 
-/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
-   target changes none of it) */
-LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own,
-                                   luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
-  const luna_nested_attention_layer *cross = &layer->cross_attention;
-  const luna_layer_config *c = &layer->config;
-  const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
-  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
-                                                  lengths), *k, *v;
-  if (!lunai_stream_fold(s, own, (*p)->data)) return false;
-  v = luna_linear_layer_forward(&cross->v, packed_context);
-  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
-  *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
-      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
-}
-/* how many memory slots each of `count` sequences has, as many for each source */
-LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
-  int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
-  int64_t i;
-  for (i = 0; i < count; i++)
-    slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
-                                  s->sizes.memory);
-  return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
-}
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
-  const luna_seq2seq_config *c;
-  luna_stream first, *s = NULL;
-  luna_stream_config config;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  luna_tensor *p = NULL, *context;
-  int64_t i;
-  bool good;
-  if (!ctx) return NULL;
-  c = &model->config;
-  if (beam == 0) beam = 1;
-  luna_begin_inference(ctx);
-  if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
-      !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
-      !lunai_in(ctx, "luna_seq2seq_stream_open", "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
-  context = luna_encoder_forward(&model->encoder, source, &p);
-  if (!context) return NULL;
-  memset(&first, 0, sizeof first);
-  memset(&config, 0, sizeof config);
-  config.batch = source->batch * beam;
-  config.chunk = 1;
-  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
-  first.sizes.layers = c->decoder_layers;
-  first.sizes.memory = p->shape[1];
-  first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
-  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
-  first.sizes.norm = c->encoder.layer.norm;
-  first.sizes.omega = c->encoder.layer.omega;
-  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
-  first.sizes.max_length = c->max_target_length;
-  if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
-  first.sources = source->batch;
-  first.cross = true;
-  first.scale = lunai_embedding_factor(&c->encoder);
-  first.first_position = c->encoder.first_position;
-  lunai_lm_from_sizes(&first.sizes, &first.model.config);
-  first.model.embedding = model->embedding;
-  first.model.positions = model->positions;
-  first.model.norm = model->norm;
-  first.model.output.weight = model->output;
-  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
-  if (!s) return NULL;
-  good = lunai_stream_real(s, s->slots, s->batch, source) &&
-         lunai_stream_real(s, s->source_slots, source->batch, source);
-  for (i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
-           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
-  return lunai_stream_opened(ctx, s, good);
-}
 #endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
@@ -19764,7 +19712,9 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   return lunai_stream_status(s);
 }
 
-/* --- sampling --- */
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>sampling: a token out of logits. Guarded by tests/stream.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 /* the k-th largest of n numbers, and how many are larger than it */
 LUNAI_FN float lunai_kth(const float *x, int64_t n, int64_t k, int64_t *above) {
   float limit = INFINITY, next = -INFINITY;
@@ -19851,7 +19801,86 @@ LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampli
   return chosen;
 }
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>beam: a decoder's stream, and beam search. Guarded by tests/models.c.
+   ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
+/* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
+   target changes none of it) */
+LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *layer, lunai_stream_layer *own,
+                                   luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
+  const luna_nested_attention_layer *cross = &layer->cross_attention;
+  const luna_layer_config *c = &layer->config;
+  const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
+  luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
+                                                  lengths), *k, *v;
+  if (!lunai_stream_fold(s, own, (*p)->data)) return false;
+  v = luna_linear_layer_forward(&cross->v, packed_context);
+  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
+  *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
+  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
+      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
+}
+/* how many memory slots each of `count` sequences has, as many for each source */
+LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
+  int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
+  int64_t i;
+  for (i = 0; i < count; i++)
+    slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
+                                  s->sizes.memory);
+  return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
+}
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
+  const luna_seq2seq_config *c;
+  luna_stream first, *s = NULL;
+  luna_stream_config config;
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_tensor *p = NULL, *context;
+  int64_t i;
+  bool good;
+  if (!ctx) return NULL;
+  c = &model->config;
+  if (beam == 0) beam = 1;
+  luna_begin_inference(ctx);
+  if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
+      !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
+      !lunai_in(ctx, "luna_seq2seq_stream_open", "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
+  context = luna_encoder_forward(&model->encoder, source, &p);
+  if (!context) return NULL;
+  memset(&first, 0, sizeof first);
+  memset(&config, 0, sizeof config);
+  config.batch = source->batch * beam;
+  config.chunk = 1;
+  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
+  first.sizes.layers = c->decoder_layers;
+  first.sizes.memory = p->shape[1];
+  first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
+  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
+  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
+  first.sizes.norm = c->encoder.layer.norm;
+  first.sizes.omega = c->encoder.layer.omega;
+  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
+  first.sizes.max_length = c->max_target_length;
+  if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
+  first.sources = source->batch;
+  first.cross = true;
+  first.scale = lunai_embedding_factor(&c->encoder);
+  first.first_position = c->encoder.first_position;
+  lunai_lm_from_sizes(&first.sizes, &first.model.config);
+  first.model.embedding = model->embedding;
+  first.model.positions = model->positions;
+  first.model.norm = model->norm;
+  first.model.output.weight = model->output;
+  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
+  if (!s) return NULL;
+  good = lunai_stream_real(s, s->slots, s->batch, source) &&
+         lunai_stream_real(s, s->source_slots, source->batch, source);
+  for (i = 0; i < s->sizes.layers && good; i++)
+    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
+           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
+  return lunai_stream_opened(ctx, s, good);
+}
+
 /* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first
    `beam` is a result --- */
 typedef struct lunai_candidate { double score; int64_t row; int32_t token; } lunai_candidate;

@@ -8,22 +8,24 @@
    and every model, layer, optimiser and checkpoint of luna.h works as before. Link with -lcublas. luna.h's
    implementation may stand in the same .cu file or, faster on the CPU, in a .c file of its own.
 
-   Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back. Pointers of host memory never go
-               into an op but through the calls that take host arrays (tokens, lengths, labels, luna_tensor_new).
-   Waiting     All work goes, in order, into one stream of the context, luna_cuda_stream(ctx). luna_item, luna_read, saving and what reads an optimiser's
-               counters wait for it; nothing else does. A fault of the device surfaces there, as the context's error.
+   Memory      Tensors' data, gradients and moments lie on the device; luna_read and luna_item bring values back.
+               Pointers of host memory never go into an op but through the calls that take host arrays (tokens,
+               lengths, labels, luna_tensor_new).
+   Waiting     All work goes, in order, into one stream of the context, luna_cuda_stream(ctx). luna_item, luna_read,
+               saving and what reads an optimiser's counters wait for it; nothing else does. A fault of the device
+               surfaces there, as the context's error.
    Errors      are those that this file's own CUDA calls return. An error that your code left for cudaGetLastError, or a
                query's cudaErrorNotReady, is neither reported nor reset. When a call of its own fails, the context has
                the error and cudaGetLastError's is reset.
    Devices     Each call of a context makes its device the thread's current one, and leaves it so: call cudaSetDevice
                before work of your own on another.
    Shared      sets (luna_params_share): the sharing context's stream waits for the owner's.
-   Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large products (10 and 7 bits of mantissa).
-               The same program gives the same bits on the same device: no kernel adds floats in an order that can
-               change.
+   Numbers     Float32 throughout, products by cuBLAS. LUNA_CUDA_TF32 and LUNA_CUDA_BF16 round the factors of large
+               products (10 and 7 bits of mantissa). The same program gives the same bits on the same device: no kernel
+               adds floats in an order that can change.
    Dropout     decides by the same Philox counters as the CPU: same seed, same masks.
-   Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and waits for its logits. They are used by the
-               thread of their context.
+   Streams     (luna_stream, luna_seq2seq_generate's decoder) lie and run on the device; a step takes tokens there and
+               waits for its logits. They are used by the thread of their context.
    Graphs      luna_graph makes a training step one cudaGraphLaunch, and a copy of what changes: tokens, labels, the
                learning rate. Streams use one by themselves for single tokens. A custom op is recorded only if its
                luna_custom says that it may be: then its launches into luna_cuda_stream are captured, and it must not
@@ -351,7 +353,8 @@ __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return 
 #define vf_half_gauss(x) expf(-0.5f * (x) * (x))
 #define vf_normal_cdf(x) (0.5f * (1 + erff((x) * 0.70710678118654752f)))
 #define LUNACU_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
-#define LUNACU_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const float y = value; (void)y; return slope; }
+#define LUNACU_SLOPE(NAME, name, value, slope) \
+  case LUNA_ACTIVATION_##NAME: { const float y = value; (void)y; return slope; }
 __device__ __forceinline__ float lunacu_activation(int kind, float x) {
   switch (kind) { LUNA_MAPS(LUNACU_VALUE) default: return x; }
 }
@@ -361,7 +364,8 @@ __device__ __forceinline__ float lunacu_slope(int kind, float x) {
 #undef LUNACU_VALUE
 #undef LUNACU_SLOPE
 #define LUNACU_VALUE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return value;
-#define LUNACU_SLOPE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) case LUNA_OP_##NAME: return input == 0 ? (da) : input == 1 ? (db) : (dc);
+#define LUNACU_SLOPE(NAME, tier, reads, cheap, function, inputs, value, da, db, dc) \
+  case LUNA_OP_##NAME: return input == 0 ? (da) : input == 1 ? (db) : (dc);
 __device__ __forceinline__ float lunacu_combine(int kind, float a, float b, float c) {
   switch (kind) { LUNA_ELEMENTWISE(LUNACU_VALUE) default: return c; }
 }
@@ -655,7 +659,9 @@ struct lunacu_place {
     mine = o < s.outer && j < s.n;
   }
 };
-#define LUNACU_EACH_UNIT(s, first) for (int64_t first = (int64_t)blockIdx.x * (s).at_once(); first < (s).units(); first += (int64_t)gridDim.x * (s).at_once())
+#define LUNACU_EACH_UNIT(s, first) \
+  for (int64_t first = (int64_t)blockIdx.x * (s).at_once(); first < (s).units(); \
+       first += (int64_t)gridDim.x * (s).at_once())
 
 /* where sums go: number k of [outer, parts, n] to to[part][(o n + j) stride], or nowhere */
 struct lunacu_sums_to {
@@ -3560,8 +3566,10 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
    >>causal: the causal product and causal Luna, forward and backward
    One product does all of it, F_t = sum_{j<=t} (x_t y_j) z_j, in chunks of LUNACU_CHUNK rows:
      F = X S + ((X Y^T) o L) Z,   S <- S + Y^T Z,   L the lower triangle with the diagonal
-   Causal product  out = F(x, y, z) / t;  with G = dout / t:  dx = F(G, z, y),  and over the rows in reverse  dy = F(z, G, x),  dz = F(y, x, G)
-   Causal Luna     U = F(q, k, A) scale / t,  W = softmax U,  out = F(W, A, v) / t;  dW = F(G, v, A),  dq = F(H, A, k),  and in reverse
+   Causal product  out = F(x, y, z) / t;  with G = dout / t:  dx = F(G, z, y),
+                   and over the rows in reverse  dy = F(z, G, x),  dz = F(y, x, G)
+   Causal Luna     U = F(q, k, A) scale / t,  W = softmax U,  out = F(W, A, v) / t;  dW = F(G, v, A),  dq = F(H, A, k),
+                   and in reverse
                    dk = F(A, H, q),  dv = F(A, W, G),  dA = F(k, q, H) + F(v, G, W);  A = omega(s), H = dU scale / t
    A sweep takes a window of chunks at a time: the sums Y^T Z of its chunks, in their place the sums of all chunks
    before (added in double, which is also what goes from window to window), then the rows. Windows bound the memory of

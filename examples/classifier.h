@@ -23,7 +23,7 @@ typedef struct batch { luna_input input; int64_t count; const int32_t *labels; }
 
 static struct pool {                 /* POOL batches of samples */
   int64_t first, count;              /* which samples lie here */
-  int32_t *tokens, *batch;           /* [rows, parts, longest], and those of one batch [set.batch, parts, its longest] */
+  int32_t *tokens, *batch;           /* [rows, parts, longest]; those of one batch [set.batch, parts, its longest] */
   int32_t *lengths, *sorted_lengths; /* [rows, parts] */
   int32_t *labels, *sizes, *order, *sorted_labels; /* sizes: of a sample's longest part; order: samples by size */
 } pool;

@@ -45,13 +45,17 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- lists, made or from a file ------------------------------------------------------------------------------------- */
+/* ---- lists, made or from a file ------------------------------------------------------------------------------------ */
 
 static list_file file;
 
 static list_sizes sizes(void) { return (list_sizes){ own.shortest, own.longest, own.depth, own.args }; }
-static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *length) { return list_make(sizes(), draw(1, index, 0), INT64_MAX, tokens, length); }
-static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) { return list_fetch(&file, index, tokens, length); }
+static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *length) {
+  return list_make(sizes(), draw(1, index, 0), INT64_MAX, tokens, length);
+}
+static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
+  return list_fetch(&file, index, tokens, length);
+}
 
 /* ---- training ------------------------------------------------------------------------------------------------------ */
 
@@ -103,7 +107,8 @@ static int open_lists(samples *s) {
   if (!tokens) return fail("out of memory");
   const bool made = list_make(sizes(), (uint64_t)set.seed, 1000000, tokens, &length) >= 0;
   free(tokens);
-  return made ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be made", (long long)own.shortest, (long long)own.longest);
+  return made ? 0 : fail("lists of --shortest %lld to --longest %lld tokens are too rare to be made",
+                         (long long)own.shortest, (long long)own.longest);
 }
 
 static int train(luna_ctx *ctx, const char **words) {

@@ -1,7 +1,8 @@
-/* lists.h: nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], as the Long Range Arena makes them (arXiv 2011.04006): made,
-   worked out, and read from files. Included after example.h and tokens.h, whose symbols are the tokens. */
+/* lists.h: nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], as the Long Range Arena makes them (arXiv 2011.04006):
+   made, worked out, and read from files. Included after example.h and tokens.h, whose symbols are the tokens. */
 
-typedef struct list_sizes { int64_t shortest, longest, depth, args; } list_sizes; /* tokens, brackets within brackets, members */
+/* tokens, brackets within brackets, members */
+typedef struct list_sizes { int64_t shortest, longest, depth, args; } list_sizes;
 
 /* ---- made -------------------------------------------------------------------------------------------------------- */
 
@@ -22,8 +23,8 @@ TOOL int32_t list_apply(int32_t operation, const int *counts, int64_t members) {
   return operation == MIN ? min : operation == MAX ? max : operation == MED ? (low + high) / 2 : sum % 10;
 }
 
-/* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it may
-   be. */
+/* Writes a digit or a list and returns its value; -1 once there are too many tokens. One in four is a list, where it
+   may be. */
 TOOL int32_t list_grow(list_maker *m, int64_t depth) {
   bool list = depth < m->sizes.depth && list_below(m, 4) == 0;
   if (m->size + depth > m->sizes.longest) return -1;       /* no room for this and the ends of the lists around it */
@@ -99,18 +100,21 @@ TOOL int32_t list_fetch(const list_file *f, int64_t index, int32_t *tokens, int3
 /* One line, whose tokens take its place: no symbol is longer than its text. Round brackets and the release's header are
    skipped. */
 TOOL int list_line(list_file *f, const char *path, unsigned char *line, int64_t length, int64_t number) {
-  int64_t from = 2, size = 0;
   static const char header[] = "Source\tTarget";
-  if (length == 0 || (number == 1 && length == (int64_t)strlen(header) && memcmp(line, header, (size_t)length) == 0)) return 0;
+  int64_t from = 2, size = 0;
+  if (length == 0 || (number == 1 && length + 1 == (int64_t)sizeof header && memcmp(line, header, (size_t)length) == 0))
+    return 0;
   int32_t answer = *line - '0';
   if (length > 2 && line[length - 2] == '\t' && line[1] != '\t') { /* the release's lines: list TAB answer */
     answer = line[length - 1] - '0';
     from = 0, length -= 2;
   } else if (length < 3 || line[1] != '\t') answer = -1;
-  if (answer < 0 || answer > 9) return fail("%s: line %lld is not an answer, a tab and a list", path, (long long)number);
+  if (answer < 0 || answer > 9)
+    return fail("%s: line %lld is not an answer, a tab and a list", path, (long long)number);
   while (from < length) {
     int s = line[from] == ' ' || line[from] == '(' || line[from] == ')' ? SYMBOLS : symbol(line, length, &from);
-    if (s < 0) return fail("%s: line %lld has something that is no digit, operator or bracket", path, (long long)number);
+    if (s < 0)
+      return fail("%s: line %lld has something that is no digit, operator or bracket", path, (long long)number);
     if (s == SYMBOLS) from++;
     else line[size++] = (unsigned char)s;
   }

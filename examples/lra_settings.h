@@ -1,12 +1,14 @@
 /* lra_settings.h: the attentions, and what they and the models are trained with. Included by lra.c. */
 
-/* ---- attentions ---------------------------------------------------------------------------------------------------- */
+/* ---- attentions -------------------------------------------------------------------------------------------------- */
 
-enum { LUNA, TRANSFORMER, LOCAL, SPARSE, LONGFORMER, LINFORMER, REFORMER, SINKHORN, SYNTHESIZER, BIGBIRD, LINEAR, PERFORMER, RFA, WORKSPACE, ISAB, ATTENTIONS };
-#define ATTENTION_NAMES "luna transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear performer rfa workspace isab"
+enum { LUNA, TRANSFORMER, LOCAL, SPARSE, LONGFORMER, LINFORMER, REFORMER, SINKHORN, SYNTHESIZER, BIGBIRD, LINEAR,
+       PERFORMER, RFA, WORKSPACE, ISAB, ATTENTIONS };
+#define ATTENTION_NAMES "luna transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird " \
+                        "linear performer rfa workspace isab"
 
-/* system: a line of attentions/attentions.h, in which %d is the longest sequence / divisor, rounded up; null: luna.h's own `kind`.
-   lra, quick: what LRA's release ran, and --quick, where that differs. Image, pathfinder: its settings there, where it has them. */
+/* system: a line of attentions/attentions.h, in which %d is the longest sequence / divisor, rounded up; null: luna.h's
+   own `kind`. lra, quick: what LRA's release ran, and --quick, where that differs. image, pathfinder: LRA's settings */
 typedef struct lra_model { int64_t dim, ffn, heads, layers, mean; double dropout; } lra_model;
 typedef struct attention_kind {
   const char *title;
@@ -17,31 +19,43 @@ typedef struct attention_kind {
 } attention_kind;
 static const attention_kind attention_kinds[ATTENTIONS] = {
   { "Luna", LUNA_ATTENTION_LUNA, NULL, NULL, NULL, 0, 0, { 0 }, { 0 } },
-  { "Transformer", LUNA_ATTENTION_SOFTMAX, NULL, NULL, NULL, 0, 0, { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 4, 4, 1, 0.2 } },
-  { "Local", 0, "local window=50", "local window=50", NULL, 0, 0, { 128, 128, 2, 1, 1, 0.3 }, { 64, 64, 4, 2, 1, 0.1 } },
-  { "Sparse", 0, "sparse", "sparse stride=50 columns=10", NULL, 0, 0, { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 8, 1, 1, 0.2 } },
-  { "Longformer", 0, "longformer", "longformer global=", NULL, 0, 0, { 128, 128, 4, 4, 1, 0.3 }, { 32, 32, 2, 2, 1, 0.1 } },
-  { "Linformer", LUNA_ATTENTION_LINFORMER, NULL, NULL, NULL, 0, 0, { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 2, 1, 1, 0.2 } },
-  { "Reformer", 0, "reformer buckets=%d", "reformer buckets=10 rounds=1 chunk=%d", "reformer rounds=1 buckets=%d", 64, 10, { 64, 64, 8, 4, 0, 0.3 }, { 64, 64, 8, 2, 1, 0.2 } },
-  { "Sinkhorn", 0, "sinkhorn max_blocks=%d", "sinkhorn block=50 sort=softmax combine=sum max_blocks=%d", NULL, 64, 50, { 32, 64, 1, 1, 0, 0.1 }, { 32, 64, 4, 2, 1, 0.2 } },
-  { "Synthesizer", 0, "synthesizer terms=dot+random length=%d", NULL, NULL, 1, 0, { 128, 128, 8, 1, 0, 0.3 }, { 64, 64, 4, 2, 1, 0.2 } },
+  { "Transformer", LUNA_ATTENTION_SOFTMAX, NULL, NULL, NULL, 0, 0,
+    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 4, 4, 1, 0.2 } },
+  { "Local", 0, "local window=50", "local window=50", NULL, 0, 0,
+    { 128, 128, 2, 1, 1, 0.3 }, { 64, 64, 4, 2, 1, 0.1 } },
+  { "Sparse", 0, "sparse", "sparse stride=50 columns=10", NULL, 0, 0,
+    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 8, 1, 1, 0.2 } },
+  { "Longformer", 0, "longformer", "longformer global=", NULL, 0, 0,
+    { 128, 128, 4, 4, 1, 0.3 }, { 32, 32, 2, 2, 1, 0.1 } },
+  { "Linformer", LUNA_ATTENTION_LINFORMER, NULL, NULL, NULL, 0, 0,
+    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 2, 1, 1, 0.2 } },
+  { "Reformer", 0, "reformer buckets=%d", "reformer buckets=10 rounds=1 chunk=%d",
+    "reformer rounds=1 buckets=%d", 64, 10,
+    { 64, 64, 8, 4, 0, 0.3 }, { 64, 64, 8, 2, 1, 0.2 } },
+  { "Sinkhorn", 0, "sinkhorn max_blocks=%d", "sinkhorn block=50 sort=softmax combine=sum max_blocks=%d", NULL, 64, 50,
+    { 32, 64, 1, 1, 0, 0.1 }, { 32, 64, 4, 2, 1, 0.2 } },
+  { "Synthesizer", 0, "synthesizer terms=dot+random length=%d", NULL, NULL, 1, 0,
+    { 128, 128, 8, 1, 0, 0.3 }, { 64, 64, 4, 2, 1, 0.2 } },
   { "BigBird", 0, "bigbird max_blocks=%d", NULL, NULL, 64, 0, { 128, 128, 4, 1, 0, 0.3 }, { 64, 64, 2, 4, 1, 0.2 } },
-  { "Linear Transformer", LUNA_ATTENTION_LINEAR, NULL, NULL, NULL, 0, 0, { 128, 128, 8, 1, 0, 0.3 }, { 128, 128, 2, 1, 1, 0.2 } },
-  { "Performer", 0, "performer", "performer kernel=relu features=0", "performer features=64", 0, 0, { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 8, 4, 1, 0.2 } },
+  { "Linear Transformer", LUNA_ATTENTION_LINEAR, NULL, NULL, NULL, 0, 0,
+    { 128, 128, 8, 1, 0, 0.3 }, { 128, 128, 2, 1, 1, 0.2 } },
+  { "Performer", 0, "performer", "performer kernel=relu features=0", "performer features=64", 0, 0,
+    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 8, 4, 1, 0.2 } },
   { "RFA", 0, "rfa", NULL, NULL, 0, 0, { 0 }, { 0 } },
   { "Shared Workspace", 0, "workspace", NULL, NULL, 0, 0, { 0 }, { 0 } },
   { "ISAB", 0, "isab", NULL, NULL, 0, 0, { 0 }, { 0 } },
 };
 
-/* ---- settings ------------------------------------------------------------------------------------------------------ */
+/* ---- settings ---------------------------------------------------------------------------------------------------- */
 
 enum { AUTHORS, LRA, SMALL };
 #define SETTINGS_NAMES "authors lra quick"
 
 /* The system's line for a task and its longest sequence; "" for luna.h's own. */
-static void attention_line(const attention_kind *a, int64_t settings, int64_t task, int64_t longest, char *out, size_t size) {
-  const bool lra = settings == LRA && a->lra;
-  const char *line = lra ? a->lra : settings == SMALL && a->quick ? a->quick : a->system ? a->system : "", *at = strstr(line, "%d");
+static void attention_line(const attention_kind *a, int64_t settings, int64_t task, int64_t longest, char *out,
+                           size_t size) {
+  const bool lra = settings == LRA && a->lra, quick = settings == SMALL && a->quick;
+  const char *line = lra ? a->lra : quick ? a->quick : a->system ? a->system : "", *at = strstr(line, "%d");
   const int64_t divisor = lra ? a->lra_divisor : a->divisor;
   int64_t number = at ? (longest + divisor - 1) / divisor : 0;
   if (lra && a == &attention_kinds[PERFORMER] && task == LISTOPS) line = "performer features=2";
@@ -68,7 +82,7 @@ static const recipe recipes[3][TASKS] = {
     { 1, 64, 8, 128, 128, 1024, LEARNED, CLS, 256, 35000, 4000, 0, 5e-3, 0, 0.3, 0.1 },
     { 1, 128, 4, 128, 256, 1026, LEARNED, MEAN, 512, 62500, 4000, 0, 1e-3, 0, 0.2, 0.1 },
   },
-  { /* lra: google-research/long-range-arena; a rate of 0.05 / sqrt(max(step, warm-up)) is 0.05 / sqrt(warm-up) at its peak */
+  { /* lra: google-research/long-range-arena; 0.05 / sqrt(max(step, warm-up)) has the peak 0.05 / sqrt(warm-up) */
     { 4, 512, 8, 1024, 1024, 2001, SINUSOIDAL, CLS, 32, 5000, 1000, 0, 1.5811e-3, 0.1, 0.1, 0.1 },
     { 4, 256, 4, 1024, 1024, 4001, SINUSOIDAL, CLS, 32, 20000, 8000, 0, 5.5902e-4, 0.1, 0.1, 0.1 },
     { 4, 128, 4, 512, 512, 4001, SINUSOIDAL, CLS, 32, 5000, 8000, 0, 5.5902e-4, 0.1, 0.1, 0.1 },

@@ -1,5 +1,6 @@
-/* lra_table.h: the runs of a folder as Markdown and SVG, beside Table 1 of Luna's paper (arXiv 2106.01540v2, whose ten other systems are the
-   Long Range Arena's numbers). Included by lra.c. A run is a file RUN.txt: lines of a word, a space and a value. */
+/* lra_table.h: the runs of a folder as Markdown and SVG, beside Table 1 of Luna's paper (arXiv 2106.01540v2, whose ten
+   other systems are the Long Range Arena's numbers). Included by lra.c. A run is a file RUN.txt: lines of a word, a
+   space and a value. */
 
 #ifdef _WIN32
 static char **folder_names(const char *folder, int *count) { /* names sorted; to be freed, each and all */
@@ -33,7 +34,7 @@ static char **folder_names(const char *folder, int *count) {
 #endif
 static int by_name(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* ---- reports --------------------------------------------------------------------------------------------------------- */
+/* ---- reports ----------------------------------------------------------------------------------------------------- */
 
 typedef struct report {
   int task;
@@ -44,12 +45,14 @@ typedef struct report {
 /* Table 1: accuracy on listops, text, retrieval, image, pathfinder; the Transformer is Luna's own, LRA's follows */
 typedef struct paper { const char *system; double accuracy[TASKS]; } paper;
 static const paper table1[] = {
-  { "Transformer", { 37.11, 65.21, 79.14, 42.94, 71.83 } }, { "Transformer (LRA)", { 36.37, 64.27, 57.46, 42.44, 71.40 } },
+  { "Transformer", { 37.11, 65.21, 79.14, 42.94, 71.83 } },
+  { "Transformer (LRA)", { 36.37, 64.27, 57.46, 42.44, 71.40 } },
   { "Local", { 15.82, 52.98, 53.39, 41.46, 66.63 } }, { "Sparse", { 17.07, 63.58, 59.59, 44.24, 71.71 } },
   { "Longformer", { 35.63, 62.85, 56.89, 42.22, 69.71 } }, { "Linformer", { 35.70, 53.94, 52.27, 38.56, 76.34 } },
   { "Reformer", { 37.27, 56.10, 53.40, 38.07, 68.50 } }, { "Sinkhorn", { 33.67, 61.20, 53.83, 41.23, 67.45 } },
   { "Synthesizer", { 36.99, 61.68, 54.67, 41.61, 69.45 } }, { "BigBird", { 36.05, 64.02, 59.29, 40.83, 74.87 } },
-  { "Linear Transformer", { 16.13, 65.90, 53.09, 42.34, 75.30 } }, { "Performer", { 18.01, 65.40, 53.82, 42.77, 77.05 } },
+  { "Linear Transformer", { 16.13, 65.90, 53.09, 42.34, 75.30 } },
+  { "Performer", { 18.01, 65.40, 53.82, 42.77, 77.05 } },
   { "Luna-16", { 37.43, 65.74, 79.38, 46.39, 78.36 } }, { "Luna-128", { 38.01, 65.74, 79.55, 47.47, 78.89 } },
   { "Luna-256", { 37.98, 65.78, 79.56, 47.86, 78.55 } },
 };
@@ -59,9 +62,11 @@ static double paper_of(const char *system, int task) {     /* 0: it has none */
   return 0;
 }
 
-static void take_text(char *to, size_t size, const unsigned char *at, int64_t length) { /* what Markdown and SVG cannot show becomes "?" */
+/* What Markdown and SVG cannot show becomes "?". */
+static void take_text(char *to, size_t size, const unsigned char *at, int64_t length) {
   size_t i = 0;
-  for (; i + 1 < size && (int64_t)i < length; i++) to[i] = at[i] < 32 || at[i] > 126 || strchr("<>&|`", at[i]) ? '?' : (char)at[i];
+  for (; i + 1 < size && (int64_t)i < length; i++)
+    to[i] = at[i] < 32 || at[i] > 126 || strchr("<>&|`", at[i]) ? '?' : (char)at[i];
   to[i] = 0;
 }
 static bool take_number(double *to, const char *text) {
@@ -71,17 +76,22 @@ static bool take_number(double *to, const char *text) {
 }
 static bool take_line(report *r, const unsigned char *line, int64_t length) {
   const struct { const char *word; char *text; size_t size; } texts[] = {
-    { "system", r->system, sizeof r->system }, { "settings", r->settings, sizeof r->settings }, { "from", r->from, sizeof r->from },
-    { "instructions", r->instructions, sizeof r->instructions }, { "model", r->model, sizeof r->model } };
-  const struct { const char *word; double *number; } numbers[] = { { "seed", &r->seed }, { "steps", &r->steps }, { "of", &r->of }, { "batch", &r->batch },
+    { "system", r->system, sizeof r->system }, { "settings", r->settings, sizeof r->settings },
+    { "from", r->from, sizeof r->from }, { "instructions", r->instructions, sizeof r->instructions },
+    { "model", r->model, sizeof r->model } };
+  const struct { const char *word; double *number; } numbers[] = {
+    { "seed", &r->seed }, { "steps", &r->steps }, { "of", &r->of }, { "batch", &r->batch },
     { "accuracy", &r->accuracy }, { "held", &r->held }, { "seconds", &r->seconds }, { "threads", &r->threads } };
   char word[24], value[64];
   const unsigned char *space = (const unsigned char *)memchr(line, ' ', (size_t)length);
   if (!space) return false;
+  const unsigned char *rest = space + 1;
+  const int64_t left = line + length - rest;
   take_text(word, sizeof word, line, space - line);
-  take_text(value, sizeof value, space + 1, line + length - space - 1);
+  take_text(value, sizeof value, rest, left);
   for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
-    if (strcmp(word, texts[i].word) == 0) return take_text(texts[i].text, texts[i].size, space + 1, line + length - space - 1), *texts[i].text != 0;
+    if (strcmp(word, texts[i].word) == 0)
+      return take_text(texts[i].text, texts[i].size, rest, left), *texts[i].text != 0;
   for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
     if (strcmp(word, numbers[i].word) == 0) return take_number(numbers[i].number, value);
   for (int i = 0; strcmp(word, "task") == 0 && i < TASKS; i++)
@@ -104,20 +114,21 @@ static bool read_report(const char *path, report *r) {
   return fine && r->task >= 0 && *r->system && r->accuracy >= 0 && r->accuracy <= 100 && r->steps > 0;
 }
 
-/* ---- rows: runs that differ in the seed alone -------------------------------------------------------------------------- */
+/* ---- rows: runs that differ in the seed alone -------------------------------------------------------------------- */
 
 #define SEEDS 20                     /* shown of a row */
 typedef struct row { report first; int runs; double mean, seconds, accuracy[SEEDS], seeds[SEEDS]; } row;
 
 static bool same_row(const report *a, const report *b) {
-  return a->task == b->task && strcmp(a->system, b->system) == 0 && strcmp(a->settings, b->settings) == 0 && strcmp(a->model, b->model) == 0 &&
-         strcmp(a->from, b->from) == 0 && a->steps == b->steps && a->held == b->held;
+  return a->task == b->task && a->steps == b->steps && a->held == b->held && strcmp(a->system, b->system) == 0 &&
+         strcmp(a->settings, b->settings) == 0 && strcmp(a->model, b->model) == 0 && strcmp(a->from, b->from) == 0;
 }
-static int by_accuracy(const void *a, const void *b) {     /* by tasks, then the best first */
+static int by_accuracy(const void *a, const void *b) {     /* by tasks, then settings, then the best first */
   const row *i = (const row *)a, *j = (const row *)b;
-  if (i->first.task != j->first.task) return i->first.task - j->first.task;
   const int settings = strcmp(i->first.model, j->first.model);
-  return settings ? settings : i->mean != j->mean ? (i->mean < j->mean ? 1 : -1) : strcmp(i->first.system, j->first.system);
+  if (i->first.task != j->first.task) return i->first.task - j->first.task;
+  if (settings) return settings;
+  return i->mean != j->mean ? (i->mean < j->mean ? 1 : -1) : strcmp(i->first.system, j->first.system);
 }
 static row *read_rows(const char *folder, int *count) {
   row *rows = NULL;
@@ -147,16 +158,19 @@ static row *read_rows(const char *folder, int *count) {
   return rows;
 }
 
-/* ---- Markdown and SVG -------------------------------------------------------------------------------------------------- */
+/* ---- Markdown and SVG -------------------------------------------------------------------------------------------- */
 
+#define HEAD "| system | accuracy | of each run | seeds | steps | batch | minutes a run | threads, instructions | " \
+             "Table 1 |\n|---|---|---|---|---|---|---|---|---|\n"
 static void print_row(const row *r) {
-  const double theirs = paper_of(r->first.system, r->first.task);
-  printf("| %s | %.2f |", r->first.system, r->mean);
+  const report *f = &r->first;
+  const double theirs = paper_of(f->system, f->task);
+  printf("| %s | %.2f |", f->system, r->mean);
   for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.2f", i ? "," : "", r->accuracy[i]);
   printf(" |");
   for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.0f", i ? "," : "", r->seeds[i]);
-  printf(" | %.0f%s | %.0f | %.1f | %.0f, %s |", r->first.steps, r->first.steps < r->first.of ? " (not done)" : "", r->first.batch, r->seconds / 60, r->first.threads,
-         r->first.instructions);
+  printf(" | %.0f%s | %.0f | %.1f", f->steps, f->steps < f->of ? " (not done)" : "", f->batch, r->seconds / 60);
+  printf(" | %.0f, %s |", f->threads, f->instructions);
   printf(theirs > 0 ? " %.2f |\n" : " |\n", theirs);
 }
 static void print_rows(const row *rows, int count) {
@@ -164,22 +178,25 @@ static void print_rows(const row *rows, int count) {
     const report *r = &rows[i].first, *last = i ? &rows[i - 1].first : NULL;
     if (!last || r->task != last->task) printf("\n## %s\n", tasks[r->task].title);
     if (!last || r->task != last->task || strcmp(r->model, last->model) != 0 || strcmp(r->from, last->from) != 0)
-      printf("\nSettings %s: %s. Measured on %.0f samples: %s.\n\n"
-             "| system | accuracy | of each run | seeds | steps | batch | minutes a run | threads, instructions | Table 1 |\n|---|---|---|---|---|---|---|---|---|\n",
-             r->settings, r->model, r->held, r->from);
+      printf("\nSettings %s: %s. Measured on %.0f samples: %s.\n\n" HEAD, r->settings, r->model, r->held, r->from);
     print_row(&rows[i]);
   }
 }
-static void print_table1(const row *rows, int count) {     /* the best row of each system and task, the paper's number in brackets */
+/* The best row of each system and task, the paper's number in brackets. */
+static const row *best_row(const row *rows, int count, int task, const char *system) {
+  const row *best = NULL;
+  for (const row *r = rows; r < rows + count; r++)
+    if (r->first.task == task && strcmp(r->first.system, system) == 0 && (!best || r->mean > best->mean)) best = r;
+  return best;
+}
+static void print_table1(const row *rows, int count) {
   printf("\n## Beside Table 1\n\n| system |");
   for (int t = 0; t < TASKS; t++) printf(" %s |", tasks[t].title);
   printf("\n|---|---|---|---|---|---|\n");
   for (size_t i = 0; i < sizeof table1 / sizeof *table1; i++) {
     printf("| %s |", table1[i].system);
     for (int t = 0; t < TASKS; t++) {
-      const row *best = NULL;
-      for (int k = 0; k < count; k++)
-        if (rows[k].first.task == t && strcmp(rows[k].first.system, table1[i].system) == 0 && (!best || rows[k].mean > best->mean)) best = &rows[k];
+      const row *best = best_row(rows, count, t, table1[i].system);
       if (best) printf(" **%.2f**", best->mean);
       printf(" (%.2f) |", table1[i].accuracy[t]);
     }
@@ -187,24 +204,35 @@ static void print_table1(const row *rows, int count) {     /* the best row of ea
   }
 }
 
-static int draw_rows(const row *rows, int count, const char *path) { /* a bar a row, a dot a run, a ring the paper's */
+static double place_at(double accuracy) { return 270 + 4 * accuracy; }
+static void draw_row(FILE *to, const row *r, double y) {   /* a bar, a dot a run, a ring the paper's */
+  const report *f = &r->first;
+  const double theirs = paper_of(f->system, f->task);
+  fprintf(to, "<text x='10' y='%.0f'>%s, %s, %.0f steps</text>", y + 11, f->system, f->settings, f->steps);
+  fprintf(to, "<rect x='270' y='%.0f' width='%.1f' height='12' fill='%s'/>", y + 1, 4 * r->mean,
+          strncmp(f->system, "Luna", 4) == 0 ? "#c33" : "#48a");
+  fprintf(to, "<text x='700' y='%.0f'>%.2f</text>\n", y + 11, r->mean);
+  for (int k = 0; k < r->runs && k < SEEDS; k++)
+    fprintf(to, "<circle cx='%.1f' cy='%.0f' r='2'/>", place_at(r->accuracy[k]), y + 7);
+  if (theirs > 0)
+    fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>", place_at(theirs), y + 7);
+  fprintf(to, "\n");
+}
+static int draw_rows(const row *rows, int count, const char *path) {
   double y = 10;
   FILE *to = fopen(path, "w");
   if (!to) return fail("cannot write %s: %s", path, strerror(errno));
-  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='760' height='%d' font-family='sans-serif' font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n",
-          20 * count + 34 * TASKS + 40);
+  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='760' height='%d' font-family='sans-serif' "
+          "font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n", 20 * count + 34 * TASKS + 40);
   for (int i = 0; i < count; i++, y += 20) {
-    const row *r = &rows[i];
-    const double theirs = paper_of(r->first.system, r->first.task);
-    if (i == 0 || r->first.task != rows[i - 1].first.task)
-      fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s</text>\n", y + 14, tasks[r->first.task].title), y += 24;
-    fprintf(to, "<text x='10' y='%.0f'>%s, %s, %.0f steps</text><rect x='270' y='%.0f' width='%.1f' height='12' fill='%s'/><text x='700' y='%.0f'>%.2f</text>\n", y + 11,
-            r->first.system, r->first.settings, r->first.steps, y + 1, 4 * r->mean, strncmp(r->first.system, "Luna", 4) == 0 ? "#c33" : "#48a", y + 11, r->mean);
-    for (int k = 0; k < r->runs && k < SEEDS; k++) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='2' fill='#000'/>", 270 + 4 * r->accuracy[k], y + 7);
-    if (theirs > 0) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>", 270 + 4 * theirs, y + 7);
-    fprintf(to, "\n");
+    if (i == 0 || rows[i].first.task != rows[i - 1].first.task) {
+      fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s</text>\n", y + 14, tasks[rows[i].first.task].title);
+      y += 24;
+    }
+    draw_row(to, &rows[i], y);
   }
-  fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: mean accuracy, 0 to 100%%; dots: runs; rings: Table 1 of arXiv 2106.01540v2</text>\n</svg>\n", y + 20);
+  fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: mean accuracy, 0 to 100%%; dots: runs; rings: Table 1 of arXiv "
+          "2106.01540v2</text>\n</svg>\n", y + 20);
   const bool fine = !ferror(to);
   return fclose(to) == 0 && fine ? 0 : fail("cannot write %s: %s", path, strerror(errno));
 }
@@ -213,7 +241,8 @@ static int print_folder(const char *folder, const char *svg) {
   int count;
   row *rows = read_rows(folder, &count);
   if (count == 0) return free(rows), fail("%s has no runs of lra: files RUN.txt that lra train wrote", folder);
-  printf("# Long Range Arena\n\nAccuracy in percent of the best model by validation; Table 1: arXiv 2106.01540v2, trained longer, on GPUs and TPUs.\n");
+  printf("# Long Range Arena\n\nAccuracy in percent of the best model by validation; Table 1: arXiv 2106.01540v2, "
+         "trained longer, on GPUs and TPUs.\n");
   print_rows(rows, count);
   print_table1(rows, count);
   const int status = svg ? draw_rows(rows, count, svg) : 0;

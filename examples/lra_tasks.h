@@ -115,7 +115,8 @@ static int read_image_items(const char *path, int file) {
 static int read_items(const char *path, int file) {
   const int64_t before = data.count;
   const bool lists = data.task == &tasks[LISTOPS], images = data.task == &tasks[IMAGE];
-  if (lists ? read_list_items(path, file) : images ? read_image_items(path, file) : read_line_items(path, file)) return 2;
+  if (lists ? read_list_items(path, file) : images ? read_image_items(path, file) : read_line_items(path, file))
+    return 2;
   const long long count = (long long)(data.count - before);
   return count >= 10 ? 0 : fail("%s has %lld samples; the minimum is 10", path, count);
 }
@@ -156,8 +157,8 @@ static int32_t fetch(int64_t index, int32_t *tokens, int32_t *lengths) {
   return index < data.made ? fetch_made(index, tokens, lengths) : fetch_item(index - data.made, tokens, lengths);
 }
 
-/* Where `path` is null, generated samples; where `valid` is null, the last tenth of a file is held. measure: all are held,
-   for a test. */
+/* Where `path` is null, generated samples; where `valid` is null, the last tenth of a file is held. measure: all are
+   held, for a test. */
 static int task_open(samples *s, const char *path, const char *valid, bool measure) {
   const task_kind *t = data.task;
   *s = (samples){ .title = path ? path : "generated samples", .vocab = t->symbols + 1, .classes = t->classes,

@@ -1,16 +1,19 @@
-/* pathfinder.h: the pictures of Pathfinder (Linsley et al., arXiv 1805.08315) as the Long Range Arena made them: 32 x 32, two snakes of paddles
-   among shorter ones, and two discs, which lie on the ends of one snake (label 1) or of both (label 0). Written from the rules of
-   drewlinsley/pathfinder (snakes2.py) with the Arena's parameters; its roundings are kept, its random numbers are not. After example.h.
+/* pathfinder.h: the pictures of Pathfinder (Linsley et al., arXiv 1805.08315) as the Long Range Arena made them:
+   32 x 32, two snakes of paddles among shorter ones, and two discs, which lie on the ends of one snake (label 1) or of
+   both (label 0). Written from the rules of drewlinsley/pathfinder (snakes2.py) with the Arena's parameters; its roundings
+   are kept, its random numbers are not. Included after example.h.
 
-     paddle: 2 pixels long, half a pixel thick, 1 pixel free around it; from a pivot a snake's next head is 3 pixels off, the next pivot 4.
-     turn: each pixel of that circle by cos^2 of the angle to the last paddle (0 from a right angle on), less what is taken there. */
+     paddle: 2 pixels long, half a pixel thick, 1 pixel free around it; a snake's next head is 3 pixels off its pivot,
+             the next pivot 4.
+     turn:   each pixel of that circle by cos^2 of the angle to the last paddle (0 from a right angle on), less what is
+             taken there. */
 
-enum { SIDE = 32, SEED_DISTANCE = 7, PATCH = 9, BLOWN = 17, TRIALS = 3 }; /* a patch holds a paddle, which is drawn at about twice its size */
+enum { SIDE = 32, SEED_DISTANCE = 7, TRIALS = 3, PATCH = 9, BLOWN = 17 }; /* a paddle's patch, and before it shrinks */
 #define PI 3.14159265358979323846
-#define TARGET 1.5f                  /* contrast, 0.75 x 2; distractors have 2, discs 1; the picture's largest becomes 255 */
+#define TARGET 1.5f                  /* contrast, 0.75 x 2; discs have 1; the picture's largest value becomes 255 */
 #define DISTRACTOR 2.0f
 
-typedef struct pathfinder_level { int contour, distractor, distractors; } pathfinder_level; /* paddles, paddles, snakes */
+typedef struct pathfinder_level { int contour, distractor, distractors; } pathfinder_level; /* paddles twice; snakes */
 static const pathfinder_level pathfinder_levels[3] = { { 6, 2, 10 }, { 9, 3, 6 }, { 14, 4, 5 } };
 #define DIFFICULTY_NAMES "easy intermediate hard"
 
@@ -19,8 +22,8 @@ typedef struct point { int y, x; } point;
 /* A paddle that starts in the middle of the patch: what it draws, and what it takes, 0 to 1. */
 typedef struct stroke {
   float line[PATCH][PATCH], mask[PATCH][PATCH];
-  point full[49];                    /* the places of its [7,7] first pixels that it takes all of, from the fourth on: 0 before it is made */
-  int count;
+  point full[49];                    /* of its [7,7] first pixels those that it takes all of, from the middle one on; */
+  int count;                         /* how many; 0: not made yet */
 } stroke;
 typedef struct snake {
   point origin, pivot, tip;          /* its two ends, and what it turns about next */
@@ -38,9 +41,11 @@ typedef struct picture {
   uint64_t random;
 } picture;
 
-/* ---- paddles and discs ---------------------------------------------------------------------------------------------- */
+/* ---- paddles and discs ------------------------------------------------------------------------------------------- */
 
-TOOL double lanczos(double x) { return x == 0 ? 1 : fabs(x) >= 3 ? 0 : 3 * sin(PI * x) * sin(PI * x / 3) / (PI * PI * x * x); }
+TOOL double lanczos(double x) {
+  return x == 0 ? 1 : fabs(x) >= 3 ? 0 : 3 * sin(PI * x) * sin(PI * x / 3) / (PI * PI * x * x);
+}
 
 /* [rows,n] -> [m,rows]: each row made shorter, with the filter Lanczos 3, and then a column. */
 TOOL void shrink_rows(const unsigned char *in, int rows, int n, unsigned char *out, int m) {
@@ -66,8 +71,10 @@ TOOL void shrink(const unsigned char *in, int n, unsigned char *out, int m) { /*
 TOOL void make_stroke(stroke *s, int dy, int dx) {
   unsigned char line[BLOWN][BLOWN] = { { 0 } }, mask[BLOWN][BLOWN] = { { 0 } }, small[PATCH * PATCH];
   const int middle = BLOWN / 2, length = abs(dy) > abs(dx) ? abs(dy) : abs(dx);
-  for (int i = 0; i <= length; i++)
-    line[middle + (int)floor((double)(dy * i) / (length ? length : 1) + 0.5)][middle + (int)floor((double)(dx * i) / (length ? length : 1) + 0.5)] = 255;
+  for (int i = 0; i <= length; i++) {
+    const double part = length ? (double)i / length : 0;
+    line[middle + (int)floor(dy * part + 0.5)][middle + (int)floor(dx * part + 0.5)] = 255;
+  }
   for (int y = 0; y < BLOWN; y++)
     for (int x = 0; x < BLOWN; x++)
       for (int v = -2; v <= 2 && line[y][x]; v++)
@@ -81,7 +88,8 @@ TOOL void make_stroke(stroke *s, int dy, int dx) {
 }
 TOOL const stroke *stroke_at(double angle) {              /* one of 81, by where it ends when blown up */
   static stroke strokes[9][9];
-  const int dy = (int)ceil(BLOWN / 2 + 4 * sin(angle)) - BLOWN / 2, dx = (int)ceil(BLOWN / 2 + 4 * cos(angle)) - BLOWN / 2;
+  const int middle = BLOWN / 2;
+  const int dy = (int)ceil(middle + 4 * sin(angle)) - middle, dx = (int)ceil(middle + 4 * cos(angle)) - middle;
   stroke *s = &strokes[dy + 4][dx + 4];
   if (s->count == 0) make_stroke(s, dy, dx);
   return s;
@@ -89,7 +97,9 @@ TOOL const stroke *stroke_at(double angle) {              /* one of 81, by where
 
 TOOL bool inside(point p) { return p.y >= 0 && p.y < SIDE && p.x >= 0 && p.x < SIDE; }
 TOOL int place(point p) { return p.y * SIDE + p.x; }
-TOOL point moved(point p, double angle, double by) { return (point){ (int)ceil(p.y + by * sin(angle)), (int)ceil(p.x + by * cos(angle)) }; }
+TOOL point moved(point p, double angle, double by) {
+  return (point){ (int)ceil(p.y + by * sin(angle)), (int)ceil(p.x + by * cos(angle)) };
+}
 TOOL void stamp(canvas to, point at, const float patch[PATCH][PATCH], float contrast) {
   for (int v = 0; v < PATCH; v++)
     for (int u = 0; u < PATCH; u++) {
@@ -109,7 +119,7 @@ TOOL void draw_disc(canvas to, point at) {                 /* of radius 1.5 */
   for (int i = 0; i < SIDE * SIDE; i++) to[i] = fmaxf(to[i], small[i] / 255.0f);
 }
 
-/* ---- snakes ---------------------------------------------------------------------------------------------------------- */
+/* ---- snakes ------------------------------------------------------------------------------------------------------ */
 
 TOOL int chance(picture *p, int n) { return (int)(splitmix(&p->random) % (uint64_t)n); }
 TOOL double turned(double angle) { return angle + PI < PI ? angle + PI : angle - PI; } /* by half a turn */
@@ -129,7 +139,8 @@ TOOL bool fits(const picture *p, const stroke *s, int y, int x, int border) {
   for (int i = 0; i < s->count; i++) {
     const point at = { y + s->full[i].y, x + s->full[i].x };
     if (!inside(at)) continue;
-    if (at.y < border || at.y >= SIDE - border || at.x < border || at.x >= SIDE - border || p->mask[place(at)] > 0.3f) return false;
+    if (at.y < border || at.y >= SIDE - border || at.x < border || at.x >= SIDE - border) return false;
+    if (p->mask[place(at)] > 0.3f) return false;
   }
   return true;
 }
@@ -137,7 +148,7 @@ TOOL bool seed_snake(picture *p, snake *s, int border, float contrast) {
   for (int trial = 0; trial < TRIALS; trial++) {
     const double angle = (chance(p, 360) - 180) * PI / 180;
     const stroke *paddle = stroke_at(angle);
-    const int low = border > 3 ? border - 3 : 0, high = SIDE - low; /* the middle of the patch, which it takes, is at most 3 off */
+    const int low = border > 3 ? border - 3 : 0, high = SIDE - low; /* what it takes all of is at most 3 off */
     point places[SIDE * SIDE];
     int count = 0;
     for (int y = low; y < high; y++)
@@ -164,7 +175,8 @@ TOOL bool is_free(const picture *p, point at, const stroke *paddle) {
   return true;
 }
 
-/* The pixels that can be the next head, each once, in the order of rows, with their weights and directions; returns how many. */
+/* The pixels that can be the next head, each once, in the order of rows, with their weights and directions; returns how
+   many. */
 TOOL int next_heads(const picture *p, const snake *s, point pivot, point *heads, double *weights, double *angles) {
   bool is[SIDE][SIDE] = { { false } };
   const double step = 1 / 3.0;                             /* radians: an arc of one pixel */
@@ -204,17 +216,19 @@ TOOL bool extend_snake(picture *p, snake *s, float contrast) {
   return false;
 }
 
-/* ---- pictures -------------------------------------------------------------------------------------------------------- */
+/* ---- pictures ---------------------------------------------------------------------------------------------------- */
 
 /* Both snakes, a paddle at a time by turns. The first begins in the middle, the second at a distance from it. */
 TOOL bool draw_targets(picture *p, pathfinder_level level) {
   memset(p->image, 0, sizeof p->image), memset(p->mask, 0, sizeof p->mask);
-  for (int i = 0; i < SIDE; i++) p->mask[i] = p->mask[SIDE * SIDE - 1 - i] = p->mask[i * SIDE] = p->mask[i * SIDE + SIDE - 1] = 1;
+  for (int i = 0; i < SIDE; i++)
+    p->mask[i] = p->mask[SIDE * SIDE - 1 - i] = p->mask[i * SIDE] = p->mask[i * SIDE + SIDE - 1] = 1;
   if (!seed_snake(p, &p->target[0], 2 * SEED_DISTANCE, TARGET)) return false;
   bool begun = false;
   for (int trial = 0; trial < TRIALS && !begun; trial++) {
     const double angle = (chance(p, 360) - 180) * PI / 180, way = chance(p, 360) * PI / 180;
-    const point o = p->target[0].origin, tail = { (int)rint(o.y + SEED_DISTANCE * sin(way)), (int)rint(o.x + SEED_DISTANCE * cos(way)) };
+    const point o = p->target[0].origin;
+    const point tail = { (int)rint(o.y + SEED_DISTANCE * sin(way)), (int)rint(o.x + SEED_DISTANCE * cos(way)) };
     begun = begin_snake(p, &p->target[1], tail, angle, TARGET);
   }
   for (int i = 1; i < level.contour && begun; i++)

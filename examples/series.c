@@ -337,7 +337,9 @@ static void batch_open(int64_t rows, int64_t n) {
 }
 
 static uint64_t random_state;
-static double uniform(void) { return (double)(splitmix(&random_state) >> 12) / 2251799813685248.0 - 1; } /* in [-1, 1) */
+static double uniform(void) {                              /* in [-1, 1) */
+  return (double)(splitmix(&random_state) >> 12) / 2251799813685248.0 - 1;
+}
 static int64_t below(int64_t n) { return (int64_t)((uniform() + 1) / 2 * (double)n) % n; }
 static double normal(void) { return uniform() + uniform() + uniform(); } /* of deviation 1, near enough */
 

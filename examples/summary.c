@@ -13,7 +13,8 @@
 static struct settings set = { .seed = 1 };
 
 static const struct { const char *key, *names; } meanings[] = { /* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */
-  { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" }, { "luna.activation", "none relu gelu elu+1 softplus softplus2" },
+  { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" },
+  { "luna.activation", "none relu gelu elu+1 softplus softplus2 sigmoid silu tanh" }, { "luna.norm", "layer rms" },
   { "luna.omega", "default relu gelu elu+1 softplus softplus2" }, { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
   { "luna.pooling", "default cls mean memory memory-of-the-batch" }, { "luna.linformer_sharing", "headwise key-value layerwise" },
   { "luna.linformer_projection", "linear mean max convolution" }, { "luna.optimizer", "SGD Adam AdamW Apollo" }

@@ -197,7 +197,8 @@ TOOL luna_params *kept_pairs(luna_ctx *ctx, const char *path) {
   return luna_inspect(ctx, path, &all) == LUNA_OK ? pairs : (failed(ctx), NULL);
 }
 
-/* Sets the flags as `pairs`, of the checkpoint at `path`, say. Returns 0, or 2 after a sentence: what the command line says too must agree. */
+/* Sets the flags as `pairs`, of the checkpoint at `path`, say. Returns 0, or 2 after a sentence: what the command line
+   says too must agree. */
 TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char *path) {
   char key[80], before[40], now[40];
   for (int i = 0; flags[i].name; i++) {
@@ -208,7 +209,8 @@ TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char 
     flag_text(&flags[i], before, sizeof before);
     if (set_flag(&flags[i], value)) return 2;
     flag_text(&flags[i], now, sizeof now);
-    if (flags_given >> i & 1 && strcmp(before, now) != 0) return fail("%s was %s in the training of %s, and cannot be %s now", flags[i].name, now, path, before);
+    if (flags_given >> i & 1 && strcmp(before, now) != 0)
+      return fail("%s was %s in the training of %s, and cannot be %s now", flags[i].name, now, path, before);
   }
   return 0;
 }

@@ -781,6 +781,22 @@ static void case_luna_print(void) {
   size_t length = 0;
   got_status(luna_print(x, turn() ? NULL : printed, &length), x != NULL);
 }
+static void case_luna_profile_begin(void) {
+  luna_ctx *ctx = turn() ? NULL : w->ctx;
+  got_status(luna_profile_begin(ctx), ctx != NULL);
+}
+static void case_luna_profile_end(void) {
+  luna_ctx *ctx = turn() ? NULL : w->ctx;
+  if (!turn()) luna_profile_begin(w->ctx);
+  got_status(luna_profile_end(ctx), ctx != NULL);
+}
+static void case_luna_profile_write(void) {
+  luna_ctx *ctx = turn() ? NULL : w->ctx;
+  luna_tensor *x = any_tensor();
+  size_t length = 0;
+  if (!turn()) luna_profile_begin(w->ctx), (void)luna_scale(x, 2), luna_profile_end(w->ctx);
+  got_status(luna_profile_write(ctx, ENUM(luna_profile_format, 2), turn() ? NULL : printed, &length), false);
+}
 static void case_luna_matmul(void) {
   const int64_t s[2] = {small(), small()}, m = small(), n = small(), k = small();
   const bool ta = coin(), tb = coin(), shared = coin();
@@ -970,8 +986,8 @@ static void case_luna_custom_op(void) {
 static void case_luna_custom_run(void) {
   expect(luna_custom_run(turn() ? NULL : any_tensor()).threads == 0, "luna_custom_run outside a custom op");
 }
-static void case_luna_scope_recompute(void) {
-  const luna_scope scope = luna_scope_recompute(turn() ? NULL : w->ctx), inner = luna_scope_recompute(w->ctx);
+static void case_luna_scope_open(void) {
+  const luna_scope scope = luna_scope_open(turn() ? NULL : w->ctx, turn() ? NULL : "a scope", coin()), inner = luna_scope_recompute(w->ctx);
   luna_tensor *x = any_tensor(), *y = x ? luna_mul(x, luna_scale(x, 2)) : NULL, *results[2];
   if (turn()) y = luna_scope_end(inner, &y, 1);
   results[0] = turn() ? NULL : y;
@@ -1754,10 +1770,6 @@ static void case_luna_backend_fail(void) {
 }
 
 /* scopes */
-static void case_luna_scope_begin(void) {
-  const luna_scope scope = luna_scope_begin(turn() ? NULL : w->ctx);
-  expect(scope.ctx == NULL || scope.ctx == w->ctx, "a scope of another context");
-}
 static void case_luna_scope_end(void) {
   luna_scope scope = luna_scope_begin(turn() ? NULL : w->ctx);
   luna_tensor *x = any_tensor(), *y = x ? luna_scale(x, 2) : NULL, *results[2];
@@ -1797,7 +1809,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_dropout) F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) \
   F(luna_causal_product) F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) \
-  F(luna_scope_recompute) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
+  F(luna_scope_open) F(luna_profile_begin) F(luna_profile_end) F(luna_profile_write) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) F(luna_params_tensor_count) F(luna_params_at) \
   F(luna_params_element_count) F(luna_params_zero_grad) F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) \
   F(luna_load_borrowed) F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_load) \
   F(luna_load_matching) F(luna_linear_layer_init) F(luna_linear_layer_forward) F(luna_norm_layer_init) F(luna_norm_layer_forward) \
@@ -1816,7 +1828,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) F(luna_seq2seq_stream_open) F(luna_seq2seq_generate) \
   F(luna_cpu_backend) F(luna_op_name) F(luna_backend_of) F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) \
   F(luna_graph_open) F(luna_graph_close) F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) \
-  F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_begin) F(luna_scope_end) F(luna_keep) \
+  F(luna_ctx_error_id) F(luna_stream_error_id) F(luna_scope_end) F(luna_keep) \
   F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) F(luna_binary_cross_entropy) \
   F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward) \
   F(luna_stream_step_features)

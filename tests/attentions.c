@@ -22,6 +22,8 @@ static const struct { const char *options; int forms; } cases[] = {
   {"rfa features=20", BOTH},
   {"rfa features=40 gate=true orthogonal=true", CAUSAL},
   {"rfa features=9 tau=2 scale=0.1 eps=1", BOTH},
+  {"rfa features=30 kernel=arccosine", BOTH},
+  {"rfa features=30 kernel=arccosine gate=true", CAUSAL | ROUGH}, /* a step changes many relus' sides */
   {"synthesizer terms=dense length=150", BOTH},
   {"synthesizer terms=dot+random length=160 mixture=true", BOTH},
   {"synthesizer terms=factorized_dense+factorized_random length=150 a=10 k=3", BOTH},
@@ -33,6 +35,7 @@ static const struct { const char *options; int forms; } cases[] = {
   {"transformer_xl window=20", CAUSAL},
   {"compressive memory=30 compressed=10 rate=3", CAUSAL},
   {"compressive memory=30 compressed=10 compression=max", CAUSAL},
+  {"compressive memory=30 compressed=10 compression=most-used", CAUSAL},
   {"local window=20", BOTH},
   {"local window=16 backward=1 forward=1", BOTH},
   {"local pattern=sliding window=30", BOTH},
@@ -425,6 +428,121 @@ static void check_growth(void) {
   luna_close(ctx);
 }
 
+/* ---- by their definitions, in double ---- */
+/* rows of x times NAME.weight^T + NAME.bias */
+static void naive_linear(const one *o, const char *name, const double *x, int64_t rows, double *y) {
+  char full[64];
+  snprintf(full, sizeof full, "%s.weight", name);
+  const luna_tensor *w = luna_params_find(o->params, full);
+  snprintf(full, sizeof full, "%s.bias", name);
+  const luna_tensor *bias = luna_params_find(o->params, full);
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t c = 0; c < DIM; c++) {
+      double sum = bias ? (double)bias->data[c] : 0;
+      for (int64_t e = 0; e < DIM; e++) sum += x[i * DIM + e] * (double)w->data[c * DIM + e];
+      y[i * DIM + c] = sum;
+    }
+}
+/* RFA's arc-cosine kernel: the features of row x of head h */
+enum { ARC_ROWS = 20, ARC_FEATURES = 30 };
+static void naive_arccosine(const one *o, int64_t h, const double *x, double *phi) {
+  const float *w = luna_params_find(o->params, "features")->data, *sigma = luna_params_find(o->params, "sigma")->data;
+  double size = 0;
+  for (int64_t e = 0; e < DIM / HEADS; e++) size += x[e] * x[e];
+  size = sqrt(size) + 1e-3;
+  for (int64_t j = 0; j < ARC_FEATURES; j++) {
+    double z = 0;
+    for (int64_t e = 0; e < DIM / HEADS; e++)
+      z += (double)w[(h * ARC_FEATURES + j) * (DIM / HEADS) + e] * (double)sigma[h * (DIM / HEADS) + e] / 2 * x[e] / size;
+    phi[j] = z > 0 ? z / sqrt(ARC_FEATURES) : 0;
+  }
+}
+static void check_arccosine(bool causal) {
+  double x[ARC_ROWS * DIM], q[ARC_ROWS * DIM], k[ARC_ROWS * DIM], v[ARC_ROWS * DIM], joined[ARC_ROWS * DIM] = {0}, want[ARC_ROWS * DIM];
+  float got[ARC_ROWS * DIM], expected[ARC_ROWS * DIM];
+  one o;
+  if (!one_open(&o, "rfa features=30 kernel=arccosine tau=2", causal, NULL)) return;
+  common_params(o.params, 12);
+  for (int i = 0; i < ARC_ROWS * DIM; i++) x[i] = (double)inputs[i];
+  naive_linear(&o, "q_proj", x, ARC_ROWS, q), naive_linear(&o, "k_proj", x, ARC_ROWS, k), naive_linear(&o, "v_proj", x, ARC_ROWS, v);
+  for (int64_t h = 0; h < HEADS; h++)
+    for (int64_t i = 0; i < ARC_ROWS; i++) {
+      const int64_t at = h * (DIM / HEADS);
+      double phi[2][ARC_FEATURES], sum = 0;
+      naive_arccosine(&o, h, q + i * DIM + at, phi[0]);
+      for (int64_t j = 0; j < (causal ? i + 1 : ARC_ROWS); j++) {
+        double a = 0;
+        naive_arccosine(&o, h, k + j * DIM + at, phi[1]);
+        for (int64_t m = 0; m < ARC_FEATURES; m++) a += phi[0][m] * phi[1][m];
+        sum += a;
+        for (int64_t e = 0; e < DIM / HEADS; e++) joined[i * DIM + at + e] += a * v[j * DIM + at + e];
+      }
+      for (int64_t e = 0; e < DIM / HEADS; e++) joined[i * DIM + at + e] /= sum > 1e-3 ? sum : 1e-3;
+    }
+  naive_linear(&o, "out_proj", joined, ARC_ROWS, want);
+  for (int i = 0; i < ARC_ROWS * DIM; i++) expected[i] = (float)want[i];
+  luna_begin_inference(o.ctx);
+  luna_read(one_run(&o, one_tensor(&o, inputs, 1, ARC_ROWS), NULL, NULL), got);
+  test_close("RFA's arc-cosine kernel", got, expected, ARC_ROWS * DIM, 2e-6);
+  one_close(&o);
+}
+/* of the 120 rows that leave, the 30 that the tokens attend to most */
+static void check_most_used(void) {
+  enum { LEFT = 120, KEPT = 30 };
+  double *x = (double *)common_alloc(3 * ROWS * DIM * sizeof(double)), *q = x + ROWS * DIM, *k = q + ROWS * DIM, usage[LEFT] = {0};
+  float *got = common_floats(KEPT * DIM);
+  one o;
+  if (!one_open(&o, "compressive memory=30 compressed=40 rate=4 compression=most-used", true, NULL)) return;
+  common_params(o.params, 12);
+  for (int i = 0; i < ROWS * DIM; i++) x[i] = (double)inputs[i];
+  naive_linear(&o, "q_proj", x, ROWS, q), naive_linear(&o, "k_proj", x, ROWS, k);
+  for (int64_t i = 0; i < ROWS; i++)
+    for (int64_t h = 0; h < HEADS; h++) {
+      double p[LEFT], sum = 0;
+      for (int64_t j = 0; j < LEFT; j++) {
+        double dot = 0;
+        for (int64_t e = h * (DIM / HEADS); e < (h + 1) * (DIM / HEADS); e++) dot += q[i * DIM + e] * k[j * DIM + e];
+        sum += p[j] = exp(dot / sqrt(DIM / HEADS));
+      }
+      for (int64_t j = 0; j < LEFT; j++) usage[j] += p[j] / sum;
+    }
+  luna_begin_inference(o.ctx);
+  one_run(&o, one_tensor(&o, inputs, 1, ROWS), NULL, NULL);
+  const luna_tensor *t = o.layer->next_compressed;
+  if (CHECK(t && luna_count(t) == KEPT * DIM, "most-used keeps %d numbers", t ? (int)luna_count(t) : 0)) luna_read(t, got);
+  for (int64_t j = 0, next = 0; j < LEFT; j++) {
+    int more = 0;
+    for (int64_t i = 0; i < LEFT; i++) more += usage[i] > usage[j];
+    const bool kept = next < KEPT && memcmp(got + next * DIM, inputs + j * DIM, DIM * sizeof(float)) == 0;
+    CHECK(kept == (more < KEPT), "row %d, of which %d are used more, is %s", (int)j, more, kept ? "kept" : "lost");
+    next += kept;
+  }
+  free(x), free(got);
+  one_close(&o);
+}
+/* random features drawn again: other ones, the same for the same seed, of the same distribution */
+static void check_redraw(const char *name, bool orthogonal) {
+  one o;
+  float *x[4];
+  if (!one_open(&o, name, true, NULL)) return;
+  luna_tensor *t = luna_params_find(o.params, "features");
+  const int64_t count = luna_count(t), d = DIM / HEADS;
+  double mean = 0, square = 0, across = 0;
+  for (int i = 0; i < 4; i++) {
+    x[i] = common_floats(count);
+    if (i) CHECK(attentions_redraw(&o.choice, i == 3 ? 5 : 4 + (uint64_t)i), "%s: %s", name, luna_error(o.ctx));
+    luna_read(t, x[i]);
+  }
+  CHECK(memcmp(x[0], x[1], (size_t)count * sizeof(float)) != 0 && memcmp(x[1], x[2], (size_t)count * sizeof(float)) != 0, "%s: not drawn again", name);
+  CHECK(memcmp(x[1], x[3], (size_t)count * sizeof(float)) == 0, "%s: a seed gives two draws", name);
+  for (int64_t i = 0; i < count; i++) mean += (double)x[1][i] / (double)count, square += (double)x[1][i] * (double)x[1][i] / (double)count;
+  for (int64_t e = 0; e < d; e++) across += (double)x[1][e] * (double)x[1][d + e];
+  CHECK(fabs(mean) < 0.05 && fabs(square - 1) < 0.1, "%s: mean %.3f and mean square %.3f", name, mean, square);
+  CHECK((fabs(across) < 1e-5) == orthogonal, "%s: the product of its first two rows is %.3g", name, across);
+  for (int i = 0; i < 4; i++) free(x[i]);
+  one_close(&o);
+}
+
 /* the Workspace's memory goes from layer to layer, and out */
 static void check_workspace_layers(void) {
   int32_t tokens[2 * ROWS];
@@ -508,6 +626,12 @@ int main(void) {
   check_normed_memory();
   check_growth();
   check_workspace_layers();
+  check_arccosine(false);
+  check_arccosine(true);
+  check_most_used();
+  check_redraw("performer features=400", true);
+  check_redraw("rfa features=150", false);
+  check_redraw("rfa features=150 orthogonal=true", true);
   check_refusals();
   free(inputs);
   return test_report("attentions");

@@ -759,6 +759,25 @@ static void check_deep(void) {
   CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "1024 layers take %.0f s", (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
+/* what a stream of single steps takes, with pointers of 64 bits: d 64, 2 layers, l 16; d 32, 1 layer, l 8 */
+static void check_stream_bytes(void) {
+  static const struct { int64_t vocab, layers, memory, dim; size_t max; } row[2] = {{256, 2, 16, 64, 118000}, {64, 1, 8, 32, 27500}};
+  for (int i = 0; i < 2; i++) {
+    heap h;
+    luna_lm model;
+    const luna_lm_config config = {.vocab = row[i].vocab, .layers = row[i].layers, .memory = row[i].memory,
+      .layer = {.dim = row[i].dim, .heads = 4, .ffn = 4 * row[i].dim, .convolution = 4}};
+    const char *error = "";
+    luna_ctx *ctx = ctx_open(&h);
+    luna_params *params = luna_params_open(ctx);
+    CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+    buffer file = saved(params);
+    const size_t size = luna_stream_size(file.at, file.size, &(luna_stream_config){.chunk = 1}, &error);
+    CHECK(size > 0 && size <= row[i].max, "a stream of %d dimensions takes %lu bytes: %s", (int)row[i].dim, (unsigned long)size, error);
+    free(file.at), ctx_close(ctx, &h);
+  }
+}
+
 /* the file with `from` in its header replaced by `to` */
 static buffer edited(const buffer *file, const char *from, const char *to) {
   size_t header = 0, data;
@@ -1115,6 +1134,7 @@ int main(void) {
   check_lm();
   check_gated();
   check_deep();
+  if (sizeof(void *) <= 8 && common_little_endian()) check_stream_bytes();
   check_claims();
   check_lm_cuts();
   if (common_little_endian()) check_borrowed();

@@ -639,6 +639,29 @@ static void options(void) {
   CHECK(luna_open(&o) == NULL, "no function");
 }
 
+/* attention's dropout of a part of the keys, by itself: that of the whole */
+static void attention_part(void) {
+  enum { N = 40, D = 8, FIRST = 13, OWN = 20 };
+  float *q = common_random(D, 1, 1), *k = common_random(N * D, 2, 1), *v = common_random(N * D, 3, 1);
+  float whole[D], part[D], lse[2], sums[2];
+  const int32_t shown = FIRST + OWN;
+  luna_attention_args a = { .q = q, .k = k, .v = v, .out = whole, .batch = 1, .heads = 1, .queries = 1, .keys = N,
+                            .head_dim = D, .lengths = &shown, .dropout = 0.5f, .seed = 9, .log_sum_exp = lse,
+                            .sums = sums };
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention");
+  memset(v, 0, FIRST * D * sizeof *v); /* their share of the result goes */
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention without the first values");
+  a.k = k + FIRST * D, a.v = v + FIRST * D, a.out = part, a.keys = OWN, a.lengths = NULL;
+  a.log_sum_exp = lse + 1, a.sums = sums + 1;
+  a.dropout_first = FIRST, a.dropout_run = OWN, a.dropout_skip = N - OWN;
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention of a part");
+  for (int i = 0; i < D; i++) part[i] *= expf(lse[1] - lse[0]);
+  test_close("attention of a part", part, whole, D, 2e-6);
+  a.dropout_run = -1;
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_BAD_ARGUMENT, "a run of -1");
+  free(q), free(k), free(v);
+}
+
 /* ---- models' own tensors, inference, checkpoints, memory ---- */
 typedef struct part_test {
   float *logits[HUB_RANKS], *sums[HUB_RANKS];
@@ -853,6 +876,7 @@ static void measured(void) {
 
 int main(void) {
   options();
+  attention_part();
   differ();
   cannot_cut();
   hooks_fail();

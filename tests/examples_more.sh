@@ -107,6 +107,7 @@ program=summary
 check "summary succeeds" run m.safetensors
 check "it tells the kind" grep -q 'kind masked_lm, .*vocab 257' out
 check "and what numbers stand for" grep -q 'activation gelu' out
+check "of norms too" grep -q 'norm layer' out
 check "a tensor, its kind, shape and size" grep -q 'encoder.layers.0.fc1.weight *F32 *64 x 32 *8.2 kB' out
 check "the totals" grep -q 'tensors, [0-9]* numbers, .*B' out
 check "text pairs of the user are shown" sh -c "'$build/summary' a.safetensors | grep -q '^  translate.pairs [0-9 ]*\.\.\. ([0-9]* bytes)'"

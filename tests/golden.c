@@ -16,7 +16,6 @@
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
 #define TRUE_ZERO 1e-5 /* of the file's largest gradient (root mean squares): below it the reference counts as zero */
-#define MOST_FILES 256
 
 typedef struct golden_worst {
   double error;
@@ -533,7 +532,7 @@ static int golden_file(golden *g) { /* 1 when it was compared */
 static int golden_order(const void *a, const void *b) { return strcmp((const char *)a, (const char *)b); }
 
 static int golden_folder(const char *folder) {
-  static char names[MOST_FILES][256];
+  char(*names)[256] = NULL;
   DIR *dir = opendir(folder);
   struct dirent *entry;
   int files = 0, compared = 0;
@@ -541,12 +540,16 @@ static int golden_folder(const char *folder) {
     fprintf(stderr, "golden: cannot open the folder %s\n", folder);
     return 1;
   }
-  while ((entry = readdir(dir)) != NULL && files < MOST_FILES) {
+  while ((entry = readdir(dir)) != NULL) {
     const size_t n = strlen(entry->d_name);
-    if (n > 12 && n < 256 && strcmp(entry->d_name + n - 12, ".safetensors") == 0) strcpy(names[files++], entry->d_name);
+    if (n <= 12 || strcmp(entry->d_name + n - 12, ".safetensors") != 0) continue;
+    if (!CHECK(n < sizeof names[0], "%s: its name is too long", entry->d_name)) continue;
+    names = (char(*)[256])realloc(names, (size_t)(files + 1) * sizeof names[0]);
+    if (!names) exit(2);
+    strcpy(names[files++], entry->d_name);
   }
   closedir(dir);
-  qsort(names, (size_t)files, sizeof names[0], golden_order);
+  if (files) qsort(names, (size_t)files, sizeof names[0], golden_order);
   for (int i = 0; i < files; i++) {
     golden g;
     char *path = (char *)common_alloc(strlen(folder) + strlen(names[i]) + 2);
@@ -558,6 +561,7 @@ static int golden_folder(const char *folder) {
     free(g.bytes);
     free(path);
   }
+  free(names);
   CHECK(compared > 0, "%s has no file that can be compared", folder);
   return 0;
 }

@@ -1,5 +1,6 @@
-/* lra.c: what examples/lra.c generates and how it works lists out, against the published rules: ListOps' lengths, depth, members, operators,
-   and its evaluator on tests/data/listops.tsv, or on LRA_LISTS, files with spaces between; Pathfinder's paddles, ends, discs and labels. */
+/* lra.c: what examples/lra.c generates and how it works lists out, against the published rules: ListOps' lengths,
+   depth, members and operators; its evaluator on tests/data/listops.tsv and on LRA_LISTS, files with spaces between;
+   Pathfinder's paddles, ends, discs and labels. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -14,7 +15,7 @@ static bool fair(int64_t seen, int64_t draws, double share) {
   return fabs((double)seen - (double)draws * share) <= 5 * sqrt((double)draws * share * (1 - share));
 }
 
-/* ---- ListOps --------------------------------------------------------------------------------------------------------- */
+/* ---- ListOps ----------------------------------------------------------------------------------------------------- */
 
 static const list_sizes arena_lists = { 501, 1999, 10, 10 };
 
@@ -39,15 +40,18 @@ static void check_lists(void) {
   CHECK(deepest == 10, "the deepest list has depth %lld, not 10", (long long)deepest);
   CHECK(members == 10, "the longest list has %lld members, not 10", (long long)members);
   CHECK(kinds[END] == operators, "as many ends, %lld, as operators, %lld", (long long)kinds[END], (long long)operators);
-  for (int k = MIN; k <= SM; k++) CHECK(fair(kinds[k], operators, 0.25), "%s: %lld of %lld operators", symbols[k], (long long)kinds[k], (long long)operators);
-  /* of the 4,500 published lists that were counted: mean length 1029, deviation 390; 14.23% of the tokens are operators */
+  for (int k = MIN; k <= SM; k++)
+    CHECK(fair(kinds[k], operators, 0.25), "%s: %lld of %lld", symbols[k], (long long)kinds[k], (long long)operators);
+  /* of 4,500 other lists by these rules: mean length 1029, deviation 390; 14.23% of the tokens are operators */
   CHECK(fabs((double)sum / LISTS - 1029) < 5 * 390 / sqrt(LISTS), "the mean length is %.1f", (double)sum / LISTS);
-  CHECK(fabs((double)operators / (double)sum - 0.1423) < 0.002, "%.4f of the tokens are operators", (double)operators / (double)sum);
+  const double share = (double)operators / (double)sum;
+  CHECK(fabs(share - 0.1423) < 0.002, "%.4f of the tokens are operators", share);
   CHECK(hash == 0x4d4c8295474a3c87u, "the lists are the same everywhere: %llx", (unsigned long long)hash);
   list_make(arena_lists, 7, INT64_MAX, tokens, &length), list_make(arena_lists, 7, INT64_MAX, again, &other);
-  CHECK(length == other && memcmp(tokens, again, (size_t)length * sizeof *tokens) == 0, "the same number makes the same list");
+  const size_t size = (size_t)length * sizeof *tokens;
+  CHECK(length == other && memcmp(tokens, again, size) == 0, "the same number makes the same list");
   list_make(arena_lists, 8, INT64_MAX, again, &other);
-  CHECK(length != other || memcmp(tokens, again, (size_t)length * sizeof *tokens) != 0, "another number makes another list");
+  CHECK(length != other || memcmp(tokens, again, size) != 0, "another number makes another list");
   CHECK(list_make((list_sizes){ 90, 100, 2, 10 }, 1, 1000, tokens, &length) < 0, "lists that cannot be are not made");
 }
 
@@ -66,8 +70,9 @@ static void check_values(void) {
   int64_t depth, args;
   CHECK(value_of_text("7") == 7, "a digit is its value");
   CHECK(value_of_text("[MED 1 2 ]") == 1, "the median of an even count is cut to a whole number");
-  const char *const none[] = { "", "]", "[MIN", "[MIN ]", "[MIN 1", "[MIN 1 ] 2", "1 2", "[MIN 1 ] ]", "[MAX [MIN ] 1 ]" };
-  for (int i = 0; i < 9; i++) CHECK(value_of_text(none[i]) < 0, "'%s' is no list", none[i]);
+  const char *const none[] = { "", "]", "[MIN", "[MIN ]", "[MIN 1", "[MIN 1 ] 2", "1 2", "[MIN 1 ] ]",
+    "[MAX [MIN ] 1 ]", "[MAX 1 ] [MAX 2 ]" };
+  for (int i = 0; i < 10; i++) CHECK(value_of_text(none[i]) < 0, "'%s' is no list", none[i]);
   for (int i = 0; i < 4000; i++) deep[i] = MIN;
   CHECK(list_value(deep, 4000, &depth, &args) < 0, "4,000 lists within lists are too many");
 }
@@ -77,12 +82,15 @@ static void check_file(const char *path) {
   static int32_t tokens[100001];
   int32_t length;
   if (!CHECK(lists_read(&f, path) == 0, "%s is read", path)) return;
-  for (int64_t i = 0; i < f.count; i++) wrong += list_fetch(&f, i, tokens, &length) != list_value(tokens, length, &depth, &args);
+  for (int64_t i = 0; i < f.count; i++) {
+    const int32_t answer = list_fetch(&f, i, tokens, &length);
+    wrong += answer != list_value(tokens, length, &depth, &args);
+  }
   CHECK(wrong == 0, "%s: of %lld answers %lld are not their lists' values", path, (long long)f.count, (long long)wrong);
   lists_close(&f);
 }
 
-/* ---- Pathfinder ------------------------------------------------------------------------------------------------------ */
+/* ---- Pathfinder -------------------------------------------------------------------------------------------------- */
 
 static bool same_point(point a, point b) { return a.y == b.y && a.x == b.x; }
 
@@ -94,12 +102,15 @@ static void check_pictures(int level, int count) {
     draw_picture(&p, l, (uint64_t)i);
     const point a = p.target[0].origin, b = p.target[1].origin;
     const double apart = hypot(a.y - b.y, a.x - b.x);
-    const int one = same_point(p.disc[0], a) ? 0 : 1;
+    const int one = same_point(p.disc[0], a) ? 0 : 1, other = p.label ? one : 1 - one;
     labels += p.label;
     paddles += p.target[0].paddles != l.contour || p.target[1].paddles != l.contour;
-    ends += !same_point(p.disc[0], p.target[one].origin) || !same_point(p.disc[1], p.target[p.label ? one : 1 - one].tip);
+    ends += !same_point(p.disc[0], p.target[one].origin) || !same_point(p.disc[1], p.target[other].tip);
     distance += fabs(apart - 7) > 1;
-    for (int k = 0; k < 2; k++) discs += p.pixels[place(p.disc[k])] < 200, places += p.disc[k].y < 1 || p.disc[k].y > 30 || p.disc[k].x < 1 || p.disc[k].x > 30;
+    for (int k = 0; k < 2; k++) {
+      const point d = p.disc[k];
+      discs += p.pixels[place(d)] < 200, places += d.y < 1 || d.y > SIDE - 2 || d.x < 1 || d.x > SIDE - 2;
+    }
     most = p.distractors > most ? p.distractors : most;
     for (int k = 0; k < SIDE * SIDE; k++) dark += p.pixels[k] == 0;
   }
@@ -108,10 +119,12 @@ static void check_pictures(int level, int count) {
   CHECK(ends == 0, "level %d: in %d pictures the label is not whether both discs end one snake", level, ends);
   CHECK(discs == 0 && places == 0, "level %d: %d discs are not bright, %d lie on the border", level, discs, places);
   CHECK(distance == 0, "level %d: in %d pictures the snakes do not begin 7 pixels apart", level, distance);
-  CHECK(most == l.distractors && l.distractors == 20 / l.distractor && l.distractor == l.contour / 3, "level %d: %d distractors of %d", level, most, l.distractors);
+  CHECK(most == l.distractors, "level %d: at most %d distractors, not %d", level, most, l.distractors);
+  CHECK(l.distractor == l.contour / 3 && l.distractors == 20 / l.distractor, "level %d: the counts' rules", level);
   CHECK(dark > count * 400 && dark < count * 900, "level %d: %.0f pixels are black", level, (double)dark / count);
   draw_picture(&again, l, (uint64_t)count - 1);
-  CHECK(memcmp(p.pixels, again.pixels, sizeof p.pixels) == 0 && p.label == again.label, "level %d: the same number draws the same picture", level);
+  const bool same = memcmp(p.pixels, again.pixels, sizeof p.pixels) == 0 && p.label == again.label;
+  CHECK(same, "level %d: the same number draws the same picture", level);
   draw_picture(&again, l, (uint64_t)count);
   CHECK(memcmp(p.pixels, again.pixels, sizeof p.pixels) != 0, "level %d: another number draws another one", level);
 }

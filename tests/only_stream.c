@@ -61,6 +61,23 @@ static void check(const char *name, int outputs) {
   }
 }
 
+/* a file that lacks a tensor: the error names it */
+static void check_lacking(const char *name) {
+  char path[100];
+  const char *error = "", *key = "\"layers.1.fc2.bias\"";
+  luna_stream_config config;
+  memset(&config, 0, sizeof config);
+  snprintf(path, sizeof path, "tests/data/features/%s.safetensors", name);
+  FILE *from = fopen(path, "rb");
+  const size_t size = from ? fread(file.at, 1, sizeof file.at - 1, from) : 0;
+  if (from) fclose(from);
+  char *at = strstr((char *)file.at + 8, key);
+  if (!CHECK(at != NULL, "%s has no %s", name, key)) return;
+  at[1 + 9] = 'x';                   /* layers.1.xc2.bias */
+  CHECK(!luna_stream_open_bytes(file.at, size, &config, memory, sizeof memory, &error) && strstr(error, "layers.1.fc2.bias is missing"),
+        "%s without a bias: %s", name, error);
+}
+
 /* what a caller's sizes say beyond 32 bits counts, where a stream's own have no more */
 static void check_sample(void) {
   const float logits[4] = {0, 1, 3, 2};
@@ -73,6 +90,7 @@ int main(void) {
   if (*(const unsigned char *)&one == 1) { /* a file is read in place where numbers are little-endian */
     check("step_classes", 2);
     check("forecast", 3);
+    check_lacking("forecast");
     check("rms_steps", 2);
   } else CHECK(true, "never");
   check_sample();

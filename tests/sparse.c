@@ -10,7 +10,7 @@
 
 /* ---- random patterns ---- */
 enum { WINDOW = 1, LISTS = 2, ORDERS = 4, LENGTHS = 8, DROPOUT = 16, CAUSAL = 32, SHARED = 64, WHOLE = 128,
-       NOT_SELF = 256, SINGLE = 512 };
+       NOT_SELF = 256, SINGLE = 512, SORTED = 1024 }; /* SORTED: orders are 0, 1, 2, ... */
 typedef struct call {
   luna_attention_args a;
   luna_attention_pattern *patterns;
@@ -57,8 +57,10 @@ static void pattern_draw(luna_attention_pattern *p, int flags, int64_t queries, 
   p->blocks = blocks, p->queries = at, p->offsets = offsets, p->runs = runs;
   for (int64_t c = 0; c < blocks; c++) if (at[c] > at[c + 1]) at[c] = at[c + 1];
   if (!(flags & ORDERS)) return;
-  p->query_order = order_of(wanted, queries, true);
-  p->key_order = order_of(numbered, keys, false);
+  int32_t *query_order = order_of(wanted, queries, true), *key_order = order_of(numbered, keys, false);
+  for (int64_t i = 0; (flags & SORTED) && i < wanted; i++) query_order[i] = (int32_t)i;
+  for (int64_t i = 0; (flags & SORTED) && i < numbered; i++) key_order[i] = (int32_t)(i % keys);
+  p->query_order = query_order, p->key_order = key_order;
   p->key_count = numbered;
 }
 static void pattern_free(const luna_attention_pattern *p) {
@@ -303,6 +305,35 @@ static void check_dense(bool causal) {
   test_close("a dense pattern's gradients", grad[1], grad[0], 3 * COUNT, 2e-6);
   for (int i = 0; i < 2; i++) free(y[i]), free(grad[i]);
 }
+/* queries, keys and values are one tensor, whose gradient the three add to: the same bits for any number of threads */
+static void one_tensor(int threads, bool apart, float *grad) {
+  enum { N = 1300, D = 16 };
+  const int64_t shape[3] = {1, N, D};
+  luna_options options = {.threads = threads};
+  luna_attention_pattern window = {.window = true, .left = 40, .right = 9};
+  luna_attention_config c = {.heads = 2, .patterns = &window, .pattern_count = 1};
+  luna_ctx *ctx = luna_open(&options);
+  luna_tensor *in[3];
+  float *values = common_random(N * D, 40, 1.5), *part = common_floats(N * D);
+  luna_begin_step(ctx);
+  for (int i = 0; i < 3; i++) in[i] = i && !apart ? in[0] : luna_require_grad(luna_tensor_new(ctx, values, 3, shape));
+  luna_tensor *out = luna_softmax_attention(in[0], in[1], in[2], &c);
+  CHECK(out && luna_backward(common_loss(out, 5)) == LUNA_OK, "%s", luna_error(ctx));
+  for (int i = 0; i < (apart ? 3 : 1); i++) {
+    luna_read_grad(in[i], part);
+    for (int k = 0; k < N * D; k++) grad[k] = part[k] + (i ? grad[k] : 0);
+  }
+  luna_close(ctx);
+  free(values), free(part);
+}
+static void check_one_tensor(void) {
+  enum { COUNT = 1300 * 16 };
+  float *grad[3] = {common_floats(COUNT), common_floats(COUNT), common_floats(COUNT)};
+  one_tensor(1, false, grad[0]), one_tensor(3, false, grad[1]), one_tensor(1, true, grad[2]);
+  CHECK(memcmp(grad[0], grad[1], COUNT * sizeof(float)) == 0, "one tensor's gradient has other bits with 3 threads");
+  test_close("one tensor's gradient", grad[0], grad[2], COUNT, 2e-6);
+  for (int i = 0; i < 3; i++) free(grad[i]);
+}
 static void check_failures(void) {
   static const int32_t falling[3] = {0, 5, 3}, past[3] = {0, 2, 9}, good[3] = {0, 2, 4};
   static const luna_key_run runs[4] = {{0, 4, false}, {3, 2, false}, {-1, 1, false}, {0, 4, false}};
@@ -331,13 +362,15 @@ static void check_failures(void) {
 int main(void) {
   check_dense(false);
   check_dense(true);
+  check_one_tensor();
   check_failures();
   static const int kinds[] = {0, WINDOW, WINDOW | CAUSAL, WINDOW | NOT_SELF, WINDOW | LENGTHS, WINDOW | DROPOUT,
                                WINDOW | SHARED, LISTS, LISTS | LENGTHS,
                               LISTS | WINDOW | WHOLE, LISTS | CAUSAL | DROPOUT, LISTS | ORDERS,
                                   LISTS | ORDERS | WINDOW | WHOLE, LISTS | ORDERS | CAUSAL | NOT_SELF,
                               LISTS | ORDERS | LENGTHS | WINDOW, LISTS | ORDERS | DROPOUT, LISTS | SHARED | WINDOW,
-                                  LISTS | SINGLE | LENGTHS, NOT_SELF | CAUSAL};
+                                  LISTS | SINGLE | LENGTHS, NOT_SELF | CAUSAL, LISTS | ORDERS | SORTED | CAUSAL,
+                              LISTS | ORDERS | SORTED | WINDOW, LISTS | ORDERS | SORTED | WINDOW | NOT_SELF | WHOLE};
   for (int i = 0; i < (int)(sizeof kinds / sizeof *kinds); i++) {
     check(kinds[i], 2, 3, 37, 41, 5, 7);
     check(kinds[i], 2, 2, 150, 140, 16, 16);

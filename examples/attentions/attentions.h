@@ -180,4 +180,12 @@ ATTENTION_FN luna_tensor *attentions_loss(const attentions *a, luna_tensor *loss
     if (layer->loss) loss = luna_add(loss, layer->loss);
   return loss;
 }
+/* Draws the random features of all layers made with `a` anew, as a function of `seed`: between steps of training,
+   Performer's each thousand, RFA's each step. A model is used and saved with the last ones. False: no memory. */
+ATTENTION_FN bool attentions_redraw(const attentions *a, uint64_t seed) {
+  uint32_t number = 0;
+  for (attention *layer = a->layers; layer; layer = layer->next, number++)
+    if (layer->drawn && !attention_redraw(layer, seed, number)) return false;
+  return true;
+}
 #endif

@@ -58,6 +58,8 @@ typedef struct attention {
   /* What forward leaves until the next begin, null where a system has none: the next segment's memories, without
      gradient; a loss [1] to be added to the model's. */
   luna_tensor *next_memory, *next_compressed, *loss;
+  luna_tensor *drawn;                /* what attentions_redraw draws again, or null; with which rows */
+  int rows;
 } attention;
 struct attention_system {
   const char *name;                  /* also the `kind` of golden files */
@@ -161,6 +163,34 @@ ATTENTION_FN void attention_orthogonal_rows(attention *a, luna_tensor *array, bo
   }
   free(x);
 }
+/* The random features of a kernel, "features" [n0,n1,n2]: rows N(0,1), or orthogonal of Gaussians' norms or sqrt(d) */
+enum { ATTENTION_NORMAL, ATTENTION_ORTHOGONAL, ATTENTION_ORTHOGONAL_ROOT };
+ATTENTION_FN void attention_rows_of(attention *a) {
+  if (a->drawn && a->rows) attention_orthogonal_rows(a, a->drawn, a->rows == ATTENTION_ORTHOGONAL_ROOT);
+}
+ATTENTION_FN luna_tensor *attention_features(attention *a, int rows, int64_t n0, int64_t n1, int64_t n2) {
+  a->drawn = attention_array(a, "features", n0, n1, n2, 0);
+  a->rows = rows;
+  attention_rows_of(a);
+  return a->drawn;
+}
+/* draws them again, as a function of seed and layer; false: no memory */
+ATTENTION_FN bool attention_redraw(attention *a, uint64_t seed, uint32_t layer) {
+  const int64_t count = luna_count(a->drawn);
+  float *x = (float *)malloc((size_t)(count + 1) * sizeof(float));
+  for (int64_t i = 0; x && i < count; i += 2) {
+    const uint32_t counter[4] = { (uint32_t)i, layer, 0, 0x72656472 };
+    uint32_t random[4];
+    luna_philox(counter, seed, random);
+    const double size = sqrt(-2 * log(((double)random[0] + 1) / 4294967296.0));
+    const double angle = (double)random[1] * (6.283185307179586 / 4294967296.0);
+    x[i] = (float)(size * cos(angle)), x[i + 1] = (float)(size * sin(angle));
+  }
+  a->good = x && luna_write(a->drawn, x) == LUNA_OK;
+  free(x);
+  if (a->good) attention_rows_of(a);
+  return a->good;
+}
 
 /* ---- tensors ---- */
 /* [batch,n,d] -> [batch,h,n,d_h], and back */
@@ -206,6 +236,13 @@ ATTENTION_FN double attention_sum(const float *x, int64_t n) { /* in four parts,
   int64_t i = 0;
   for (; i + 4 <= n; i += 4) for (int k = 0; k < 4; k++) sum[k] += (double)x[i + k];
   for (; i < n; i++) sum[0] += (double)x[i];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+ATTENTION_FN double attention_dot(const float *x, const float *y, int64_t n) {
+  double sum[4] = { 0, 0, 0, 0 };
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) for (int k = 0; k < 4; k++) sum[k] += (double)x[i + k] * (double)y[i + k];
+  for (; i < n; i++) sum[0] += (double)x[i] * (double)y[i];
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 

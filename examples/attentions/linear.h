@@ -251,11 +251,6 @@ ATTENTION_FN void linear_seed(linear_head *p, int64_t at, int64_t rows) {
     out[p->e - 1] = clamped ? 0 : (divisor == den ? -dot : dot) / divisor;
   }
 }
-ATTENTION_FN double linear_dot(const float *a, const float *b, int64_t n) {
-  double sum = 0;
-  for (int64_t i = 0; i < n; i++) sum += (double)a[i] * (double)b[i];
-  return sum;
-}
 ATTENTION_FN float *linear_grad(const linear_head *p, int which, int64_t at) {
   float *grad = p->call->in[which]->grad;
   return grad ? grad + p->base + at * p->d : NULL;
@@ -287,7 +282,7 @@ ATTENTION_FN void linear_back_queries(linear_head *p) {
       attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, false, p->key.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
       linear_absorb(p, p->sum, p->key.phi, p->weight, p->value, rows, left);
       for (int64_t i = 0; i < rows; i++)
-        p->flow[at + i] = (float)linear_dot(p->q.phi + i * p->m, p->grad_phi + i * p->m, p->m);
+        p->flow[at + i] = (float)attention_dot(p->q.phi + i * p->m, p->grad_phi + i * p->m, p->m);
     }
     linear_map_back(p, &p->q, LINEAR_Q, at);
   }
@@ -328,7 +323,7 @@ ATTENTION_FN void linear_back_keys(linear_head *p) {
       linear_absorb(p, p->grad_sum, p->q.phi, p->weight, p->grad_value, rows, left);
     }
     for (int64_t i = 0; p->call->in[LINEAR_GATE] && i < rows; i++) { /* den is not needed any more: k . dk */
-      p->den[at + i] = (float)linear_dot(p->key.phi + i * p->m, p->grad_phi + i * p->m, p->m);
+      p->den[at + i] = (float)attention_dot(p->key.phi + i * p->m, p->grad_phi + i * p->m, p->m);
       p->flow[at + i] -= p->den[at + i];
     }
     linear_map_back(p, &p->key, LINEAR_K, at);

@@ -89,8 +89,8 @@ static void performer_init(void *layer) {
   attention_projections_init(&a->base, &a->proj);
   attention_require(&a->base, m > 0 || a->kernel == PERFORMER_RELU, "performer: features is 0, but kernel is softmax");
   if (a->eps < 0) a->eps = a->kernel == PERFORMER_RELU ? 1e-3 : 1e-4;
-  if (m > 0 && (a->w = attention_array(&a->base, "features", m, d, 0, 0)) != NULL)
-    attention_orthogonal_rows(&a->base, a->w, a->ortho_scaling != 0);
+  if (m > 0)
+    a->w = attention_features(&a->base, a->ortho_scaling ? ATTENTION_ORTHOGONAL_ROOT : ATTENTION_ORTHOGONAL, m, d, 0);
 }
 static luna_tensor *performer_forward(void *layer, luna_attention_call *call) {
   const performer *a = (const performer *)layer;

@@ -4,6 +4,7 @@
      bidirectional:  y_i = phi(q_i)^T sum_j phi(k_j) v_j^T / max(|phi(q_i) . sum_j phi(k_j)|, eps)
      causal:         S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t);  y_t = phi(q_t)^T S_t / max(phi(q_t) . z_t, eps)
      gate:           S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z_t likewise, g_t = sigmoid(gate(x_t)), one a head
+   kernel arccosine: phi(x) = s relu(W x^), D features.
    The estimate of the kernel can be negative, hence the clamp. s: option scale, 0 = D^(-1/2).
    Parameters: q_proj, k_proj, v_proj, out_proj, sigma [h,d_h] (1 at first), gated: gate d -> h; array: features [h,D,d_h],
    N(0,1), or with orthogonal rows. Time O(n D d_h) a head, memory O(n d_h). */
@@ -11,9 +12,10 @@
 #define ATTENTION_RFA_H
 #include "linear.h"
 
+enum { RFA_GAUSSIAN, RFA_ARCCOSINE };
 typedef struct rfa {
   attention base;
-  int64_t features, gated, orthogonal;
+  int64_t features, kernel, gated, orthogonal;
   double tau, scale, eps;
   attention_projections proj;
   luna_linear_layer gate;
@@ -21,6 +23,7 @@ typedef struct rfa {
 } rfa;
 static const attention_option rfa_options[] = {
   { "features", ATTENTION_COUNT, offsetof(rfa, features), "64" }, /* D */
+  { "kernel", ATTENTION_WORD, offsetof(rfa, kernel), "gaussian|arccosine" },
   { "gate", ATTENTION_FLAG, offsetof(rfa, gated), "false" },      /* causal only */
   { "tau", ATTENTION_NUMBER, offsetof(rfa, tau), "1" },
   { "scale", ATTENTION_NUMBER, offsetof(rfa, scale), "0" },
@@ -41,7 +44,9 @@ ATTENTION_FN float *rfa_unit(const linear_kernel *k, const linear_rows *r) {
 ATTENTION_FN void rfa_map(const linear_kernel *k, const linear_rows *r) {
   float *z = rfa_unit(k, r);
   attention_gemm(r->gemm, r->scratch, k->head_dim, false, r->w, r->w_stride, true, z, k->projected, r->rows, k->projected, k->head_dim, false);
-  for (int64_t i = 0; i < r->rows; i++)
+  for (int64_t i = 0; k->features == k->projected && i < r->rows * k->projected; i++)
+    r->phi[i] = z[i] <= 0 ? 0 : k->scale * z[i];
+  for (int64_t i = 0; k->features > k->projected && i < r->rows; i++)
     for (int64_t j = 0; j < k->projected; j++) {
       r->phi[i * k->features + j] = k->scale * sinf(z[i * k->projected + j]);
       r->phi[i * k->features + k->projected + j] = k->scale * cosf(z[i * k->projected + j]);
@@ -50,7 +55,9 @@ ATTENTION_FN void rfa_map(const linear_kernel *k, const linear_rows *r) {
 ATTENTION_FN void rfa_map_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x, float *grad_w) {
   const int64_t d = k->head_dim, m = k->projected;
   float *grad_z = rfa_unit(k, r), *grad_unit = grad_z + LINEAR_CHUNK * m;
-  for (int64_t i = 0; i < r->rows; i++)
+  for (int64_t i = 0; k->features == m && i < r->rows * m; i++)
+    grad_z[i] = r->phi[i] > 0 ? k->scale * grad_phi[i] : 0;
+  for (int64_t i = 0; k->features > m && i < r->rows; i++)
     for (int64_t j = 0; j < m; j++) {
       const int64_t s = i * 2 * m + j, c = s + m;
       grad_z[i * m + j] = r->phi[c] * grad_phi[s] - r->phi[s] * grad_phi[c];
@@ -59,7 +66,7 @@ ATTENTION_FN void rfa_map_backward(const linear_kernel *k, const linear_rows *r,
   attention_gemm(r->gemm, grad_z, m, false, r->w, r->w_stride, false, grad_unit, d, r->rows, d, m, false);
   for (int64_t i = 0; i < r->rows; i++) {
     const float *x = r->x + i * r->stride, norm = rfa_norm(k, x), size = norm + 1e-3f;
-    const float dot = (float)linear_dot(x, grad_unit + i * d, d), along = norm > 0 ? dot / (norm * size * size) : 0;
+    const float dot = (float)attention_dot(x, grad_unit + i * d, d), along = norm > 0 ? dot / (norm * size * size) : 0;
     for (int64_t c = 0; c < d; c++) grad_x[i * r->stride + c] += grad_unit[i * d + c] / size - along * x[c];
   }
 }
@@ -70,8 +77,8 @@ static void rfa_init(void *layer) {
   attention_require(&a->base, a->features > 0 && a->tau > 0, "rfa: features and tau must be above 0");
   attention_projections_init(&a->base, &a->proj);
   a->sigma = attention_param(&a->base, "sigma", LUNA_INIT_ONES, 1, h, d, 0, 0);
-  a->array = attention_array(&a->base, "features", h, a->features, d, 0);
-  if (a->array && a->orthogonal) attention_orthogonal_rows(&a->base, a->array, false);
+  a->array = attention_features(&a->base, a->orthogonal ? ATTENTION_ORTHOGONAL : ATTENTION_NORMAL, h, a->features,
+                                d);
   if (a->gated) attention_linear(&a->base, &a->gate, "gate", a->base.dim, h, 1);
 }
 static luna_tensor *rfa_forward(void *layer, luna_attention_call *call) {
@@ -84,7 +91,7 @@ static luna_tensor *rfa_forward(void *layer, luna_attention_call *call) {
   k.heads = a->base.heads;
   k.head_dim = a->base.dim / a->base.heads;
   k.projected = a->features;
-  k.features = 2 * a->features;
+  k.features = a->kernel == RFA_ARCCOSINE ? a->features : 2 * a->features;
   k.scratch = 2 * k.head_dim + a->features;
   k.causal = call->causal;
   k.clamp = call->causal ? LINEAR_CLAMP : LINEAR_CLAMP_SIZE;

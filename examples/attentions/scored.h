@@ -91,9 +91,8 @@ ATTENTION_FN void scored_backward_rows(scored_head *h, int64_t first, int64_t ro
   scored_mask(h, first, rows, h->grad);
   for (int64_t i = 0; i < rows; i++) {
     float *p = h->p + i * h->m, *grad = h->grad + i * h->m;
-    const float *y = h->out->data + scored_at(h, h->out, first + i);
-    double dot = 0;                  /* sum of p grad, which is y's product with its gradient */
-    for (int64_t e = 0; e < h->dh; e++) dot += (double)y[e] * (double)g[i * h->d + e];
+    /* y's product with its gradient, but of the numbers that it is subtracted from: of few keys little is left */
+    const double dot = attention_dot(p + from, grad + from, to - from);
     for (int64_t j = from; j < to; j++) grad[j] = p[j] * (grad[j] - (float)dot);
   }
   h->s->backward(h, first, rows, from, to);
