@@ -161,8 +161,15 @@ $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wild
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
 	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas $(LIBS)
 
+# the hook of examples/nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
+NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
+$(BUILD)/cuda/nccl.o: examples/nccl.h luna.h
+	@mkdir -p $(BUILD)/cuda
+	@printf '#include "luna.h"\n#include "examples/nccl.h"\nbool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }\n' >$(BUILD)/cuda/nccl.cu
+	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
+
 cuda:
-	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm; else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
+	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm $(NCCL); else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
 
 cuda-test: cuda
 	$(BUILD)/cuda/tests/cuda
