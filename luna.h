@@ -18933,13 +18933,29 @@ typedef struct lunai_stream_layer {
   luna_tensor parameters[LUNAI_LAYER_TENSORS];
 } lunai_stream_layer;
 
+/* what a model has beside its layers, as in luna_lm */
+typedef struct lunai_beside {
+  luna_tensor *embedding, *positions;
+  luna_input_layer input;
+  luna_norm_layer norm;
+  luna_linear_layer output;
+} lunai_beside;
+LUNAI_FN lunai_beside lunai_beside_of(const luna_lm *model) {
+  lunai_beside b;
+  b.embedding = model->embedding;
+  b.positions = model->positions;
+  b.input = model->input;
+  b.norm = model->norm;
+  b.output = model->output;
+  return b;
+}
 struct luna_stream {
   lunai_lm_sizes sizes;
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
   lunai_bump bump;
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  luna_lm model;                     /* its config and what is beside its layers, or the like of a decoder */
+  lunai_beside model;
   luna_tensor parameters[9];         /* theirs */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
@@ -19231,6 +19247,7 @@ LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
 LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
   lunai_stream_layer *layer = &s->layers[index];
   luna_causal_layer *causal = &layer->of.causal;
+  luna_lm_config config;
   lunai_part parts[LUNAI_MAX_PARTS];
   char prefix[48];
   lunai_text text;
@@ -19243,7 +19260,8 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   }
 #endif
   if (from) *causal = *(const luna_causal_layer *)from;
-  causal->config = s->model.config.layer;
+  lunai_lm_from_sizes(&s->sizes, &config);
+  causal->config = config.layer;
   causal->attention.config = lunai_causal_config(&causal->config);
   text.at = prefix;
   text.end = prefix + sizeof prefix - 1;
@@ -19281,7 +19299,15 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
 /* the parameters beside the layers: of a model s->model is it, and its tensors become the stream's own */
 LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
   lunai_part parts[LUNAI_MAX_PARTS];
-  if (!lunai_stream_own(s, s->parameters, parts, lunai_lm_parts(&s->model, parts), "", st)) return false;
+  luna_lm lm;
+  lunai_lm_from_sizes(&s->sizes, &lm.config);
+  lm.embedding = s->model.embedding;
+  lm.positions = s->model.positions;
+  lm.input = s->model.input;
+  lm.norm = s->model.norm;
+  lm.output = s->model.output;
+  if (!lunai_stream_own(s, s->parameters, parts, lunai_lm_parts(&lm, parts), "", st)) return false;
+  s->model = lunai_beside_of(&lm);
   if (!s->sizes.outputs) s->model.output.weight = s->model.embedding;
   return true;
 }
@@ -19391,7 +19417,6 @@ LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const v
   s->ctx.backend = luna_cpu_backend();
   wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
-  if (!wrong) lunai_lm_from_sizes(&s->sizes, &s->model.config);
   if (!wrong) wrong = lunai_stream_config(s, config);
   return wrong ? wrong : lunai_stream_measure(s, NULL) ? NULL : "a stream of these sizes is too large";
 }
@@ -19531,7 +19556,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
   if (lunai_stream_on_device(&first) &&
       lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
-  first.model = *model;
+  first.model = lunai_beside_of(model);
   s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
   if (!s) return NULL;
   for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
@@ -19866,7 +19891,6 @@ LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const 
   first.cross = true;
   first.scale = lunai_embedding_factor(&c->encoder);
   first.first_position = c->encoder.first_position;
-  lunai_lm_from_sizes(&first.sizes, &first.model.config);
   first.model.embedding = model->embedding;
   first.model.positions = model->positions;
   first.model.norm = model->norm;
