@@ -69,7 +69,7 @@ TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
 /* `count` of the pool's samples from `at` on, in the order of their lengths; of them this rank's, or its rows of them. */
 TOOL batch pool_batch(const samples *s, int64_t at, int64_t count) {
   const int64_t parts = parts_of(s), n = pool.sizes[pool.order[at + count - 1]]; /* the longest is the last */
-  const part own = rank_part(LUNA_PARALLEL_DATA, count), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
+  const portion own = rank_part(LUNA_PARALLEL_DATA, count), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
   const int32_t *lengths = pool.sorted_lengths + (at += own.first) * parts;
   for (int64_t i = 0; i < own.count * parts; i++) {
     const int64_t left = lengths[i] - cut.first, real = left < 0 ? 0 : left < cut.count ? left : cut.count;

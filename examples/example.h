@@ -86,12 +86,12 @@ TOOL int failed(const luna_ctx *ctx) { /* the same with the context's own senten
   return fail("%s", *luna_error(ctx) ? luna_error(ctx) : "the model's numbers are not finite; try a lower --lr");
 }
 
-typedef struct part { int64_t first, count; } part;
+typedef struct portion { int64_t first, count; } portion;
 /* This rank's part of n sequences or rows, where those are what ranks share; else all. */
-TOOL part rank_part(luna_parallelism mode, int64_t n) {
+TOOL portion rank_part(luna_parallelism mode, int64_t n) {
   const bool cut = ranks.ranks > 1 && ranks.mode == mode;
   const int64_t first = cut ? n * ranks.rank / ranks.ranks : 0, end = cut ? n * (ranks.rank + 1) / ranks.ranks : n;
-  return (part){ first, end - first };
+  return (portion){ first, end - first };
 }
 
 /* The sum of what ranks have counted in their parts of a batch; NaN on failure. */

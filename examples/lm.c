@@ -67,7 +67,7 @@ static int read_text(const char *path, text *t) {
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. With
    other ranks a rank has whole windows, or a part of every window. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
-  const part own_rows = rank_part(LUNA_PARALLEL_DATA, rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
+  const portion own_rows = rank_part(LUNA_PARALLEL_DATA, rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
   static ints mine;
   if (cut.count == n) {
     const int64_t at = own_rows.first * n;
