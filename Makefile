@@ -12,6 +12,8 @@
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; about 10 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
+#   make mpi                 lm, classify and listops with mpicc, for several processes or machines: build/mpi/lm
+#   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
@@ -26,11 +28,11 @@ FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
-NAMES = $(filter-out bench_% cuda,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda mpi,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
@@ -159,8 +161,15 @@ $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wild
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
 	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas $(LIBS)
 
+# the hook of examples/nccl.h, where NCCL's header is beside the CUDA Toolkit's or the system's
+NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
+$(BUILD)/cuda/nccl.o: examples/nccl.h luna.h
+	@mkdir -p $(BUILD)/cuda
+	@printf '#include "luna.h"\n#include "examples/nccl.h"\nbool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }\n' >$(BUILD)/cuda/nccl.cu
+	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
+
 cuda:
-	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm; else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
+	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm $(NCCL); else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
 
 cuda-test: cuda
 	$(BUILD)/cuda/tests/cuda
@@ -171,7 +180,26 @@ $(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
 cuda-bench:
 	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/bench && $(BUILD)/cuda/bench $(BUILD)/bench_cuda.json; else echo "nvcc is not here: nothing is measured"; fi
 
+MPICC ?= mpicc
+MPIRUN ?= mpirun
+MPI_EXAMPLES = $(BUILD)/mpi/lm $(BUILD)/mpi/classify $(BUILD)/mpi/listops
+
+$(BUILD)/mpi/tests/mpi: tests/mpi.c $(BUILD)/luna.o examples/mpi.h $(wildcard tests/*.h)
+	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
+	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+
+$(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
+	@mkdir -p $(BUILD)/mpi && rm -f $@
+	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+
+mpi:
+	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) $(MPI_EXAMPLES); else echo "$(MPICC) is not here (Debian: openmpi-bin libopenmpi-dev): nothing is built"; fi
+
+mpi-test:
+	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
+	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/mpi.sh
+
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench mpi mpi-test clean

@@ -66,16 +66,18 @@ TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
   }
 }
 
-/* `count` of the pool's samples from `at` on, in the order of their lengths. */
+/* `count` of the pool's samples from `at` on, in the order of their lengths; of them this rank's, or its rows of them. */
 TOOL batch pool_batch(const samples *s, int64_t at, int64_t count) {
   const int64_t parts = parts_of(s), n = pool.sizes[pool.order[at + count - 1]]; /* the longest is the last */
-  const int32_t *lengths = pool.sorted_lengths + at * parts;
-  for (int64_t i = 0; i < count * parts; i++) {
+  const part own = rank_part(LUNA_PARALLEL_DATA, count), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
+  const int32_t *lengths = pool.sorted_lengths + (at += own.first) * parts;
+  for (int64_t i = 0; i < own.count * parts; i++) {
+    const int64_t left = lengths[i] - cut.first, real = left < 0 ? 0 : left < cut.count ? left : cut.count;
     const int64_t from = pool.order[at + i / parts] * parts + i % parts;
-    memcpy(pool.batch + i * n, pool.tokens + from * s->longest, (size_t)lengths[i] * sizeof(int32_t));
-    memset(pool.batch + i * n + lengths[i], 0, (size_t)(n - lengths[i]) * sizeof(int32_t));
+    memcpy(pool.batch + i * cut.count, pool.tokens + from * s->longest + cut.first, (size_t)real * sizeof(int32_t));
+    memset(pool.batch + i * cut.count + real, 0, (size_t)(cut.count - real) * sizeof(int32_t));
   }
-  return (batch){ { pool.batch, lengths, count * parts, n, NULL }, count, pool.sorted_labels + at };
+  return (batch){ { pool.batch, lengths, own.count * parts, cut.count, NULL }, own.count, pool.sorted_labels + at };
 }
 
 TOOL batch batch_random(const samples *s, int64_t step) {  /* short and long batches by turns */
@@ -92,13 +94,14 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
 TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count, double *loss) {
   float *logits = (float *)malloc((size_t)(set.batch * s->classes) * sizeof(float));
-  int64_t right = 0;
+  int64_t right = 0, seen;
   *loss = 0;
   for (int64_t at = 0; logits && at < count; at += set.batch) {
     batch b = batch_at(s, first, count, at);
+    seen = count - at < set.batch ? count - at : set.batch;
     luna_begin_inference(ctx);
     luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
-    *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)b.count / (double)count;
+    *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)seen / (double)count;
     if (luna_read(out, logits) != LUNA_OK) return free(logits), -1;
     for (int64_t i = 0; i < b.count; i++) {
       int32_t best = 0;
@@ -108,7 +111,8 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
     }
   }
   free(logits);
-  return logits && isfinite(*loss) ? (double)right / (double)count : -1;
+  const double all = rank_total((double)right);
+  return logits && isfinite(*loss) && isfinite(all) ? all / (double)count : -1;
 }
 
 /* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure. */
@@ -124,7 +128,7 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   const double took = seconds() - bar->start;
   progress_end(bar);
   if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_save(model->params, set.out) != LUNA_OK) return failed(ctx);
+  if (ranks.rank == 0 && luna_save(model->params, set.out) != LUNA_OK) return failed(ctx);
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
   const double share = validate(ctx, model, s, bar, s->held);
   if (share < 0) return failed(ctx);

@@ -35,6 +35,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
+  FLAG_PARALLEL,
   { 0 }
 };
 
@@ -161,7 +162,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n));
+    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
   }
   return finish_training(ctx, &model, s, &bar);
 }

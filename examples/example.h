@@ -46,6 +46,10 @@ TOOL double seconds(void) {
 TOOL int move(const char *from, const char *to) { return rename(from, to); }
 #endif
 
+#ifdef EXAMPLE_MPI
+#include "mpi.h"
+#endif
+
 /* ---- settings, sentences, random numbers --------------------------------------------------------------------------- */
 
 #ifdef EXAMPLE_CUDA
@@ -54,15 +58,21 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
-  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads, device;
+  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads, device, parallel;
   double lr, dropout;
 } set;
 static const char *program = "example";
 static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
 
-/* Prints "program: sentence" and returns 2, which a command passes on. */
+static luna_collective ranks = { .ranks = 1 }; /* of a training on several; its mode is what --parallel says */
+
+/* Prints "program: sentence" and returns 2, which a command passes on. What fails on all ranks rank 0 reports, and ends
+   the others while they wait. */
 TOOL int fail(const char *format, ...) {
   va_list list;
+#ifdef EXAMPLE_MPI
+  if (ranks.rank > 0) sleep(1);
+#endif
   va_start(list, format);
   fflush(stdout);
   fprintf(stderr, "%s: ", program);
@@ -74,6 +84,20 @@ TOOL int fail(const char *format, ...) {
 
 TOOL int failed(const luna_ctx *ctx) { /* the same with the context's own sentence */
   return fail("%s", *luna_error(ctx) ? luna_error(ctx) : "the model's numbers are not finite; try a lower --lr");
+}
+
+typedef struct part { int64_t first, count; } part;
+/* This rank's part of n sequences or rows, where those are what ranks share; else all. */
+TOOL part rank_part(luna_parallelism mode, int64_t n) {
+  const bool cut = ranks.ranks > 1 && ranks.mode == mode;
+  const int64_t first = cut ? n * ranks.rank / ranks.ranks : 0, end = cut ? n * (ranks.rank + 1) / ranks.ranks : n;
+  return (part){ first, end - first };
+}
+
+/* The sum of what ranks have counted in their parts of a batch; NaN on failure. */
+TOOL double rank_total(double own) {
+  const bool cut = ranks.ranks > 1 && ranks.mode == LUNA_PARALLEL_DATA;
+  return cut && !ranks.all_reduce(ranks.user, &own, 1, LUNA_REDUCTION_SUM_F64) ? NAN : own;
 }
 
 /* The same number for the same --seed, purpose, step and row. */
@@ -135,6 +159,7 @@ typedef struct flag {
   { "--resume", "t", STRING(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
+#define FLAG_PARALLEL { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), "what the ranks of mpirun share, of a program that make mpi built" }
 #define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
@@ -294,7 +319,7 @@ TOOL int parse(const command *c, const flag *flags, int count, char **given, con
   }
   if (c->files[found] && *c->files[found] != '?')
     return fail("the %s file is missing; see %s %s --help", file_name(c, found).text, program, c->name);
-  return check_files(c, flags, words);
+  return ranks.rank > 0 ? 0 : check_files(c, flags, words);
 }
 
 TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
@@ -308,7 +333,7 @@ TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   return fclose(file) == 0 ? 0 : fail("cannot write %s: %s", set.profile, strerror(errno));
 }
 
-TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
+TOOL int run_example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
   program = name, program_commands = commands;
@@ -329,13 +354,40 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
 #else
   if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
 #endif
+#ifdef EXAMPLE_MPI
+  if (ranks.ranks > 1 && !set.parallel) return fail("on %d ranks only train runs, with --parallel data or --parallel sequence", ranks.ranks);
+  ranks.mode = set.parallel == 2 ? LUNA_PARALLEL_SEQUENCE : LUNA_PARALLEL_DATA;
+  options.collective = &ranks;
+#else
+  if (set.parallel) return fail("this program was built without MPI: make mpi builds one with it");
+#endif
   luna_ctx *ctx = luna_open(&options);
   if (ctx && set.profile) luna_profile_begin(ctx);
   int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
-  if (status == 0 && set.profile) status = write_profile(ctx);
+  if (status == 0 && set.profile && ranks.rank == 0) status = write_profile(ctx);
+  if (status == 0 && ranks.ranks > 1) printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, (double)luna_memory(ctx).peak / 1e6);
   luna_close(ctx);
   return status;
 }
+
+#ifdef EXAMPLE_MPI
+TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) { /* rank 0 alone talks */
+  static mpi_ranks mpi;
+  program = name;
+  if (!mpi_open(&mpi, &count, &given)) return fail("MPI could not be started");
+  ranks = mpi.collective;
+  if (ranks.rank > 0 && !freopen("/dev/null", "w", stdout)) return fail("cannot write /dev/null");
+  const int status = run_example(name, commands, flags, count, given);
+  if (status == 0 && ranks.ranks > 1) printf(", %lld bytes handed to MPI in %lld calls\n", (long long)mpi.bytes, (long long)mpi.calls);
+  fflush(stdout);
+  mpi_close(&mpi, status);
+  return status;
+}
+#else
+TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
+  return run_example(name, commands, flags, count, given);
+}
+#endif
 
 /* ---- files --------------------------------------------------------------------------------------------------------- */
 

@@ -41,6 +41,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
+  FLAG_PARALLEL,
   { 0 }
 };
 
@@ -85,7 +86,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n));
+    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
   }
   return finish_training(ctx, &model, s, &bar);
 }

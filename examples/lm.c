@@ -5,6 +5,7 @@
      lm train FILE [--out M] [--steps N] [--plot loss.svg] ...          learns FILE, all but its last tenth, and writes M; a minute
      lm train FILE --save-every N ...                                   saves the training in M as it goes, and
      lm train FILE --resume M                                           goes on from there, to the same bits as if it had never stopped
+     mpirun -n 4 build/mpi/lm train FILE --parallel sequence            4 processes, of several machines if need be: make mpi
      lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...   writes on from the prompt, in constant memory
      lm eval M FILE                                                     how well M foretells FILE, in bits per byte
 
@@ -45,6 +46,7 @@ static const flag flags[] = {
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),
   FLAG_DEVICE("te"),
+  FLAG_PARALLEL,
   { "--graph", "t", SWITCH(own.graph), "on a GPU each step is one launch; the same result" },
   { 0 }
 };
@@ -62,9 +64,19 @@ static int read_text(const char *path, text *t) {
 
 /* ---- the model ----------------------------------------------------------------------------------------------------- */
 
-/* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. */
+/* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. With
+   other ranks a rank has whole windows, or a part of every window. */
 static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const int32_t *next, int64_t rows, int64_t n) {
-  return luna_lm_loss(model, &(luna_input){ bytes, NULL, rows, n, NULL }, next);
+  const part own_rows = rank_part(LUNA_PARALLEL_DATA, rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
+  static ints mine;
+  if (cut.count == n) {
+    const int64_t at = own_rows.first * n;
+    return luna_lm_loss(model, &(luna_input){ bytes + at, NULL, own_rows.count, n, NULL }, next + at);
+  }
+  mine.size = 0;
+  for (int64_t i = 0; i < 2 * rows; i++)
+    for (int64_t k = 0; k < cut.count; k++) push(&mine, (i < rows ? bytes + i * n : next + (i - rows) * n)[cut.first + k]);
+  return luna_lm_loss(model, &(luna_input){ mine.at, NULL, rows, cut.count, NULL }, mine.at ? mine.at + rows * cut.count : NULL);
 }
 
 /* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on failure. */
@@ -99,6 +111,7 @@ static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sam
 
 static bool show_sample(const char *when, const luna_lm *model, const text *prompt) {
   unsigned char shown[PROMPT + SAMPLE];
+  if (ranks.rank > 0) return true;
   int64_t size = prompt->size + SAMPLE;
   for (int64_t i = 0; i < prompt->size; i++) shown[i] = (unsigned char)prompt->bytes[i];
   luna_sampling sampling = { .temperature = 0.8f, .seed = (uint64_t)set.seed };
@@ -129,6 +142,7 @@ static void pick_windows(text t, int64_t step, int32_t *bytes, int32_t *next) {
 
 /* The model, or with --save-every all of the training, which is a model as well. */
 static bool save(const luna_optimizer *adam, luna_params *params) {
+  if (ranks.rank > 0) return true;
   if (!set.save_every) return luna_save(params, set.out) == LUNA_OK;
   return keep_settings(params, flags, bar.step) == LUNA_OK && luna_save_training(adam, set.out) == LUNA_OK;
 }

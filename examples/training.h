@@ -50,7 +50,10 @@ TOOL void progress_start(progress *p, int64_t first) {
   p->step = p->first = first;
   p->start = seconds();
   p->live = on_terminal();
-  signal(SIGINT, interrupt);
+#ifdef EXAMPLE_MPI
+  p->live = false;                                         /* Open MPI gives ranks a terminal of its own */
+#endif
+  if (ranks.ranks == 1) signal(SIGINT, interrupt);         /* ranks could not stop at the same step: Ctrl-C ends them */
 }
 
 /* Validations come at the start, after each tenth of the steps, and at the end. */
@@ -124,7 +127,7 @@ TOOL int plot(const progress *p, const char *title) {
   double low = HUGE_VAL, high = -HUGE_VAL, mean = 0;
   for (int l = 0; l < 2; l++)
     for (int i = 0; i < lines[l].c->count; i++) low = fmin(low, lines[l].c->y[i]), high = fmax(high, lines[l].c->y[i]);
-  if (!set.plot) return 0;
+  if (!set.plot || ranks.rank > 0) return 0;
   if (low > high) return fail("there is no loss to draw in %s", set.plot);
   axis x = axis_of((double)p->first, (double)p->step), y = axis_of(low, high);
 
@@ -166,7 +169,7 @@ TOOL int plot(const progress *p, const char *title) {
 /* ---- training that goes on from its checkpoint ---------------------------------------------------------------------- */
 
 /* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result. */
-TOOL bool shapes_training(const flag *f) { return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.save_every; }
+TOOL bool shapes_training(const flag *f) { return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.parallel && f->whole != &set.save_every; }
 
 /* Puts these flags and `step` in the set's text pairs, so that luna_save_training() writes them too. */
 TOOL luna_status keep_settings(luna_params *params, const flag *flags, int64_t step) {

@@ -100,6 +100,7 @@ refuses "whole number" train text --steps 0 --out a.safetensors
 refuses "whole number" train text --steps -5 --out a.safetensors
 refuses "whole number" train text --threads 99999999999999999999 --out a.safetensors
 refuses "built without CUDA" train text --device cuda --out a.safetensors
+refuses "built without MPI" train text --parallel data --out a.safetensors
 refuses "takes a number" train text --lr nan --out a.safetensors
 refuses "takes a number" generate a.safetensors --temperature 0
 refuses "cannot read missing" train missing --out a.safetensors

@@ -1,0 +1,107 @@
+#!/bin/sh
+# mpi.sh: build/mpi/tests/mpi on 1 to 4 ranks, and the examples that make mpi builds, from outside. Ranks share this machine.
+cd "$(dirname "$0")/.." || exit 1
+name=mpi_cli root=$PWD
+. tests/cli_checks.sh
+program=lm
+# Open MPI: more ranks than cores, which do not spin; as root and without ssh, as in a container. Other MPIs need nothing of this.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_plm_rsh_agent= OMPI_MCA_btl_vader_single_copy_mechanism=none PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+mpi() { timeout 120 "${MPIRUN:-mpirun}" "$@" >out 2>err </dev/null; }
+lm=$build/mpi/lm
+small="--window 48 --layers 2 --dim 32 --heads 2 --memory 8 --ffn 64 --convolution 3 --dropout 0.1 --threads 1"
+for i in 1 2 3 4 5 6 7 8; do cat "$root/tests/mpi.sh"; done >text
+
+for ranks in 1 2 3 4; do
+  mpi -n $ranks "$build/mpi/tests/mpi"
+  status=$? counts=$(sed -n 's/^mpi: \([0-9]*\) passed, \([0-9]*\) failed$/\1 \2/p' out)
+  check "the program on $ranks ranks ends with 0, not $status" [ "$status" = 0 ]
+  [ -z "$counts" ] || passed=$((passed + ${counts% *})) failed=$((failed + ${counts#* }))
+  check "the program on $ranks ranks counts its checks" [ -n "$counts" ]
+  grep bytes out
+done
+
+# the losses of the progress lines and of the last one; whether those of two runs are within a share of 1e-3
+losses() { sed -n 's/^step *\([0-9]*\).*[0-9]  *\([0-9.]*\) nats.*/\1 \2/p; s/.*validation loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/p' "$1"; }
+near() { losses "$1" >a; losses "$2" >b; [ "$(wc -l <a)" -gt 10 ] && paste a b | awk '{ d = $2 / $4 - 1; if ($1 != $3 || d * d > 1e-6) bad = 1 } END { exit bad }'; }
+mpi -n 1 "$lm" train text --steps 200 --out one.st $small
+check "one rank needs no --parallel" cp out one
+for mode in data sequence; do
+  for ranks in 2 3; do
+    mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel $mode --plot many.svg $small
+    check "$mode on $ranks ranks ends with 0, not $?" [ "$?" = 0 ]
+    check "$mode on $ranks ranks: the losses of one rank" near out one
+    check "$mode on $ranks ranks: rank 0 alone talks" [ "$(grep -c 'validation loss' out)" = 1 ]
+    check "$mode on $ranks ranks: what was sent is counted" grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
+    check "$mode on $ranks ranks: one picture" drawn many.svg
+    check "$mode on $ranks ranks: no file is left over" [ "$(echo many*)" = "many.st many.svg" ]
+  done
+done
+
+# a rank that is killed ends the others; the checkpoint goes on
+for mode in data sequence; do
+  run_3="-n 3 $lm train text --steps 400 --save-every 20 --parallel $mode $small"
+  mpi $run_3 --out whole.st
+  check "$mode: a run that is not killed" cp out whole
+  rm -f killed.st
+  timeout 120 "${MPIRUN:-mpirun}" $run_3 --out killed.st >out 2>err </dev/null &
+  job=$!
+  tries=0
+  until [ -s killed.st ] || [ $tries = 300 ]; do sleep 0.1; tries=$((tries + 1)); done
+  alive() { ps -A -o pid= -o stat= -o args= | awk -v program="$lm" '$3 == program && / killed.st/ && $2 !~ /^Z/ { print $1 }'; }
+  alive | tail -n 1 >victim
+  check "$mode: there is a rank to kill" kill -9 "$(cat victim)"
+  wait $job
+  status=$?
+  check "$mode: mpirun ends with an error of its own, not $status" test "$status" -ne 0 -a "$status" -ne 124
+  tries=0
+  until [ -z "$(alive)" ] || [ $tries = 100 ]; do sleep 0.1; tries=$((tries + 1)); done
+  check "$mode: no rank is left" [ -z "$(alive)" ]
+  cp killed.st other.st
+  mpi -n 3 "$lm" train text --resume killed.st --out killed.st --save-every 20 --parallel $mode --threads 1
+  check "$mode: it goes on" grep -q "^going on from step" out
+  check "$mode: to the bits of a run that was never killed" same whole.st killed.st
+  mpi -n 2 "$lm" train text --resume other.st --out other.st --save-every 20 --parallel $mode --threads 1
+  sed -n 's/.*-> \([0-9.]*\) nats.*/\1/p' whole out >ends
+  check "$mode: on two ranks within rounding" awk 'NR == 1 { a = $1 } NR == 2 { d = $1 / a - 1; good = d * d < 1e-6 } END { exit !good }' ends
+done
+
+# failures end all ranks, with a sentence
+says() { # "SENTENCE" "WORDS" ARGUMENTS...: mpirun with them ends with an error and one line that has the words
+  sentence=$1 words=$2
+  shift 2
+  mpi "$@"
+  status=$?
+  check "$sentence: ends with an error, not $status" test "$status" -ne 0 -a "$status" -ne 124
+  check "$sentence: says $words" [ "$(grep -c "^lm: .*$words" err)" = 1 ]
+}
+base="--steps 20 --out bad.st --parallel data"
+says "one rank without the text" "cannot read missing" -n 1 "$lm" train text $base $small : -n 1 "$lm" train missing $base $small
+says "a rank with another model" "rank 1" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --dim 64
+says "a rank with another mode" "collective.mode" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --parallel sequence
+says "ranks without --parallel" "--parallel data or" -n 2 "$lm" train text $small
+says "a wrong flag on all" "has no flag --what" -n 3 "$lm" train text --what 1
+says "a folder that is not there" "cannot write" -n 2 "$lm" train text $base --out nowhere/bad.st $small
+check "nothing was written" [ ! -e bad.st ]
+
+# classifiers: the accuracy and loss of one rank
+program=listops
+classes() { # PROGRAM ARGUMENTS...
+  what=$1
+  shift
+  mpi -n 1 "$build/mpi/$what" train "$@" --out one.st
+  sed -n 's/.*accuracy on/accuracy on/p' out >one
+  check "$what on one rank" [ -s one ]
+  for mode in data sequence; do
+    mpi -n 3 "$build/mpi/$what" train "$@" --out many.st --parallel $mode
+    sed -n 's/.*accuracy on/accuracy on/p' out >many
+    check "$what, $mode: as on one rank, $(cat one many)" same one many
+  done
+}
+awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""; for (k = 0; k < 3 + 12 * rand(); k++) line = line " " (rand() < 0.5 ? "the" : good ? "fine" : "poor")
+  print (good ? "yes" : "no") "\t" line " end" } }' >labelled
+classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --held 50 --threads 1
+classes classify labelled --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --vocab 50 --threads 1
+mpi -n 2 "$build/mpi/listops" train --attention softmax --parallel sequence --threads 1
+check "listops: softmax attention cannot be cut, it says" grep -q "cut over" err
+finish
