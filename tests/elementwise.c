@@ -514,7 +514,7 @@ static void check_convolution(int64_t rows, int64_t n, int64_t width, bool histo
 
 /* ---- dropout: the rule of Philox, bit for bit; a NaN that is dropped is gone ---- */
 static void check_dropout(int64_t first, int64_t n, double probability) {
-  lunai_dropout d;
+  lunai_dropout d = {0};
   float *x = random_floats(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = random_floats(n, 1), *before = copied(sum, n);
   bool good = true, added = true, gone = true;
   d.seed = 0x123456789ABCDEFu, d.op = 7, d.step = 99;

@@ -82,7 +82,7 @@ static void compressive_used_forward(const luna_tensor *const *in, int count, lu
     memset(usage, 0, (size_t)rows * sizeof *usage);
     for (int64_t h = 0; h < heads; h++)
       for (int64_t i = 0; left > 0 && i < queries; i += COMPRESSIVE_ROWS) {
-        const int64_t some = queries - i < COMPRESSIVE_ROWS ? queries - i : COMPRESSIVE_ROWS;
+        const int64_t some = queries - i < COMPRESSIVE_ROWS ? queries - i : (int64_t)COMPRESSIVE_ROWS;
         attention_gemm(run, in[1]->data + (b * n + i) * d + h * dh, d, false, in[2]->data + b * rows * d + h * dh, d, true,
                        scores, left, some, left, dh, false);
         for (int64_t r = 0; r < some; r++) compressive_use(scores + r * left, left, 1 / sqrt((double)dh), usage);
@@ -101,7 +101,10 @@ static luna_tensor *compressive_used(const compressive *a, const luna_attention_
   const compressive_state s = { a->base.heads };
   luna_tensor *in[4], *m = relative_read(call, old);
   int64_t shape[3];
-  if (!old || !values) return free(values), NULL;
+  if (!old || !values) {
+    free(values);
+    return NULL;
+  }
   for (int64_t b = 0; b < batch; b++) {
     values[3 * b] = (float)(call->lengths ? call->lengths[b] : call->x->shape[1]);
     values[3 * b + 1] = (float)left[b], values[3 * b + 2] = (float)groups[b];
