@@ -10267,6 +10267,8 @@ LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
 }
 #define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
+/* a b modulo 2^64: a context that measures meets more elements than there are numbers */
+LUNAI_INLINE int64_t lunai_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
 /* An op's dropout of `count` elements, `width` a row. Of a rank's part, where each element is in the whole. */
 LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, uint32_t number, int64_t count,
                                         int64_t width) {
@@ -10833,7 +10835,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_ffn_work *w = (const lunai_ffn_work *)work;
   const luna_op *op = w->op;
   const int64_t f = w->hidden, out = w->out;
-  const lunai_dropout d = lunai_op_dropout(op, lunai_rows(op->in[0]) * f, f);
+  const lunai_dropout d = lunai_op_dropout(op, lunai_times(lunai_rows(op->in[0]), f), f);
   int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
   for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
     float *sums = w->sums + part * (f + out), *dh;
@@ -11333,7 +11335,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
-  part = lunai_op_dropout(op, a->batch * a->heads * a->queries * a->keys, op->out[0]->part ? a->keys : 1);
+  part = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys), op->out[0]->part ? a->keys : 1);
   a->dropout_first = (int64_t)part.first;
   a->dropout_run = part.run;
   a->dropout_skip = (int64_t)part.skip;
@@ -11363,7 +11365,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
   u->lse = (float *)op->kept;
   u->batch = x->shape[0]; u->rows = x->shape[1]; u->dim = x->shape[2]; u->heads = k->shape[1]; u->slots = k->shape[2];
   u->lengths = op->lengths;
-  u->dropout = lunai_op_dropout(op, u->batch * u->heads * u->rows * u->slots, u->slots);
+  u->dropout = lunai_op_dropout(op, lunai_times(u->batch * u->heads * u->rows, u->slots), u->slots);
   u->last = lunai_op_last_dropout(op);
   u->grad_out = op->out[0]->grad;
   u->grad_x = x->grad; u->grad_k = k->grad; u->grad_bias = op->in[2]->grad; u->grad_v = op->in[3]->grad;

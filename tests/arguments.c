@@ -761,7 +761,7 @@ static void case_luna_gather_rows(void) {
 static void case_luna_scatter_add_rows(void) {
   const int rank = 1 + (int)pick(3);
   const int64_t b = small(), c = small();
-  luna_tensor *x = tensor(rank, small(), b, c, 1), *rows = tensor(rank, pick(6), turn() ? b + 1 : b, c, 1);
+  luna_tensor *x = tensor(rank, small(), b, c, 1), *rows = tensor(rank, pick(6), turn() ? (b < INT64_MAX ? b + 1 : 0) : b, c, 1);
   got_tensor(luna_scatter_add_rows(x, some_indices(x ? x->shape[0] : 0), luna_count(rows) < 1000 ? rows : NULL), x || rows);
 }
 static void case_luna_top_k(void) {
