@@ -148,8 +148,7 @@ ATTENTION_FN bool attentions_set_all(attentions *a, const char *options) {
   }
   return true;
 }
-/* Chooses a system, "name" or "name key=value ...", else with its defaults; false with a sentence in a->error. */
-ATTENTION_FN bool attentions_open(attentions *a, const char *name) {
+ATTENTION_FN bool attentions_read(attentions *a, const char *name) {
   const size_t size = strcspn(name, " ");
   memset(a, 0, sizeof *a);
   for (int i = 0; i < ATTENTION_SYSTEMS; i++)
@@ -164,6 +163,14 @@ ATTENTION_FN bool attentions_open(attentions *a, const char *name) {
   a->hook.forward = attentions_forward;
   a->hook.user = a;
   return attentions_set_all(a, name + size);
+}
+/* Chooses a system, "name" or "name key=value ...", else with its defaults; false with a sentence in a->error, and
+   nothing to close. */
+ATTENTION_FN bool attentions_open(attentions *a, const char *name) {
+  if (attentions_read(a, name)) return true;
+  free(a->options);
+  a->options = NULL;
+  return false;
 }
 ATTENTION_FN void attentions_close(attentions *a) {
   while (a->layers) {
