@@ -1,31 +1,39 @@
-/* arena: the systems that papers compare with Luna, side by side: steps per second and memory, relative to the Transformer.
+/* arena: the systems that papers compare with Luna, side by side: steps per second and memory, relative to the
+   Transformer.
 
      cc -O2 -I. examples/arena.c -o arena -lm -lpthread
 
      arena table [FILE] [--svg arena.svg] [--minutes N] ...  Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K
-                                                             where cost is linear; Markdown; the paper's numbers in brackets
+                                                             where cost is linear; Markdown; the paper's numbers in
+                                                             brackets
      arena one SYSTEM [FILE] [--tokens N] ...                one system, "performer features=64" (attentions/attentions.h), or transformer, luna
      arena ablate [FILE] [--steps N] ...                     of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
 
-   FILE: any bytes, luna.h without one. A training step is forward, backward and SGD, so that memory is the activations'. The first
-   table's models classify a text, by the mean of X (pooling P, Luna would not compute all of its last layer); those of the second,
-   of what is causal, write it on. The Transformer here stores no scores; what they would take is computed and stands beside it. */
+   FILE: any bytes, luna.h without one. A training step is forward, backward and SGD, so that memory is the
+   activations'. The first table's models classify a text, by the mean of X (pooling P, Luna would not compute all of
+   its last layer); those of the second, of what is causal, write it on. The Transformer here stores no scores; what
+   they would take is computed and stands beside it. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
 #include "example.h"
 #include "attentions/attentions.h"
 
-static struct settings set = { .out = "luna.h", .steps = 5, .layers = 2, .dim = 256, .heads = 4, .memory = 16, .ffn = 1024, .lr = 1e-2, .seed = 1 };
-static struct { const char *svg; int64_t tokens, causal; double seconds, minutes; } own = { .tokens = 4096, .seconds = 8, .minutes = 10 };
+static struct settings set = { .out = "luna.h", .steps = 5, .layers = 2, .dim = 256, .heads = 4, .memory = 16,
+                              .ffn = 1024, .lr = 1e-2, .seed = 1 };
+static struct { const char *svg; int64_t tokens, causal; double seconds, minutes; } own =
+    { .tokens = 4096, .seconds = 8, .minutes = 10 };
 
 static const flag flags[] = {
   { "--svg", "t", WRITES(own.svg), "file to draw the table at that length in" },
-  { "--tokens", "to", WHOLE(own.tokens, 4, 1 << 20), "length of the text; table: also at a quarter, half, three quarters and four times that" },
+  { "--tokens", "to", WHOLE(own.tokens, 4, 1 << 20),
+   "length of the text; table: also at a quarter, half, three quarters and four times that" },
   { "--causal", "o", SWITCH(own.causal), "a language model, also where the system has both forms" },
-  { "--steps", "toa", WHOLE(set.steps, 1, 1e6), "steps that are timed, after one that is not; ablate: a hundred times as many" },
+  { "--steps", "toa", WHOLE(set.steps, 1, 1e6),
+   "steps that are timed, after one that is not; ablate: a hundred times as many" },
   { "--seconds", "o", REAL(own.seconds, 0.01, 1e4), "time for them: fewer steps, if they take longer" },
-  { "--minutes", "t", REAL(own.minutes, 0.01, 1e4), "time for all of them: fewer steps, but at least one a length, if they take longer" },
+  { "--minutes", "t", REAL(own.minutes, 0.01, 1e4),
+   "time for all of them: fewer steps, but at least one a length, if they take longer" },
   { "--layers", "toa", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "toa", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "toa", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -38,13 +46,15 @@ static const flag flags[] = {
 /* ---- the systems, with what the paper's Table 2 has of them ---- */
 #define LENGTHS 4                    /* and a longer one, where cost is linear */
 typedef struct row {
-  const char *title, *system;        /* an attention of attentions.h, with at most one "%d": tokens / divisor; or null: */
+  /* an attention of attentions.h, with at most one "%d": tokens / divisor; or null: */
+  const char *title, *system;
   int divisor;
   luna_attention_kind kind;
   int64_t memory;                    /* Luna's l */
   bool linear;
   double speed[LENGTHS], bytes[LENGTHS];
-  int64_t segment;                   /* language models: tokens of a segment, whose memory the next one reads; 0: all at once */
+  /* language models: tokens of a segment, whose memory the next one reads; 0: all at once */
+  int64_t segment;
 } row;
 static const row classifiers[] = {
   { "Transformer", NULL, 0, LUNA_ATTENTION_SOFTMAX, 0, false, { 1, 1, 1, 1 }, { 1, 1, 1, 1 }, 0 },
@@ -52,10 +62,13 @@ static const row classifiers[] = {
   { "Linformer", NULL, 0, LUNA_ATTENTION_LINFORMER, 0, true, { 1.2, 1.9, 3.7, 5.5 }, { 0.44, 0.21, 0.18, 0.10 }, 0 },
   { "Reformer", "reformer buckets=%d", 32, 0, 0, true, { 0.5, 0.4, 0.7, 0.8 }, { 0.56, 0.37, 0.28, 0.24 }, 0 },
   { "Sinkhorn", "sinkhorn max_blocks=%d", 64, 0, 0, true, { 1.1, 1.6, 2.9, 3.8 }, { 0.55, 0.31, 0.21, 0.16 }, 0 },
-  { "Synthesizer", "synthesizer terms=dot+random length=%d", 1, 0, 0, false, { 1.1, 1.2, 2.9, 1.4 }, { 0.76, 0.75, 0.74, 0.74 }, 0 },
+  { "Synthesizer", "synthesizer terms=dot+random length=%d", 1, 0, 0, false, { 1.1, 1.2, 2.9, 1.4 },
+   { 0.76, 0.75, 0.74, 0.74 }, 0 },
   { "BigBird", "bigbird max_blocks=%d", 64, 0, 0, true, { 0.9, 0.8, 1.2, 1.1 }, { 0.91, 0.56, 0.40, 0.30 }, 0 },
-  { "Linear Transformer", NULL, 0, LUNA_ATTENTION_LINEAR, 0, true, { 1.1, 1.9, 3.7, 5.6 }, { 0.44, 0.22, 0.15, 0.11 }, 0 },
-  { "Performer, relu as LRA ran it", "performer kernel=relu features=0", 0, 0, 0, true, { 1.2, 1.9, 3.8, 5.7 }, { 0.44, 0.22, 0.15, 0.11 }, 0 },
+  { "Linear Transformer", NULL, 0, LUNA_ATTENTION_LINEAR, 0, true, { 1.1, 1.9, 3.7, 5.6 }, { 0.44, 0.22, 0.15, 0.11 },
+   0 },
+  { "Performer, relu as LRA ran it", "performer kernel=relu features=0", 0, 0, 0, true, { 1.2, 1.9, 3.8, 5.7 },
+   { 0.44, 0.22, 0.15, 0.11 }, 0 },
   { "Performer, 256 features", "performer", 0, 0, 0, true, { 0 }, { 0 }, 0 },
   { "Luna-16", NULL, 0, LUNA_ATTENTION_LUNA, 16, true, { 1.2, 1.8, 3.7, 5.5 }, { 0.44, 0.23, 0.17, 0.10 }, 0 },
   { "Luna-128", NULL, 0, LUNA_ATTENTION_LUNA, 128, true, { 1.1, 1.7, 3.4, 5.1 }, { 0.49, 0.28, 0.21, 0.14 }, 0 },
@@ -81,7 +94,8 @@ static const row writers[] = {
 #define COUNT(list) ((int)(sizeof(list) / sizeof(list)[0]))
 
 /* ---- one system at one length ---- */
-typedef struct result { double rate, bytes, loss; } result; /* steps a second, by the fastest; bytes at the most; rate 0: not run */
+/* steps a second, by the fastest; bytes at the most; rate 0: not run */
+typedef struct result { double rate, bytes, loss; } result;
 typedef struct contest {
   luna_ctx *ctx;
   luna_params *params;
@@ -95,20 +109,25 @@ static void options_at(const row *r, int64_t n, char *out, size_t size) {
   const char *at = r->system ? strstr(r->system, "%d") : NULL;
   const int64_t count = at ? (n + r->divisor - 1) / r->divisor : 0;
   if (!at) snprintf(out, size, "%s", r->system ? r->system : "");
-  else snprintf(out, size, "%.*s%lld", (int)(at - r->system), r->system, (long long)(count + count % 2)); /* buckets are even */
+  /* buckets are even */
+  else snprintf(out, size, "%.*s%lld", (int)(at - r->system), r->system, (long long)(count + count % 2));
 }
 static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
-  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .attention = r->kind, .pre_norm = true, .linformer.k = n < 256 ? n : 256 };
+  const luna_layer_config layer = { .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .attention = r->kind,
+                                   .pre_norm = true, .linformer.k = n < 256 ? n : 256 };
   char name[160];
   *c = (contest){ 0 };
   c->ctx = luna_open(&(luna_options){ .threads = (int)set.threads, .seed = (uint64_t)set.seed });
   c->params = luna_params_open(c->ctx);
   options_at(r, n, name, sizeof name);
   if (r->system && !attentions_open(&c->choice, name)) return fail("%s", c->choice.error), false;
-  luna_lm_config lm = { .layers = set.layers, .memory = r->memory, .layer = layer, .positions = LUNA_POSITIONS_SINUSOIDAL };
-  luna_classifier_config classifier = { .pooling = LUNA_POOLING_MEAN, .encoder = { .layers = set.layers, .memory = r->memory, .max_length = n, .layer = layer } };
+  luna_lm_config lm = { .layers = set.layers, .memory = r->memory, .layer = layer,
+                       .positions = LUNA_POSITIONS_SINUSOIDAL };
+  luna_classifier_config classifier = { .pooling = LUNA_POOLING_MEAN,
+      .encoder = { .layers = set.layers, .memory = r->memory, .max_length = n, .layer = layer } };
   if (r->system) lm.layer.hook = classifier.encoder.layer.hook = &c->choice.hook;
-  if (writer ? luna_lm_init(&c->lm, c->params, &lm) : luna_classifier_init(&c->classifier, c->params, &classifier)) return failed(c->ctx), false;
+  if (writer ? luna_lm_init(&c->lm, c->params, &lm) : luna_classifier_init(&c->classifier, c->params, &classifier))
+    return failed(c->ctx), false;
   c->sgd = luna_sgd(c->params, &(luna_optimizer_config){ .lr = (float)set.lr });
   return true;
 }
@@ -144,7 +163,8 @@ static bool step(contest *c, const row *r, const int32_t *bytes, int64_t n, bool
     const luna_input input = { .tokens = bytes + at, .batch = 1, .n = segment };
     luna_begin_step(c->ctx);
     fine = carry(c, host, true);
-    luna_tensor *loss = writer ? luna_lm_loss(&c->lm, &input, bytes + at + 1) : luna_cross_entropy(luna_classifier_forward(&c->classifier, &input), &label);
+    luna_tensor *loss = writer ? luna_lm_loss(&c->lm, &input, bytes + at + 1) :
+        luna_cross_entropy(luna_classifier_forward(&c->classifier, &input), &label);
     if (c->choice.system) loss = attentions_loss(&c->choice, loss);
     fine = fine && luna_backward(loss) == LUNA_OK && carry(c, host, false);
     *value = luna_item(loss);
@@ -166,7 +186,8 @@ static int measure(const row *r, const contents *text, int64_t n, bool writer, d
     fine = step(&c, r, bytes, n, writer, &out->loss);
     last = seconds() - now;
     now += last;
-    if (i == 1 || last < best) best = last; /* the fastest: other programs may run; the first grows the context's memory */
+    /* the fastest: other programs may run; the first grows the context's memory */
+    if (i == 1 || last < best) best = last;
   }
   out->rate = 1 / (best > 1e-9 ? best : 1e-9);
   out->bytes = (double)luna_memory(c.ctx).peak;
@@ -185,7 +206,9 @@ static phrase length_name(int l) {
   snprintf(out.text, sizeof out.text, n % 1024 ? "%lld" : "%lldK", (long long)(n % 1024 ? n : n / 1024));
   return out;
 }
-static double scores(int64_t n) { return (double)set.layers * (double)set.heads * (double)n * (double)n * sizeof(float); }
+static double scores(int64_t n) {
+  return (double)set.layers * (double)set.heads * (double)n * (double)n * sizeof(float);
+}
 
 static void print_cell(double ours, double paper) {
   if (paper > 0 && own.tokens == 4096) printf(" %.2f (%.2f) |", ours, paper);
@@ -205,18 +228,21 @@ static void print_tables(const row *rows, const results *all, int count) {
     else printf(" |\n");
   }
   for (int stored = 0; stored < 2; stored++) {
-    print_head(stored ? "peak memory, relative to a Transformer that stores its scores" : "peak memory, relative to the Transformer", "MB");
+    print_head(stored ? "peak memory, relative to a Transformer that stores its scores" :
+               "peak memory, relative to the Transformer", "MB");
     for (int i = 0; i < count; i++) {
       printf("| %s |", rows[i].title);
       for (int l = 0; l < LENGTHS; l++)
-        print_cell(all[i].at[l].bytes / (all[0].at[l].bytes + (stored ? scores(length(l)) : 0)), stored && i ? rows[i].bytes[l] : 0);
+        print_cell(all[i].at[l].bytes / (all[0].at[l].bytes + (stored ? scores(length(l)) : 0)),
+                   stored && i ? rows[i].bytes[l] : 0);
       if (all[i].at[LENGTHS].rate > 0) printf(" %.0f |\n", all[i].at[LENGTHS].bytes / 1e6);
       else printf(" |\n");
     }
   }
   printf("\nThe Transformer:");
   for (int l = 0; l < LENGTHS; l++)
-    printf(" %s: %.2f steps per second, %.0f MB, and %.0f MB of scores%s", length_name(l).text, all[0].at[l].rate, all[0].at[l].bytes / 1e6,
+    printf(" %s: %.2f steps per second, %.0f MB, and %.0f MB of scores%s", length_name(l).text, all[0].at[l].rate,
+           all[0].at[l].bytes / 1e6,
            scores(length(l)) / 1e6, l < LENGTHS - 1 ? ";" : ".\n");
 }
 /* tokens of `count` rows; each takes its share of the time that is left */
@@ -226,35 +252,44 @@ static double tokens_of(const row *rows, int count) {
     for (int l = 0; l < LENGTHS + rows[i].linear; l++) sum += (double)length(l);
   return sum;
 }
-static int run_rows(const row *rows, int count, const contents *text, bool writer, double end, double *tokens, results *all) {
+static int run_rows(const row *rows, int count, const contents *text, bool writer, double end, double *tokens,
+                    results *all) {
   for (int i = 0; i < count; i++)
     for (int l = 0; l < LENGTHS + rows[i].linear; l++) {
       const double n = (double)length(l), allowed = (end - seconds()) * n / *tokens;
       result *r = &all[i].at[l];
       if (measure(&rows[i], text, length(l), writer, allowed, r)) return fail("%s at %.0f tokens", rows[i].title, n);
       *tokens -= n;
-      fprintf(stderr, "%s%s, %.0f tokens: %.2f steps per second, %.0f MB, loss %.3f; at most %.0f s left\n", rows[i].title,
+      fprintf(stderr, "%s%s, %.0f tokens: %.2f steps per second, %.0f MB, loss %.3f; at most %.0f s left\n",
+              rows[i].title,
               writer ? " (causal)" : "", n, r->rate, r->bytes / 1e6, r->loss, end - seconds());
     }
   return 0;
 }
 
 /* one bar a system, at the last of LENGTHS, on a logarithmic axis from 1/16 to 16; the paper's number as a ring */
-static double place(double ratio) { return 330 + 38 * (ratio > 0 ? log2(ratio < 1 / 32.0 ? 1 / 32.0 : ratio > 16 ? 16 : ratio) : 0); }
+static double place(double ratio) {
+  return 330 + 38 * (ratio > 0 ? log2(ratio < 1 / 32.0 ? 1 / 32.0 : ratio > 16 ? 16 : ratio) : 0);
+}
 static void draw_panel(FILE *to, const results *all, double top, bool speed) {
   fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s at %s tokens, relative to the Transformer%s</text>\n", top,
-          speed ? "steps per second" : "peak memory", length_name(LENGTHS - 1).text, speed ? "" : " with stored scores");
+          speed ? "steps per second" : "peak memory", length_name(LENGTHS - 1).text,
+              speed ? "" : " with stored scores");
   for (int tick = -4; tick <= 3; tick++)
     fprintf(to, "<text x='%.0f' y='%.0f' fill='#777' text-anchor='middle'>%s%d</text><path d='M%.0f %.0f v%d' stroke='#ddd'/>\n", place(pow(2, tick)), top + 18,
-            tick < 0 ? "1/" : "", 1 << (tick < 0 ? -tick : tick), place(pow(2, tick)), top + 22, 20 * COUNT(classifiers));
+            tick < 0 ? "1/" : "", 1 << (tick < 0 ? -tick : tick), place(pow(2, tick)), top + 22,
+                20 * COUNT(classifiers));
   for (int i = 0; i < COUNT(classifiers); i++) {
     const result *r = &all[i].at[LENGTHS - 1], *base = &all[0].at[LENGTHS - 1];
-    const double ours = speed ? r->rate / base->rate : r->bytes / (base->bytes + scores(length(LENGTHS - 1))), y = top + 26 + 20 * i;
+    const double ours = speed ? r->rate / base->rate : r->bytes / (base->bytes + scores(length(LENGTHS - 1))),
+        y = top + 26 + 20 * i;
     const double paper = speed ? classifiers[i].speed[LENGTHS - 1] : i ? classifiers[i].bytes[LENGTHS - 1] : 0;
     const double from = place(ours < 1 ? ours : 1), end = place(ours < 1 ? 1 : ours);
-    fprintf(to, "<text x='10' y='%.0f'>%s</text><rect x='%.1f' y='%.0f' width='%.1f' height='12' fill='%s'/>\n", y + 10, classifiers[i].title, from, y,
+    fprintf(to, "<text x='10' y='%.0f'>%s</text><rect x='%.1f' y='%.0f' width='%.1f' height='12' fill='%s'/>\n", y + 10,
+            classifiers[i].title, from, y,
             end - from + 1, strncmp(classifiers[i].title, "Luna", 4) == 0 ? "#c33" : "#48a");
-    if (paper > 0 && own.tokens == 4096) fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>\n", place(paper), y + 6);
+    if (paper > 0 && own.tokens == 4096)
+      fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>\n", place(paper), y + 6);
     fprintf(to, "<text x='490' y='%.0f'>%.2f</text>\n", y + 10, ours);
   }
 }
@@ -266,7 +301,8 @@ static int draw_table(const results *all) {
           "fill='#fff'/>\n", 2 * height + 20);
   draw_panel(to, all, 20, true);
   draw_panel(to, all, 20 + height, false);
-  fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: measured here; rings: the paper's Table 2</text>\n</svg>\n", 2 * height + 12);
+  fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: measured here; rings: the paper's Table 2</text>\n</svg>\n",
+          2 * height + 12);
   return fclose(to) == 0 ? 0 : fail("cannot write %s: %s", own.svg, strerror(errno));
 }
 
@@ -283,7 +319,8 @@ static int table_command(luna_ctx *ctx, const char **words) {
   free(text.data);
   if (status) return status;
   printf("# Speed and memory, byte-level text, batch 1\n\n%lld layers, d %lld, %lld heads, feed-forward %lld; in brackets Table 2 of arXiv 2106.01540v2, whose "
-         "ten other systems are LRA's numbers on TPUs.\n\n## Classifiers\n", (long long)set.layers, (long long)set.dim, (long long)set.heads, (long long)set.ffn);
+         "ten other systems are LRA's numbers on TPUs.\n\n## Classifiers\n", (long long)set.layers, (long long)set.dim,
+             (long long)set.heads, (long long)set.ffn);
   print_tables(classifiers, first, COUNT(classifiers));
   printf("\n## Language models\n");
   print_tables(writers, second, COUNT(writers));
@@ -305,12 +342,16 @@ static int one_command(luna_ctx *ctx, const char **words) {
   if (read_file(words[1] ? words[1] : set.out, &text)) return 2;
   const int status = measure(&r, &text, own.tokens, writer, own.seconds, &out);
   free(text.data);
-  if (!status) printf("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f\n", words[0], (long long)own.tokens, out.rate, out.bytes / 1e6, out.loss);
+  if (!status)
+    printf("%s, %lld tokens: %.3f steps per second, %.1f MB, loss %.3f\n", words[0], (long long)own.tokens, out.rate,
+           out.bytes / 1e6, out.loss);
   return status;
 }
 
 /* ---- ablations of Luna: which half of the file is a window of its bytes from? ---- */
-typedef struct variant { const char *title; int64_t memory; bool own_memory; luna_sharing sharing; luna_pooling pooling; } variant;
+typedef struct variant {
+  const char *title; int64_t memory; bool own_memory; luna_sharing sharing; luna_pooling pooling;
+} variant;
 static const variant variants[] = {
   { "Luna-16: P from layer to layer, tied K and V, pools P", 16, false, LUNA_SHARING_TIED, LUNA_POOLING_MEMORY },
   { "each layer's own P, pools X", 16, true, LUNA_SHARING_TIED, LUNA_POOLING_MEAN },
@@ -329,7 +370,8 @@ static void windows(const contents *text, bool held, int64_t step_number, int32_
   const int64_t half = text->size / 2, tens = half / SPAN / 10;
   for (int b = 0; b < BATCH; b++) {
     const uint64_t random = draw(held, step_number, b);
-    const int64_t pick = (int64_t)((random >> 1) % (uint64_t)(tens * (held ? 1 : 9))), span = held ? 10 * pick + 9 : pick / 9 * 10 + pick % 9;
+    const int64_t pick = (int64_t)((random >> 1) % (uint64_t)(tens * (held ? 1 : 9))),
+        span = held ? 10 * pick + 9 : pick / 9 * 10 + pick % 9;
     labels[b] = (int32_t)(random & 1);
     const int64_t at = labels[b] * half + span * SPAN + (int64_t)((random >> 32) % (SPAN - WINDOW + 1));
     for (int64_t i = 0; i < WINDOW; i++) tokens[b * WINDOW + i] = text->data[at + i];
@@ -343,8 +385,10 @@ static int ablation(const variant *v, const contents *text) {
   const luna_input input = { .tokens = tokens, .batch = BATCH, .n = WINDOW };
   const int64_t steps = 100 * set.steps;
   double loss = 0, right = 0, begun;
-  luna_classifier_config c = { .pooling = v->pooling, .encoder = { .layers = set.layers, .memory = v->memory, .own_memory = v->own_memory,
-    .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing, .pre_norm = true } } };
+  luna_classifier_config c = { .pooling = v->pooling, .encoder =
+                              { .layers = set.layers, .memory = v->memory, .own_memory = v->own_memory,
+    .layer = { .dim = set.dim / 4, .heads = set.heads, .ffn = set.ffn / 4, .sharing = v->sharing,
+              .pre_norm = true } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
   begun = seconds();
@@ -374,9 +418,11 @@ static int ablate_command(luna_ctx *ctx, const char **words) {
   int status = 0;
   (void)ctx;
   if (read_file(words[0] ? words[0] : set.out, &text)) return 2;
-  if (text.size < 20 * SPAN) return free(text.data), fail("the file is too short: it has %lld bytes", (long long)text.size);
+  if (text.size < 20 * SPAN)
+    return free(text.data), fail("the file is too short: it has %lld bytes", (long long)text.size);
   printf("# Luna's parts, %lld steps of %d windows of %d bytes: which half of the file are they from?\n\n"
-         "| variant | loss | right | steps per second | MB |\n|---|---|---|---|---|\n", (long long)(100 * set.steps), BATCH, WINDOW);
+         "| variant | loss | right | steps per second | MB |\n|---|---|---|---|---|\n", (long long)(100 * set.steps),
+             BATCH, WINDOW);
   for (int i = 0; i < COUNT(variants) && !status; i++) status = ablation(&variants[i], &text);
   free(text.data);
   return status;

@@ -1,13 +1,14 @@
-/* attention_map: a picture of Luna attention: where each memory slot looks (pack), and which slots each token reads (unpack).
+/* attention_map: a picture of Luna attention: where each memory slot looks (pack), and which slots each token reads
+   (unpack).
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
      attention_map draw M --text "a film that I would see again" [--layer 1] [--head 2] [--out map.svg]      seconds
      attention_map draw M <FILE                                                                               the text from the input
 
-   M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the text is cut
-   into tokens as M was trained, which M says. Of other models --as says it. Colours compare with attention that is the same
-   everywhere, 1/n of n tokens or 1/l of l slots: white is that much, blue more, brown less. */
+   M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the
+   text is cut into tokens as M was trained, which M says. Of other models --as says it. Colours compare with attention
+   that is the same everywhere, 1/n of n tokens or 1/l of l slots: white is that much, blue more, brown less. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -34,20 +35,24 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- the text as the model was trained to read it -------------------------------------------------------------------- */
+/* ---- the text as the model was trained to read it ---------------------------------------------------------------- */
 
-static struct { int32_t token; span text; } tokens[TOKENS];    /* text: what it stands for, in `written` or in the text itself */
+/* text: what it stands for, in `written` or in the text itself */
+static struct { int32_t token; span text; } tokens[TOKENS];
 static int64_t count;
 static unsigned char written[TOKENS * (UNIT + 1)], *next_written = written;
 
-static void add_token(int32_t token, span text) { if (count < TOKENS) tokens[count].token = token, tokens[count++].text = text; }
+static void add_token(int32_t token, span text) {
+  if (count < TOKENS) tokens[count].token = token, tokens[count++].text = text;
+}
 
 static int cut_numbers(span t) {
   for (char *at = (char *)(uintptr_t)t.at, *end; count < TOKENS; at = end) {
     while (*at && strchr(" \t\r\n", *at)) at++;
     const long number = strtol(at, &end, 10);
     if (end == at) break;
-    add_token((int32_t)(number < INT32_MAX && number >= 0 ? number : INT32_MAX), (span){ (unsigned char *)at, end - at });
+    add_token((int32_t)(number < INT32_MAX && number >= 0 ? number : INT32_MAX),
+              (span){ (unsigned char *)at, end - at });
   }
   return 0;
 }
@@ -72,7 +77,8 @@ static int cut_as_pairs(span t, const char *pairs) {
     unsigned char *start = next_written;
     if (list.at[i] < v.end) next_written = spell(&v, list.at[i], start);
     if (next_written - start > 1 && *start == ' ') start++;
-    add_token(list.at[i], list.at[i] < v.end ? (span){ start, next_written - start } : (span){ (const unsigned char *)"END", 3 });
+    add_token(list.at[i], list.at[i] < v.end ? (span){ start, next_written - start } :
+              (span){ (const unsigned char *)"END", 3 });
   }
   free(v.pairs.entries), free(v.pairs.buckets), free(list.at);
   return fine ? 0 : fail("the vocabulary in the model makes no sense");
@@ -82,7 +88,9 @@ static int cut_as_symbols(span t) {
   for (int64_t at = 0; at < t.size;) {
     const int64_t start = at;
     const int s = t.at[at] == ' ' ? SYMBOLS : symbol(t.at, t.size, &at);
-    if (s < 0) return fail("the model reads lists as [MAX 2 9 ], not '%.*s'", (int)strcspn((const char *)t.at + start, " \n"), (const char *)t.at + start);
+    if (s < 0)
+      return fail("the model reads lists as [MAX 2 9 ], not '%.*s'", (int)strcspn((const char *)t.at + start, " \n"),
+                  (const char *)t.at + start);
     if (s == SYMBOLS) at++;
     else add_token(s, (span){ t.at + start, at - start });
   }
@@ -91,7 +99,8 @@ static int cut_as_symbols(span t) {
 
 /* Fills `tokens`. Returns 0, or 2 after a sentence. */
 static int cut(const luna_params *params, const char *path, span t, int64_t vocab) {
-  static const char *const keys[] = { "classify.tokens", "translate.tokens", "mlm.tokens", "listops.tokens", "mnist.tokens" };
+  static const char *const keys[] = { "classify.tokens", "translate.tokens", "mlm.tokens", "listops.tokens",
+                                     "mnist.tokens" };
   const char *as = own.as == BYTES ? "bytes" : NULL;
   for (size_t i = 0; i < sizeof keys / sizeof keys[0] && !as; i++) as = luna_params_get(params, keys[i]);
   if (own.as == NUMBERS) return cut_numbers(t);
@@ -104,18 +113,20 @@ static int cut(const luna_params *params, const char *path, span t, int64_t voca
   return 0;
 }
 
-/* ---- the two attention matrices -------------------------------------------------------------------------------------- */
+/* ---- the two attention matrices ---------------------------------------------------------------------------------- */
 
 /* softmax(q k^T / sqrt(d_h)) of each head: q [1,a,d], k [1,b,d] -> [1,heads,a,b] */
 static luna_tensor *matrices(luna_tensor *q, luna_tensor *k, int64_t heads) {
   if (!q || !k) return NULL;
-  const int64_t d_h = q->shape[2] / heads, q_heads[] = { 1, q->shape[1], heads, d_h }, k_heads[] = { 1, k->shape[1], heads, d_h };
+  const int64_t d_h = q->shape[2] / heads, q_heads[] = { 1, q->shape[1], heads, d_h },
+      k_heads[] = { 1, k->shape[1], heads, d_h };
   const int by_head[] = { 0, 2, 1, 3 };
   q = luna_permute(luna_reshape(q, 4, q_heads), by_head), k = luna_permute(luna_reshape(k, 4, k_heads), by_head);
   return luna_softmax(luna_scale(luna_matmul(q, k, false, true), 1 / sqrtf((float)d_h)), NULL);
 }
 
-static luna_tensor *projected(const luna_linear_layer *layer, luna_tensor *x) { /* a sharing without keys has no such layer */
+/* a sharing without keys has no such layer */
+static luna_tensor *projected(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
 
@@ -124,24 +135,28 @@ static bool look(const luna_encoder *e, luna_tensor **pack, luna_tensor **unpack
   const luna_encoder_layer *layer = NULL;
   int32_t input[TOKENS];
   for (int64_t i = 0; i < count; i++) input[i] = tokens[i].token;
-  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e, &(luna_input){ input, NULL, 1, count, NULL }, &p);
+  luna_tensor *p = NULL, *packed_context = NULL, *x = luna_encoder_embed(e,
+      &(luna_input){ input, NULL, 1, count, NULL }, &p);
   for (int64_t i = 0; i < own.layer; i++) {
     if (layer) x = luna_encoder_layer_forward(layer, x, &p, NULL);
     layer = &e->layers[e->config.tied_layers ? 0 : i];
   }
   const luna_nested_attention_layer *a = &layer->attention;
   if (layer->memory) p = luna_expand(layer->memory, 1);
-  if (layer->config.pre_norm) x = luna_norm_layer_forward(&layer->attention_norm, x), p = luna_norm_layer_forward(&layer->memory_norm, p);
+  if (layer->config.pre_norm)
+    x = luna_norm_layer_forward(&layer->attention_norm, x), p = luna_norm_layer_forward(&layer->memory_norm, p);
   luna_nested_attention_layer_forward(a, x, p, NULL, NULL, &packed_context);
-  *pack = matrices(projected(&a->pq, p), projected(&a->pk, x), a->config.pack_heads ? a->config.pack_heads : a->config.heads);
+  *pack = matrices(projected(&a->pq, p), projected(&a->pk, x),
+                   a->config.pack_heads ? a->config.pack_heads : a->config.heads);
   *unpack = matrices(projected(&a->q, x), projected(&a->k, packed_context), a->config.heads);
   return *pack && *unpack;
 }
 
-/* ---- the picture ----------------------------------------------------------------------------------------------------- */
+/* ---- the picture ------------------------------------------------------------------------------------------------- */
 
 typedef struct map { const char *title; float *value; int64_t heads, of_slot, of_token; double even; } map;
-/* value[((head slots + ...)]: of one head, slot of_slot + token of_token; even: 1/n or 1/l, the value of attention without a preference */
+/* value[((head slots + ...)]: of one head, slot of_slot + token of_token; even: 1/n or 1/l, the value of attention
+   without a preference */
 
 static int64_t longest_name(void) { /* of tokens that are not single characters the names stand upright */
   int64_t longest = 1;
@@ -188,15 +203,18 @@ static double strength(double value, double even) { return fmin(1, fmax(-1, log2
 /* One head: tokens `from` and on, slots below each other; returns where it ends. */
 static int64_t draw_head(FILE *f, const map *m, int64_t head, int64_t slots, int64_t from, int64_t columns, int64_t y) {
   const float *value = m->value + head * slots * count;
-  fprintf(f, "<text x=\"36\" y=\"%lld\" text-anchor=\"end\">%lld</text>\n", (long long)(y + slots * SLOT / 2 + 4), (long long)head + 1);
+  fprintf(f, "<text x=\"36\" y=\"%lld\" text-anchor=\"end\">%lld</text>\n", (long long)(y + slots * SLOT / 2 + 4),
+          (long long)head + 1);
   for (int64_t s = 0; s < slots; s++)
     for (int64_t t = 0; t < columns; t++) {
       const double c = strength((double)value[s * m->of_slot + (from + t) * m->of_token], m->even);
       if (fabs(c) < 0.02) continue;
-      fprintf(f, "<rect x=\"%lld\" y=\"%lld\" width=\"%d\" height=\"%d\" fill=\"%s\" opacity=\"%.2f\"/>\n", (long long)(40 + t * CELL),
+      fprintf(f, "<rect x=\"%lld\" y=\"%lld\" width=\"%d\" height=\"%d\" fill=\"%s\" opacity=\"%.2f\"/>\n",
+              (long long)(40 + t * CELL),
               (long long)(y + s * SLOT), CELL, SLOT, c > 0 ? "#08519c" : "#a65628", fabs(c));
     }
-  fprintf(f, "<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#bbb\"/>\n", (long long)y, (long long)columns * CELL,
+  fprintf(f, "<rect x=\"40\" y=\"%lld\" width=\"%lld\" height=\"%lld\" fill=\"none\" stroke=\"#bbb\"/>\n", (long long)y,
+          (long long)columns * CELL,
           (long long)slots * SLOT);
   return y + slots * SLOT;
 }
@@ -204,7 +222,8 @@ static int64_t draw_head(FILE *f, const map *m, int64_t head, int64_t slots, int
 static int64_t draw_map(FILE *f, const map *m, int64_t slots, int64_t from, int64_t columns, int64_t y) {
   fprintf(f, "<text x=\"40\" y=\"%lld\">%s</text>\n", (long long)(y + 14), m->title);
   y += 20;
-  for (int64_t h = own.head ? own.head - 1 : 0; h < (own.head ? own.head : m->heads); h++) y = draw_head(f, m, h, slots, from, columns, y) + 4;
+  for (int64_t h = own.head ? own.head - 1 : 0; h < (own.head ? own.head : m->heads); h++)
+    y = draw_head(f, m, h, slots, from, columns, y) + 4;
   return y;
 }
 
@@ -212,7 +231,8 @@ static void draw_legend(FILE *f, int64_t y) {
   fprintf(f, "<text x=\"40\" y=\"%lld\">1/8</text>\n", (long long)y);
   for (int i = 0; i <= 24; i++) {
     const double c = (i - 12) / 12.0;
-    fprintf(f, "<rect x=\"%d\" y=\"%lld\" width=\"5\" height=\"9\" fill=\"%s\" opacity=\"%.2f\"/>\n", 60 + 5 * i, (long long)y - 9,
+    fprintf(f, "<rect x=\"%d\" y=\"%lld\" width=\"5\" height=\"9\" fill=\"%s\" opacity=\"%.2f\"/>\n", 60 + 5 * i,
+            (long long)y - 9,
             c > 0 ? "#08519c" : "#a65628", fabs(c));
   }
   fprintf(f, "<text x=\"190\" y=\"%lld\">8 times as much as attention without a preference</text>\n", (long long)y);
@@ -220,13 +240,15 @@ static void draw_legend(FILE *f, int64_t y) {
 
 /* maps[0] pack, maps[1] unpack, without the second where it is not trained */
 static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t layers) {
-  const int64_t heads = own.head ? shown : maps[0].heads + (shown > 1 ? maps[1].heads : 0), bands = (count + COLUMNS - 1) / COLUMNS;
+  const int64_t heads = own.head ? shown : maps[0].heads + (shown > 1 ? maps[1].heads : 0),
+      bands = (count + COLUMNS - 1) / COLUMNS;
   const int64_t width = 60 + (count < COLUMNS ? count < 50 ? 50 : count : COLUMNS) * CELL;
   const int64_t height = 60 + bands * (shown * (30 + label_height()) + heads * (slots * SLOT + 4) + 16);
   int64_t y = 50;
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %lld %lld\" width=\"%lld\" height=\"%lld\" font-family=\"sans-serif\" "
              "font-size=\"11\" fill=\"#444\">\n<rect width=\"%lld\" height=\"%lld\" fill=\"#fff\"/>\n<text x=\"40\" y=\"26\" font-size=\"15\">"
-             "layer %lld of %lld, %lld slots, ", (long long)width, (long long)height, (long long)width, (long long)height, (long long)width,
+             "layer %lld of %lld, %lld slots, ", (long long)width, (long long)height, (long long)width,
+                 (long long)height, (long long)width,
           (long long)height, (long long)own.layer, (long long)layers, (long long)slots);
   fprintf(f, own.head ? "head %lld</text>\n" : "each head</text>\n", (long long)own.head);
   draw_legend(f, y);
@@ -251,11 +273,15 @@ static int write_picture(const map *maps, int shown, int64_t slots, int64_t laye
 
 static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   const luna_layer_config *layer = &e->config.layer;
-  const int64_t heads = e->config.heads, pack_heads = layer->pack_heads ? layer->pack_heads : heads, min_heads = pack_heads < heads ? pack_heads : heads;
+  const int64_t heads = e->config.heads, pack_heads = layer->pack_heads ? layer->pack_heads : heads,
+      min_heads = pack_heads < heads ? pack_heads : heads;
   luna_tensor *pack, *unpack;
-  if (layer->attention != LUNA_ATTENTION_LUNA) return fail("the model's attention is not Luna's: it has no memory to look at");
-  if (own.layer > e->config.layers) return fail("the model has %lld layers, no layer %lld", (long long)e->config.layers, (long long)own.layer);
-  if (own.head > min_heads) return fail("the model has %lld heads, no head %lld", (long long)min_heads, (long long)own.head);
+  if (layer->attention != LUNA_ATTENTION_LUNA)
+    return fail("the model's attention is not Luna's: it has no memory to look at");
+  if (own.layer > e->config.layers)
+    return fail("the model has %lld layers, no layer %lld", (long long)e->config.layers, (long long)own.layer);
+  if (own.head > min_heads)
+    return fail("the model has %lld heads, no head %lld", (long long)min_heads, (long long)own.head);
   luna_begin_inference(ctx);
   if (!look(e, &pack, &unpack)) return failed(ctx);
   const int64_t slots = pack->shape[2];
@@ -263,13 +289,20 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   if (!values) return fail("out of memory");
   const map maps[2] = {
     { "pack: where each memory slot looks, a row a slot, by head", values, pack_heads, count, 1, 1 / (double)count },
-    { "unpack: which slots each token reads, by head", values + pack_heads * slots * count, heads, 1, slots, 1 / (double)slots }
+    {
+      "unpack: which slots each token reads, by head", values + pack_heads * slots * count, heads, 1, slots,
+          1 / (double)slots
+    }
   };
   const bool trained = !pools_memory || own.layer < e->config.layers || e->config.tied_layers;
-  int status = luna_read(pack, maps[0].value) == LUNA_OK && luna_read(unpack, maps[1].value) == LUNA_OK ? 0 : failed(ctx);
+  int status = luna_read(pack, maps[0].value) == LUNA_OK &&
+      luna_read(unpack, maps[1].value) == LUNA_OK ? 0 : failed(ctx);
   if (!status) status = write_picture(maps, trained ? 2 : 1, slots, e->config.layers);
-  if (!status) printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s\n", set.out, (long long)own.layer, (long long)e->config.layers, (long long)slots,
-                      (long long)count, trained ? "" : "; no unpack: this model predicts from P, and its last unpack is not trained");
+  if (!status)
+    printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s\n", set.out, (long long)own.layer,
+           (long long)e->config.layers, (long long)slots,
+                      (long long)count,
+                          trained ? "" : "; no unpack: this model predicts from P, and its last unpack is not trained");
   return free(values), status;
 }
 
@@ -289,11 +322,13 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   while (size > 0 && (text[size - 1] == '\n' || text[size - 1] == '\r')) size--;
   text[size] = 0;
   if (size > 0 && cut(params, words[0], (span){ text, (int64_t)size }, e->embedding->shape[0])) return 2;
-  return count > 0 ? draw_on(ctx, e, pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH) : fail("there is no text");
+  return count > 0 ? draw_on(ctx, e, pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH) :
+      fail("there is no text");
 }
 
 static const command commands[] = {
-  { "draw", { "model: a file that classify, listops, mlm or translate wrote" }, "draws where attention looks", draw_command },
+  { "draw", { "model: a file that classify, listops, mlm or translate wrote" }, "draws where attention looks",
+   draw_command },
   { 0 }
 };
 

@@ -1,12 +1,14 @@
-/* classifier.h: samples for the examples that classify: batches of similar length, and how many a model gets right. Included
-   after example.h.
+/* classifier.h: samples for the examples that classify: batches of similar length, and how many a model gets right.
+   Included after example.h.
 
-   A program says in a `struct samples` what there is, and for a sample's number writes its tokens and returns its label:
+   A program says in a `struct samples` what there is, and for a sample's number writes its tokens and returns its
+   label:
      batch_open(&s)                                  memory for batches: 0, or 2 after a sentence. batch_close() at the end
      batch_random(&s, step)                          the batch of a training step: from --seed and the step alone
      batch_at(&s, first, count, at)                  the batch at `at` of samples first .. first + count - 1 */
 #define QUICK 500                    /* samples that validations during a training look at, at most */
-#define POOL 16                      /* batches fetched at once and sorted by length, so that little of a batch is padding */
+/* batches fetched at once and sorted by length, so that little of a batch is padding */
+#define POOL 16
 
 typedef struct samples {
   const char *title;
@@ -66,7 +68,8 @@ TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
   }
 }
 
-/* `count` of the pool's samples from `at` on, in the order of their lengths; of them this rank's, or its rows of them. */
+/* `count` of the pool's samples from `at` on, in the order of their lengths; of them this rank's, or its rows of
+   them. */
 TOOL batch pool_batch(const samples *s, int64_t at, int64_t count) {
   const int64_t parts = parts_of(s), n = pool.sizes[pool.order[at + count - 1]]; /* the longest is the last */
   const portion own = rank_part(LUNA_PARALLEL_DATA, count), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
@@ -92,7 +95,8 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
 }
 
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
-TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count, double *loss) {
+TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count,
+                     double *loss) {
   float *logits = (float *)malloc((size_t)(set.batch * s->classes) * sizeof(float));
   int64_t right = 0, seen;
   *loss = 0;
@@ -117,13 +121,15 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
 
 /* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure. */
 TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count) {
-  double loss, since = seconds(), share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
+  double loss, since = seconds(), share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count,
+                                                   &loss);
   progress_validated(bar, since, loss);
   snprintf(bar->note, sizeof bar->note, "validation %.1f%%", 100 * share);
   return share;
 }
 
-/* Saves what has been learnt, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a sentence. */
+/* Saves what has been learnt, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a
+   sentence. */
 TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar) {
   const double took = seconds() - bar->start;
   progress_end(bar);
@@ -132,7 +138,8 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
   const double share = validate(ctx, model, s, bar, s->held);
   if (share < 0) return failed(ctx);
-  printf("%s: %lld steps in %.0f s, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n", set.out, (long long)bar->step,
+  printf("%s: %lld steps in %.0f s, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n", set.out,
+         (long long)bar->step,
          took, (long long)s->held, 100 * share, bar->validation.y[bar->validation.count - 1]);
   return plot(bar, s->title);
 }
@@ -151,6 +158,7 @@ TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samp
   double loss, share = -1;
   int status = batch_open(s);
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
-  if (!status) printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f)\n", s->title, (long long)count, 100 * share, loss);
+  if (!status)
+    printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f)\n", s->title, (long long)count, 100 * share, loss);
   return batch_close(), status;
 }

@@ -1,4 +1,5 @@
-/* classify: learns to tell texts apart, from lines of a label, a tab and a text; for instance whether a film review praises or damns.
+/* classify: learns to tell texts apart, from lines of a label, a tab and a text; for instance whether a film review
+   praises or damns.
 
      cc -O2 -I. examples/classify.c -o classify -lm -lpthread
 
@@ -7,8 +8,8 @@
      classify eval M FILE                                      how often M gives a file's labels
      classify predict M <TEXTS                                 a label and its probability for each line
 
-   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate. Labels and the rest lie in the
-   checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
+   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate. Labels and
+   the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -39,14 +40,17 @@ static const flag flags[] = {
   { 0 }
 };
 
-static struct { contents text; struct { const unsigned char *at; int64_t size; int32_t label; } *lines; int64_t count; } file;
+static struct {
+  contents text; struct { const unsigned char *at; int64_t size; int32_t label; } *lines; int64_t count;
+} file;
 static struct { const unsigned char *at; int64_t size; } labels[LABELS];
 static int32_t label_count;
 
 /* Cuts a text into tokens, at least one, and returns how many. */
 static int32_t cut(const unsigned char *text, int64_t size, int32_t *tokens) {
   const span t = { text, size };
-  const int32_t n = own.tokens == 1 ? cut_bytes(t, own.longest, tokens) : cut_words(t, own.vocab, own.longest, tokens, NULL);
+  const int32_t n = own.tokens == 1 ? cut_bytes(t, own.longest, tokens) :
+      cut_words(t, own.vocab, own.longest, tokens, NULL);
   if (n == 0) tokens[0] = 0;
   return n ? n : 1;
 }
@@ -66,7 +70,8 @@ static int32_t label_of(const unsigned char *at, int64_t size, bool add) {
   return label_count++;
 }
 
-/* Whether a line is kept to validate: about one in ten, by chance and not by place, for files have an order; the same for any --seed. */
+/* Whether a line is kept to validate: about one in ten, by chance and not by place, for files have an order; the same
+   for any --seed. */
 static bool is_held(int64_t number) {
   uint32_t counter[4] = { (uint32_t)number, (uint32_t)((uint64_t)number >> 32), 0, 0 }, random[4];
   luna_philox(counter, 0, random);
@@ -97,7 +102,7 @@ static int read_lines(const char *path, bool training, int64_t *held) {
   return 0;
 }
 
-/* ---- what a model must know besides its weights -------------------------------------------------------------------- */
+/* ---- what a model must know besides its weights ------------------------------------------------------------------ */
 
 static luna_status remember(luna_params *params) {
   char key[40], value[40];
@@ -118,8 +123,10 @@ static luna_status remember(luna_params *params) {
 static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   luna_params *params = luna_params_open(ctx);
   if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
-  const char *tokens = luna_params_get(params, "classify.tokens"), *longest = luna_params_get(params, "classify.longest");
-  bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair && model->classifier.config.classes <= LABELS && tokens && longest;
+  const char *tokens = luna_params_get(params, "classify.tokens"),
+      *longest = luna_params_get(params, "classify.longest");
+  bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&
+      model->classifier.config.classes <= LABELS && tokens && longest;
   own.tokens = tokens && strcmp(tokens, "bytes") == 0;
   own.longest = longest ? atoll(longest) : 0;
   own.vocab = model->classifier.config.vocab;
@@ -130,16 +137,18 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
     if (!label) break;
     labels[label_count].at = (const unsigned char *)label, labels[label_count].size = (int64_t)strlen(label);
   }
-  if (fine && label_count == model->classifier.config.classes && own.longest >= 1 && own.longest <= 1000000 && own.vocab >= (own.tokens ? 256 : 2)) return 0;
+  if (fine && label_count == model->classifier.config.classes && own.longest >= 1 && own.longest <= 1000000 &&
+      own.vocab >= (own.tokens ? 256 : 2)) return 0;
   return fail("%s is not a model that classify made", path);
 }
 
-/* ---- training ------------------------------------------------------------------------------------------------------ */
+/* ---- training ---------------------------------------------------------------------------------------------------- */
 
 static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
   static progress bar;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
+  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
+                                   .encoder = {
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = s->longest,
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
@@ -147,9 +156,11 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps,
+                 .floor = 0.05f } });
   if (!adam) return failed(ctx);
-  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
+         (long long)s->held,
          (long long)luna_params_element_count(params));
   fflush(stdout);
 
@@ -167,10 +178,13 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
   return finish_training(ctx, &model, s, &bar);
 }
 
-/* ---- commands ------------------------------------------------------------------------------------------------------ */
+/* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static samples the_samples(const char *title, int64_t held) {
-  return (samples){ .title = title, .vocab = own.vocab, .classes = label_count, .longest = own.longest, .training = file.count, .held = held, .fetch = fetch };
+  return (samples){
+    .title = title, .vocab = own.vocab, .classes = label_count, .longest = own.longest, .training = file.count,
+        .held = held, .fetch = fetch
+  };
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -179,7 +193,8 @@ static int train(luna_ctx *ctx, const char **words) {
   int status = read_lines(words[0], true, &held);
   if (own.tokens) own.vocab = 256;
   if (!status && (label_count < 2 || held < 1))
-    status = fail("%s has %d labels, and %lld of its %lld lines to validate on; it takes more", words[0], (int)label_count, (long long)held,
+    status = fail("%s has %d labels, and %lld of its %lld lines to validate on; it takes more", words[0],
+                  (int)label_count, (long long)held,
                   (long long)(file.count + held));
   if (!status && remember(params) != LUNA_OK) status = failed(ctx);
   samples s = the_samples(words[0], held);
@@ -213,7 +228,8 @@ static int predict(luna_ctx *ctx, const char **words) {
     for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof typed) typed[size++] = (unsigned char)c;
     length = cut(typed, size, tokens);
     luna_begin_inference(ctx);
-    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier, &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
+    luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier,
+        &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
     if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
     int32_t best = 0;
     for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;

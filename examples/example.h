@@ -1,12 +1,13 @@
-/* example.h: what an example needs besides its one idea: a command line, files, random numbers; and for training, training.h.
+/* example.h: what an example needs besides its one idea: a command line, files, random numbers; and for training,
+   training.h.
 
    A program includes it once, after luna.h, and defines
      static struct settings set = { ... };                      its defaults of the common settings
      static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own rows
      static const command commands[] = { ..., { 0 } };          files with their format: "text: any file"
      int main(int count, char **given) { return example("name", commands, flags, count, given); }
-   example() reads the command line, tries whether the files that will be written can be, opens a context, runs the command, closes the
-   context, and returns what the command returned: 0, or 2 after one sentence by fail().
+   example() reads the command line, tries whether the files that will be written can be, opens a context, runs the
+   command, closes the context, and returns what the command returned: 0, or 2 after one sentence by fail().
    Everything random comes from draw(), a pure function of --seed and of what it is for. */
 #include <errno.h>
 #include <math.h>
@@ -50,7 +51,7 @@ TOOL int move(const char *from, const char *to) { return rename(from, to); }
 #include "mpi.h"
 #endif
 
-/* ---- settings, sentences, random numbers --------------------------------------------------------------------------- */
+/* ---- settings, sentences, random numbers ------------------------------------------------------------------------- */
 
 #ifdef EXAMPLE_CUDA
 const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a file that nvcc compiles */
@@ -58,7 +59,8 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
-  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads, device, parallel;
+  int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
+      device, parallel;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -114,7 +116,7 @@ TOOL uint64_t splitmix(uint64_t *state) {                  /* the next of a stre
   return z ^ (z >> 31);
 }
 
-/* ---- the command line ---------------------------------------------------------------------------------------------- */
+/* ---- the command line -------------------------------------------------------------------------------------------- */
 
 typedef struct flag {
   const char *name, *commands;       /* commands that take it, by their letters */
@@ -122,7 +124,8 @@ typedef struct flag {
   int64_t *whole;
   double *real;
   double min, max;
-  const char *kind;                  /* of a text: "in" or "out", a file that is read or written. Of a whole number: the names of 0, 1, 2, ... */
+  /* of a text: "in" or "out", a file that is read or written. Of a whole number: the names of 0, 1, 2, ... */
+  const char *kind;
   const char *help;
 } flag;
 #define STRING(place) &(place), NULL, NULL, 0, 0, NULL
@@ -155,7 +158,8 @@ typedef struct flag {
   { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
 #define FLAGS_RESUME \
-  { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), "steps between checkpoints of the training in --out; 0 for none" }, \
+  { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), \
+   "steps between checkpoints of the training in --out; 0 for none" }, \
   { "--resume", "t", STRING(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
@@ -163,7 +167,8 @@ typedef struct flag {
 #define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
-  const char *name, *files[4];       /* the files that follow it, "model" or "text: any file"; "?target" may be left out */
+  /* the files that follow it, "model" or "text: any file"; "?target" may be left out */
+  const char *name, *files[4];
   const char *help;
   int (*run)(luna_ctx *ctx, const char **words); /* words: the file names. Returns 0, or 2 after a sentence */
 } command;
@@ -221,7 +226,8 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
       bool known = !strchr(c->files[i], ':');
       for (const command *d = commands; d < c && !one; d++)
         for (int k = 0; d->files[k]; k++) known = known || strcmp(d->files[k], c->files[i]) == 0;
-      if (!known) fprintf(to, "%s  %-18s%s\n", formats++ ? "" : "\nfiles\n", file_name(c, i).text, strchr(c->files[i], ':') + 1);
+      if (!known)
+        fprintf(to, "%s  %-18s%s\n", formats++ ? "" : "\nfiles\n", file_name(c, i).text, strchr(c->files[i], ':') + 1);
     }
   for (const flag *f = flags; f->name && !one; f++) {
     int size = (int)strlen(takers(f, commands).text);
@@ -232,7 +238,8 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
     char value[40];
     if (one && !takes(one, f)) continue;
     flag_text(f, value, sizeof value);
-    int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : f->real ? "X" : f->kind ? "NAME" : "N");
+    int width = fprintf(to, "  %s %s", f->name, f->text ? f->kind ? "FILE" : "TEXT" : f->real ? "X" : f->kind ? "NAME" :
+                        "N");
     fprintf(to, "%*s", width < 21 ? 21 - width : 1, "");
     if (!one) fprintf(to, "%-*s  ", wide, takers(f, commands).text);
     fprintf(to, "%s", f->help);
@@ -240,7 +247,8 @@ TOOL void usage(FILE *to, const command *commands, const flag *flags, const comm
     if (!f->text) fprintf(to, f->kind ? ": %s (%s)" : "%s (%s)", f->kind ? f->kind : "", value);
     fprintf(to, "\n");
   }
-  if (!one && commands[1].name) fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
+  if (!one && commands[1].name)
+    fprintf(to, "\n%s %s --help lists what %s takes\n", program, commands->name, commands->name);
 }
 
 TOOL int set_flag(const flag *f, const char *value) {
@@ -254,8 +262,10 @@ TOOL int set_flag(const flag *f, const char *value) {
   }
   char *end;
   double number = strtod(value, &end);
-  if (end == value || *end || !(number >= f->min && number <= f->max) || (f->whole && (double)(int64_t)number != number))
-    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->min, f->max, value);
+  if (end == value || *end || !(number >= f->min && number <= f->max) ||
+      (f->whole && (double)(int64_t)number != number))
+    return fail("%s takes a %snumber from %.15g to %.15g, not '%s'", f->name, f->whole ? "whole " : "", f->min, f->max,
+                value);
   if (f->whole) *f->whole = (int64_t)number;
   else *f->real = number;
   return 0;
@@ -277,14 +287,17 @@ TOOL bool writable(const char *path) {
   return free(probe), fine;
 }
 
-/* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes otherwise. */
+/* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes
+   otherwise. */
 TOOL int check_files(const command *c, const flag *flags, const char **words) {
   for (const flag *f = flags; f->name; f++) {
     if (!f->text || !*f->text || !f->kind || strcmp(f->kind, "out") != 0 || !takes(c, f)) continue;
     for (int i = 0; words[i]; i++)
-      if (strcmp(words[i], *f->text) == 0) return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i).text);
+      if (strcmp(words[i], *f->text) == 0)
+        return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i).text);
     for (const flag *g = flags; g->name; g++)
-      if (g != f && g->text && *g->text && g->kind && strcmp(*g->text, *f->text) == 0) return fail("%s and %s are both %s", f->name, g->name, *f->text);
+      if (g != f && g->text && *g->text && g->kind && strcmp(*g->text, *f->text) == 0)
+        return fail("%s and %s are both %s", f->name, g->name, *f->text);
     if (!writable(*f->text)) return fail("cannot write %s: %s", *f->text, strerror(errno));
   }
   return 0;
@@ -302,7 +315,8 @@ TOOL int parse_flag(const command *c, const flag *flags, int count, char **given
     return fail("this command has no flag %.*s; see %s %s --help", (int)size, word, program, c->name);
   const char *next = *at + 1 < count ? given[*at + 1] : "";
   flags_given |= (uint64_t)1 << (f - flags);
-  if (!word[size] && f->whole && f->kind && strcmp(f->kind, NO_YES) == 0 && strcmp(next, "yes") != 0 && strcmp(next, "no") != 0) return *f->whole = 1, 0;
+  if (!word[size] && f->whole && f->kind && strcmp(f->kind, NO_YES) == 0 && strcmp(next, "yes") != 0 &&
+      strcmp(next, "no") != 0) return *f->whole = 1, 0;
   if (!word[size] && ++*at == count) return fail("%s needs a value after it", f->name);
   return set_flag(f, word[size] ? word + size + 1 : given[*at]);
 }
@@ -355,7 +369,8 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (set.device) return fail("this program was built without CUDA: make cuda builds one with it");
 #endif
 #ifdef EXAMPLE_MPI
-  if (ranks.ranks > 1 && !set.parallel) return fail("on %d ranks only train runs, with --parallel data or --parallel sequence", ranks.ranks);
+  if (ranks.ranks > 1 && !set.parallel)
+    return fail("on %d ranks only train runs, with --parallel data or --parallel sequence", ranks.ranks);
   ranks.mode = set.parallel == 2 ? LUNA_PARALLEL_SEQUENCE : LUNA_PARALLEL_DATA;
   options.collective = &ranks;
 #else
@@ -363,22 +378,26 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
 #endif
   luna_ctx *ctx = luna_open(&options);
   if (ctx && set.profile) luna_profile_begin(ctx);
-  int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) : c->run(ctx, words);
+  int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
+      c->run(ctx, words);
   if (status == 0 && set.profile && ranks.rank == 0) status = write_profile(ctx);
-  if (status == 0 && ranks.ranks > 1) printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, (double)luna_memory(ctx).peak / 1e6);
+  if (status == 0 && ranks.ranks > 1)
+    printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, (double)luna_memory(ctx).peak / 1e6);
   luna_close(ctx);
   return status;
 }
 
 #ifdef EXAMPLE_MPI
-TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) { /* rank 0 alone talks */
+/* rank 0 alone talks */
+TOOL int example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   static mpi_ranks mpi;
   program = name;
   if (!mpi_open(&mpi, &count, &given)) return fail("MPI could not be started");
   ranks = mpi.collective;
   if (ranks.rank > 0 && !freopen("/dev/null", "w", stdout)) return fail("cannot write /dev/null");
   const int status = run_example(name, commands, flags, count, given);
-  if (status == 0 && ranks.ranks > 1) printf(", %lld bytes handed to MPI in %lld calls\n", (long long)mpi.bytes, (long long)mpi.calls);
+  if (status == 0 && ranks.ranks > 1)
+    printf(", %lld bytes handed to MPI in %lld calls\n", (long long)mpi.bytes, (long long)mpi.calls);
   fflush(stdout);
   mpi_close(&mpi, status);
   return status;
@@ -389,7 +408,7 @@ TOOL int example(const char *name, const command *commands, const flag *flags, i
 }
 #endif
 
-/* ---- files --------------------------------------------------------------------------------------------------------- */
+/* ---- files ------------------------------------------------------------------------------------------------------- */
 
 typedef struct contents { unsigned char *data; int64_t size; } contents; /* to be freed; a zero follows the last */
 
@@ -419,7 +438,8 @@ TOOL int read_file(const char *path, contents *file) {
 /* The line at *at, which moves to the next one: its first byte, and its length without its end; null after the last. */
 TOOL const unsigned char *next_line(contents file, int64_t *at, int64_t *length) {
   if (*at >= file.size) return NULL;
-  const unsigned char *line = file.data + *at, *end = (const unsigned char *)memchr(line, '\n', (size_t)(file.size - *at));
+  const unsigned char *line = file.data + *at, *end = (const unsigned char *)memchr(line, '\n',
+      (size_t)(file.size - *at));
   *length = end ? end - line : file.size - *at;
   *at += *length + 1;
   if (*length > 0 && line[*length - 1] == '\r') --*length;
@@ -431,13 +451,15 @@ TOOL int showable(const unsigned char *s, int64_t size) {
   if (*s < 0x80) return *s == '\n' || *s == '\t' || (*s >= 32 && *s < 127);
   int length = *s >= 0xC2 && *s < 0xE0 ? 2 : *s >= 0xE0 && *s < 0xF0 ? 3 : *s >= 0xF0 && *s < 0xF5 ? 4 : 0;
   for (int i = 1; i < length; i++) if (i >= size || (s[i] & 0xC0) != 0x80) return 0;
-  bool strange = (*s == 0xC2 && s[1] < 0xA0) || (*s == 0xE0 && s[1] < 0xA0) || (*s == 0xED && s[1] > 0x9F) || (*s == 0xF0 && s[1] < 0x90) || (*s == 0xF4 && s[1] > 0x8F);
+  bool strange = (*s == 0xC2 && s[1] < 0xA0) || (*s == 0xE0 && s[1] < 0xA0) || (*s == 0xED && s[1] > 0x9F) ||
+      (*s == 0xF0 && s[1] < 0x90) || (*s == 0xF4 && s[1] > 0x8F);
   return strange ? 0 : length;
 }
 
-/* ---- memory that grows ---------------------------------------------------------------------------------------------- */
+/* ---- memory that grows ------------------------------------------------------------------------------------------- */
 
-TOOL void *grow(void *old, int64_t count, size_t size) { /* as realloc, but ends the program with a sentence when there is no memory */
+/* as realloc, but ends the program with a sentence when there is no memory */
+TOOL void *grow(void *old, int64_t count, size_t size) {
   void *more = (uint64_t)count < SIZE_MAX / size ? realloc(old, (size_t)count * size) : NULL;
   if (!more) exit(fail("out of memory"));
   return more;
@@ -446,12 +468,14 @@ TOOL void *grow(void *old, int64_t count, size_t size) { /* as realloc, but ends
 typedef struct ints { int32_t *at; int64_t size, room; } ints; /* a list; to be freed */
 
 TOOL void push(ints *list, int32_t value) {
-  if (list->size == list->room) list->at = (int32_t *)grow(list->at, list->room = 2 * list->room + 1024, sizeof(int32_t));
+  if (list->size == list->room)
+    list->at = (int32_t *)grow(list->at, list->room = 2 * list->room + 1024, sizeof(int32_t));
   list->at[list->size++] = value;
 }
 
 typedef struct entry { uint64_t key; int64_t value; } entry;
-typedef struct table { entry *entries; uint32_t *buckets; int64_t size, room; } table; /* entries in order of arrival; buckets: 1 + an entry's index; both to be freed */
+/* entries in order of arrival; buckets: 1 + an entry's index; both to be freed */
+typedef struct table { entry *entries; uint32_t *buckets; int64_t size, room; } table;
 
 TOOL uint32_t *bucket_of(const table *t, uint64_t key) { /* where it is or would be */
   uint64_t buckets = (uint64_t)t->room * 2, i = (key * 0x9E3779B97F4A7C15u >> 20) % buckets;

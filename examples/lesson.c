@@ -1,36 +1,43 @@
-/* lesson: Luna attention in plain loops. Equations (1) to (7) of the paper, arXiv 2106.01540v2, each beside luna.h's call on
-   the same numbers; then a training loop written out. Read it from top to bottom; it takes less than a second to run.
+/* lesson: Luna attention in plain loops. Equations (1) to (7) of the paper, arXiv 2106.01540v2, each beside luna.h's
+   call on the same numbers; then a training loop written out. Read it from top to bottom; it takes less than a second
+   to run.
 
      cc -O2 -I. examples/lesson.c -o lesson -lm -lpthread && ./lesson
 
-   One sequence, one head, no dropout. A matrix X [n,d] is an array x of n d floats, row by row: X_tc is x[t * d + c]. */
+   One sequence, one head, no dropout. A matrix X [n,d] is an array x of n d floats, row by row: X_tc is
+   x[t * d + c]. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { n = 12, l = 4, d = 8, ffn = 16 };                   /* tokens, memory slots, width, width inside the feed-forward */
+/* tokens, memory slots, width, width inside the feed-forward */
+enum { n = 12, l = 4, d = 8, ffn = 16 };
 typedef float matrix[n * d];                               /* of l rows too: the first l */
 static int failures;
 
-/* ---- what all equations need --------------------------------------------------------------------------------------- */
+/* ---- what all equations need ------------------------------------------------------------------------------------- */
 
-static void linear(int rows, int in, int out, const float *x, const luna_linear_layer *layer, float *y) { /* Y = X W^T + b */
+/* Y = X W^T + b */
+static void linear(int rows, int in, int out, const float *x, const luna_linear_layer *layer, float *y) {
   for (int r = 0; r < rows; r++)
     for (int o = 0; o < out; o++) {
       y[r * out + o] = layer->bias->data[o];
       for (int i = 0; i < in; i++) y[r * out + o] += x[r * in + i] * layer->weight->data[o * in + i];
     }
 }
-static void project(int rows, const float *x, const luna_linear_layer *layer, float *y) { linear(rows, d, d, x, layer, y); }
+static void project(int rows, const float *x, const luna_linear_layer *layer, float *y) {
+  linear(rows, d, d, x, layer, y);
+}
 
 static void add_norm(int rows, float *x, const float *y, const luna_norm_layer *norm) { /* X = LayerNorm(X + Y) */
   for (int r = 0; r < rows; r++) {
     float mean = 0, variance = 0;
     for (int i = 0; i < d; i++) x[r * d + i] += y[r * d + i], mean += x[r * d + i] / d;
     for (int i = 0; i < d; i++) variance += (x[r * d + i] - mean) * (x[r * d + i] - mean) / d;
-    for (int i = 0; i < d; i++) x[r * d + i] = (x[r * d + i] - mean) / sqrtf(variance + 1e-5f) * norm->weight->data[i] + norm->bias->data[i];
+    for (int i = 0; i < d; i++)
+      x[r * d + i] = (x[r * d + i] - mean) / sqrtf(variance + 1e-5f) * norm->weight->data[i] + norm->bias->data[i];
   }
 }
 
@@ -48,9 +55,10 @@ static void check(const char *what, const float *mine, luna_tensor *theirs) {
   printf("%-66s %s, largest difference %.0e\n", what, worst < 1e-5f ? "agrees" : "DIFFERS", (double)worst);
 }
 
-/* ---- the equations ------------------------------------------------------------------------------------------------- */
+/* ---- the equations ----------------------------------------------------------------------------------------------- */
 
-/* (1) Attn: softmax(Q K^T / sqrt(d)) V. Every query row mixes the value rows, by how well their keys fit it. n m products. */
+/* (1) Attn: softmax(Q K^T / sqrt(d)) V. Every query row mixes the value rows, by how well their keys fit it. n m
+   products. */
 static void attention(int queries, int keys, const float *q, const float *k, const float *v, float *y) {
   for (int i = 0; i < queries; i++) {
     float score[n];
@@ -88,7 +96,8 @@ static void transformer_layer(float *x, const luna_encoder_layer *layer) {
 }
 
 /* (5) Y_X, Y_P = LunaAttn(X, P, X), which is (3) and then (4): 2 l n products instead of n n */
-static void luna_attention(const float *x, const float *p, const luna_nested_attention_layer *a, float *y_x, float *y_p) {
+static void luna_attention(const float *x, const float *p, const luna_nested_attention_layer *a, float *y_x,
+                           float *y_p) {
   matrix q, k, v, y;
   project(l, p, &a->pq, q), project(n, x, &a->pk, k), project(n, x, &a->pv, v);
   attention(l, n, q, k, v, y_p);                           /* (3) pack: Y_P = Attn(P, X), l queries read n tokens */
@@ -97,7 +106,8 @@ static void luna_attention(const float *x, const float *p, const luna_nested_att
   project(n, y, &a->out, y_x);
 }
 
-/* (6) Luna's layer: X_A = LayerNorm(Y_X + X), P' = LayerNorm(Y_P + P), X' = LayerNorm(FFN(X_A) + X_A). P' is the next layer's P. */
+/* (6) Luna's layer: X_A = LayerNorm(Y_X + X), P' = LayerNorm(Y_P + P), X' = LayerNorm(FFN(X_A) + X_A). P' is the next
+   layer's P. */
 static void luna_layer(float *x, float *p, const luna_encoder_layer *layer) {
   matrix y_x, y_p;
   luna_attention(x, p, &layer->attention, y_x, y_p);
@@ -106,8 +116,10 @@ static void luna_layer(float *x, float *p, const luna_encoder_layer *layer) {
   feed_forward(x, layer);
 }
 
-/* (7) The causal function: F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j. Row t sees nothing later, and the sum is carried along. */
-static void causal_function(int a, int b, const float *x, const float *y, const float *z, float *f) { /* X, Y [n,a], Z, F [n,b] */
+/* (7) The causal function: F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j. Row t sees nothing later, and the sum is carried
+   along. */
+/* X, Y [n,a], Z, F [n,b] */
+static void causal_function(int a, int b, const float *x, const float *y, const float *z, float *f) {
   float sum[d][d] = { { 0 } };
   for (int t = 0; t < n; t++)
     for (int j = 0; j < b; j++) {
@@ -119,11 +131,13 @@ static void causal_function(int a, int b, const float *x, const float *y, const 
     }
 }
 
-/* Section 3.3, causal Luna attention: A_pack = softplus2(X P^T), A_unpack = softmax(f(X, X, A_pack)), Y = f(A_unpack, A_pack, X) */
+/* Section 3.3, causal Luna attention: A_pack = softplus2(X P^T), A_unpack = softmax(f(X, X, A_pack)), Y = f(A_unpack,
+   A_pack, X) */
 static void causal_luna_attention(const float *x, const float *p, const luna_causal_attention_layer *a, float *out) {
   matrix pq, pc, q, k, v, y;
   float pack[n * l], unpack[n * l];
-  project(l, p, &a->pq, pq), project(n, x, &a->pc, pc), project(n, x, &a->q, q), project(n, x, &a->k, k), project(n, x, &a->v, v);
+  project(l, p, &a->pq, pq), project(n, x, &a->pc, pc), project(n, x, &a->q, q), project(n, x, &a->k, k),
+      project(n, x, &a->v, v);
   for (int t = 0; t < n; t++)
     for (int s = 0; s < l; s++) {
       float score = 0;
@@ -138,7 +152,7 @@ static void causal_luna_attention(const float *x, const float *p, const luna_cau
   project(n, y, &a->out, out);
 }
 
-/* ---- each beside the library's ------------------------------------------------------------------------------------- */
+/* ---- each beside the library's ----------------------------------------------------------------------------------- */
 
 static luna_status compare(luna_ctx *ctx) {
   luna_params *params = luna_params_open(ctx);
@@ -148,19 +162,23 @@ static luna_status compare(luna_ctx *ctx) {
   luna_encoder_layer_init(&luna, params, "layer.", &config);
   config.attention = LUNA_ATTENTION_SOFTMAX;
   luna_encoder_layer_init(&transformer, params, "transformer.", &config);
-  luna_causal_attention_layer_init(&causal, params, "causal.", &(luna_causal_attention_layer_config){ .dim = d, .heads = 1, .sharing = LUNA_SHARING_FULL });
+  luna_causal_attention_layer_init(&causal, params, "causal.",
+      &(luna_causal_attention_layer_config){ .dim = d, .heads = 1, .sharing = LUNA_SHARING_FULL });
 
   if (luna_begin_inference(ctx) != LUNA_OK) return luna_ctx_status(ctx);
   matrix x, p, x2, p2, y, y_p;
   for (int t = 0; t < n; t++)
-    for (int c = 0; c < d; c++) x[t * d + c] = sinf(0.7f * (float)(d * t + c)), p[t * d + c] = cosf(1.3f * (float)(d * t + c));
-  luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }), *P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d }), *Y_P;
+    for (int c = 0; c < d; c++)
+      x[t * d + c] = sinf(0.7f * (float)(d * t + c)), p[t * d + c] = cosf(1.3f * (float)(d * t + c));
+  luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }),
+      *P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d }), *Y_P;
 
   attention(n, n, x, x, x, y);
   check("(1) attention: luna_softmax_attention", y, luna_softmax_attention(X, X, X, NULL));
   memcpy(x2, x, sizeof x);
   transformer_layer(x2, &transformer);
-  check("(2) a Transformer's layer: luna_encoder_layer_forward, softmax", x2, luna_encoder_layer_forward(&transformer, X, NULL, NULL));
+  check("(2) a Transformer's layer: luna_encoder_layer_forward, softmax", x2,
+        luna_encoder_layer_forward(&transformer, X, NULL, NULL));
   luna_attention(x, p, &luna.attention, y, y_p);
   luna_tensor *Y_X = luna_nested_attention_layer_forward(&luna.attention, X, P, NULL, NULL, &Y_P);
   check("(3) pack, Y_P: luna_nested_attention_layer_forward", y_p, Y_P);
@@ -173,31 +191,35 @@ static luna_status compare(luna_ctx *ctx) {
   check("(7) the causal function: luna_causal_product", y, luna_causal_product(X, X, X, 1));
   causal_luna_attention(x, p, &causal, y);
   P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d });
-  check("section 3.3: luna_causal_attention_layer_forward", y, luna_causal_attention_layer_forward(&causal, X, P, NULL));
+  check("section 3.3: luna_causal_attention_layer_forward", y,
+        luna_causal_attention_layer_forward(&causal, X, P, NULL));
   return luna_ctx_status(ctx);
 }
 
-/* ---- a training loop, written out ---------------------------------------------------------------------------------- */
+/* ---- a training loop, written out -------------------------------------------------------------------------------- */
 
-/* A Luna layer and its memory learn to tell every token what the first token was. It can know that through P alone: who does
-   not look at other tokens has a loss of 0.44 at best, the variance of what is to be told. */
+/* A Luna layer and its memory learn to tell every token what the first token was. It can know that through P alone: who
+   does not look at other tokens has a loss of 0.44 at best, the variance of what is to be told. */
 static luna_status train(luna_ctx *ctx) {
   luna_params *params = luna_params_open(ctx);
   luna_encoder_layer layer;
-  luna_encoder_layer_init(&layer, params, "", &(luna_layer_config){ .dim = d, .heads = 1, .ffn = ffn, .pre_norm = true });
+  luna_encoder_layer_init(&layer, params, "", &(luna_layer_config){ .dim = d, .heads = 1, .ffn = ffn,
+                                                                   .pre_norm = true });
   luna_tensor *memory = luna_param(params, "memory", 2, (int64_t[]){ l, d }, (luna_init){ LUNA_INIT_NORMAL, 1 });
   double mean = 0;
   for (int step = 1; step <= 1000; step++) {
     matrix x, target;
     for (int t = 0; t < n; t++)
       for (int c = 0; c < d; c++) {
-        x[t * d + c] = c > 0 ? sinf((float)(step % 97 * 31 + t * 7 + c * c)) : t == 0 ? 3 : -1; /* column 0 marks the first token */
+        /* column 0 marks the first token */
+        x[t * d + c] = c > 0 ? sinf((float)(step % 97 * 31 + t * 7 + c * c)) : t == 0 ? 3 : -1;
         target[t * d + c] = x[c];
       }
 
     luna_begin_step(ctx);                                              /* 1. the forward pass is put on a tape */
     luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }), *P = luna_expand(memory, 1);
-    luna_tensor *error = luna_sub(luna_encoder_layer_forward(&layer, X, &P, NULL), luna_tensor_new(ctx, target, 3, X->shape));
+    luna_tensor *error = luna_sub(luna_encoder_layer_forward(&layer, X, &P, NULL),
+                                  luna_tensor_new(ctx, target, 3, X->shape));
     luna_tensor *loss = luna_mean_all(luna_mul(error, error));
     mean += (double)luna_item(loss) / 100;
     if (step % 100 == 0) printf("step %4d  mean loss of 100 steps %.4f\n", step, mean), mean = 0;
@@ -209,10 +231,12 @@ static luna_status train(luna_ctx *ctx) {
       for (int64_t k = 0; k < luna_count(w); k++) value[k] -= 0.1f * gradient[k];
       luna_write(w, value);
     }
-    luna_params_zero_grad(params);                                     /* 4. gradients add up: the next step's start at 0 */
+    /* 4. gradients add up: the next step's start at 0 */
+    luna_params_zero_grad(params);
     if (luna_ctx_status(ctx) != LUNA_OK) break;
   }
-  return luna_ctx_status(ctx);                                         /* luna_sgd, luna_adamw and luna_optimizer_step are 3 and 4 */
+  /* luna_sgd, luna_adamw and luna_optimizer_step are 3 and 4 */
+  return luna_ctx_status(ctx);
 }
 
 int main(void) {

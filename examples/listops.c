@@ -1,5 +1,6 @@
 /* listops: learns to work out nested lists of digits, [MAX 2 9 [MIN 4 7 ] 0 ], without knowing what a bracket is.
-   The task of the Long Range Arena (arXiv 2011.04006): operators MIN, MAX, MED (median) and SM (sum modulo 10), ten answers.
+   The task of the Long Range Arena (arXiv 2011.04006): operators MIN, MAX, MED (median) and SM (sum modulo 10), ten
+   answers.
 
      cc -O2 -I. examples/listops.c -o listops -lm -lpthread
 
@@ -8,7 +9,8 @@
      listops eval M [--data FILE]                                                        accuracy, on new lists or on a file's
      listops write [--count 1000] >lists.tsv                                             lines: answer TAB list
 
-   Lists to learn from are made as they are needed, or come from --data. Ctrl-C ends the training early and keeps what has been learnt. */
+   Lists to learn from are made as they are needed, or come from --data. Ctrl-C ends the training early and keeps what
+   has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -30,7 +32,8 @@ static struct {
 
 static const flag flags[] = {
   FLAGS_TRAIN,
-  { "--data", "te", READS(own.data), "lists to learn or measure, lines: answer TAB list, as write makes them; without it they are made" },
+  { "--data", "te", READS(own.data),
+   "lists to learn or measure, lines: answer TAB list, as write makes them; without it they are made" },
   { "--shortest", "tew", WHOLE(own.shortest, 1, 1e5), "tokens of a list, at least" },
   { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "and at most" },
   { "--depth", "tew", WHOLE(own.depth, 2, 100), "how deep lists are nested, at most" },
@@ -45,7 +48,7 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- lists, made or from a file ------------------------------------------------------------------------------------ */
+/* ---- lists, made or from a file ---------------------------------------------------------------------------------- */
 
 static list_file file;
 
@@ -57,12 +60,13 @@ static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
   return list_fetch(&file, index, tokens, length);
 }
 
-/* ---- training ------------------------------------------------------------------------------------------------------ */
+/* ---- training ---------------------------------------------------------------------------------------------------- */
 
 static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
   static progress bar;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
+  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
+                                   .encoder = {
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = s->longest,
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
@@ -71,9 +75,11 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
   if (luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps,
+                 .floor = 0.05f } });
   if (!adam) return failed(ctx);
-  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
+         (long long)s->held,
          (long long)luna_params_element_count(params));
   fflush(stdout);
 
@@ -91,16 +97,18 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
   return finish_training(ctx, &model, s, &bar);
 }
 
-/* ---- commands ------------------------------------------------------------------------------------------------------ */
+/* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 /* What there is to learn: made lists, practically without end, or the file's. */
 static int open_lists(samples *s) {
   if (own.data && lists_read(&file, own.data)) return 2;
   if (own.data) own.longest = file.longest;
-  *s = (samples){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10, .longest = own.longest,
+  *s = (samples){ .title = own.data ? own.data : "lists made as needed", .vocab = SYMBOLS, .classes = 10,
+                 .longest = own.longest,
     .training = (int64_t)1 << 40, .held = own.held, .fetch = fetch_made };
   if (own.data) {
-    s->fetch = fetch_read, s->held = own.held < file.count / 10 ? own.held : file.count / 10, s->training = file.count - s->held;
+    s->fetch = fetch_read, s->held = own.held < file.count / 10 ? own.held : file.count / 10,
+        s->training = file.count - s->held;
     return 0;
   }
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t)), length;

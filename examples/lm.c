@@ -18,7 +18,8 @@
 #define LN2 0.69314718055994530942
 #define SAMPLE 400                   /* bytes of the samples that training shows */
 #define PROMPT 60                    /* bytes of the text, at most, that they go on from */
-#define VALIDATION 128               /* of a long text's last tenth, training measures about this many windows, evenly spread; */
+/* of a long text's last tenth, training measures about this many windows, evenly spread; */
+#define VALIDATION 128
 #define LAST_VALIDATION 1024         /* at its end, so many */
 
 static struct settings set = {
@@ -62,7 +63,7 @@ static int read_text(const char *path, text *t) {
   return t->bytes ? 0 : fail("%s does not fit in memory", path);
 }
 
-/* ---- the model ----------------------------------------------------------------------------------------------------- */
+/* ---- the model --------------------------------------------------------------------------------------------------- */
 
 /* What the model makes of `rows` windows of n bytes, each byte to be foretold from those before it in its window. With
    other ranks a rank has whole windows, or a part of every window. */
@@ -75,11 +76,14 @@ static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const in
   }
   mine.size = 0;
   for (int64_t i = 0; i < 2 * rows; i++)
-    for (int64_t k = 0; k < cut.count; k++) push(&mine, (i < rows ? bytes + i * n : next + (i - rows) * n)[cut.first + k]);
-  return luna_lm_loss(model, &(luna_input){ mine.at, NULL, rows, cut.count, NULL }, mine.at ? mine.at + rows * cut.count : NULL);
+    for (int64_t k = 0; k < cut.count; k++)
+      push(&mine, (i < rows ? bytes + i * n : next + (i - rows) * n)[cut.first + k]);
+  return luna_lm_loss(model, &(luna_input){ mine.at, NULL, rows, cut.count, NULL },
+                      mine.at ? mine.at + rows * cut.count : NULL);
 }
 
-/* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on failure. */
+/* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on
+   failure. */
 static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
   int64_t skip = t.size / window / max * 16 * window;
   double sum = 0, count = 0;
@@ -95,11 +99,14 @@ static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t win
   return sum / count;
 }
 
-/* Reads the prompt and writes `count` bytes (0: no end), into `out` or, as they are made, to stdout. False on failure. */
-static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sampling, int64_t count, unsigned char *out) {
+/* Reads the prompt and writes `count` bytes (0: no end), into `out` or, as they are made, to stdout. False on
+   failure. */
+static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sampling, int64_t count,
+                     unsigned char *out) {
   luna_stream *stream = luna_stream_open(model, NULL);
   if (!stream) return false;
-  int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size, NULL }), 256, &sampling);
+  int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size, NULL }),
+                              256, &sampling);
   for (int64_t i = 0; token >= 0 && (count == 0 || i < count); i++) {
     if (out) out[i] = (unsigned char)token;
     else if (putchar(token) == EOF || fflush(stdout) != 0) break;
@@ -127,7 +134,7 @@ static bool show_sample(const char *when, const luna_lm *model, const text *prom
   return true;
 }
 
-/* ---- train --------------------------------------------------------------------------------------------------------- */
+/* ---- train ------------------------------------------------------------------------------------------------------- */
 
 static progress bar = { .bits = true };
 
@@ -156,7 +163,8 @@ static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t m
 }
 
 /* False on failure. After Ctrl-C fewer steps than asked have been made. */
-static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, text t, text held, int32_t *bytes, int32_t *next) {
+static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, text t, text held, int32_t *bytes,
+                  int32_t *next) {
   luna_graph *graph = own.graph ? luna_graph_open(ctx) : NULL;
   while (bar.step < set.steps && !interrupted) {
     if (progress_due(&bar) && !(validate(ctx, model, held, VALIDATION) >= 0)) return false;
@@ -173,8 +181,8 @@ static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, tex
   return true;
 }
 
-/* Logits are products of features and embeddings. A last norm of small weights makes them small at first: no byte is then
-   likelier than others, and the first loss is near ln(256). */
+/* Logits are products of features and embeddings. A last norm of small weights makes them small at first: no byte is
+   then likelier than others, and the first loss is near ln(256). */
 static luna_status start_calm(const luna_lm *model) {
   luna_tensor *weight = model->layers[model->config.layers - 1].feed_forward.norm.weight;
   float *small = (float *)grow(NULL, luna_count(weight), sizeof(float));
@@ -191,21 +199,26 @@ static text some_lines(text t) {
 }
 
 static int train_on(luna_ctx *ctx, const char *path, text all) {
-  text held = { all.bytes + (all.size - all.size / 10), all.size / 10 }, t = { all.bytes, all.size - held.size }, prompt = some_lines(held);
+  text held = { all.bytes + (all.size - all.size / 10), all.size / 10 }, t = { all.bytes, all.size - held.size },
+      prompt = some_lines(held);
   if (held.size < 2) return fail("%s has %lld bytes; to train and validate takes 20", path, (long long)all.size);
   int64_t begin = 0;
   if (set.resume && take_settings(ctx, flags, &begin)) return 2;
-  if (own.window >= t.size) printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = t.size - 1));
+  if (own.window >= t.size)
+    printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = t.size - 1));
 
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+  luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
+                           .memory = set.memory,
     .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout } };
   if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
-  printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size, (long long)held.size, (long long)luna_params_element_count(params));
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps,
+                 .floor = 0.05f } });
+  printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size,
+         (long long)held.size, (long long)luna_params_element_count(params));
   if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
   double first = mean_loss(ctx, &model, held, own.window, LAST_VALIDATION);
@@ -222,11 +235,13 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if (!fine || !save(adam, params)) return failed(ctx);
   double took = seconds() - bar.start, last = validate(ctx, &model, held, LAST_VALIDATION);
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar.step, set.out);
-  if (luna_optimizer_skipped(adam)) printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
+  if (luna_optimizer_skipped(adam))
+    printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
 
   if (!show_sample("after the last step", &model, &prompt)) return failed(ctx);
   if (plot(&bar, path)) return 2;
-  printf("%s: %lld steps in %.0f s, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte\n", set.out, (long long)(bar.step - begin), took,
+  printf("%s: %lld steps in %.0f s, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte\n", set.out,
+         (long long)(bar.step - begin), took,
          first, last, first / LN2, last / LN2);
   return last >= 0 ? 0 : failed(ctx);
 }
@@ -239,7 +254,7 @@ static int train(luna_ctx *ctx, const char **words) {
   return status;
 }
 
-/* ---- generate, eval ------------------------------------------------------------------------------------------------ */
+/* ---- generate, eval ---------------------------------------------------------------------------------------------- */
 
 static int load(luna_ctx *ctx, luna_lm *model, const char *path) {
   if (luna_lm_load(model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
@@ -255,7 +270,8 @@ static int generate(luna_ctx *ctx, const char **words) {
   if (!prompt.bytes) return fail("out of memory");
   for (int64_t i = 0; i < prompt.size; i++) prompt.bytes[i] = (unsigned char)begin[i];
   printf("%s", begin);
-  luna_sampling sampling = { .temperature = (float)own.temperature, .top_k = (int32_t)own.top_k, .seed = (uint64_t)set.seed };
+  luna_sampling sampling = { .temperature = (float)own.temperature, .top_k = (int32_t)own.top_k,
+                            .seed = (uint64_t)set.seed };
   bool fine = write_on(&model, &prompt, sampling, own.bytes, NULL);
   free(prompt.bytes);
   printf("\n");
@@ -271,14 +287,16 @@ static int eval(luna_ctx *ctx, const char **words) {
   free(t.bytes);
   if (t.size < 2) return fail("%s has one byte: there is nothing to foretell", words[1]);
   if (!(loss >= 0)) return failed(ctx);
-  printf("%s on %s: %.4f bits per byte, %.4f nats, in windows of %lld bytes\n", words[0], words[1], loss / LN2, loss, (long long)own.window);
+  printf("%s on %s: %.4f bits per byte, %.4f nats, in windows of %lld bytes\n", words[0], words[1], loss / LN2, loss,
+         (long long)own.window);
   return 0;
 }
 
 static const command commands[] = {
   { "train", { "text: any file, whose bytes are the tokens" }, "learns a text and writes a model", train },
   { "generate", { "model: a file that train wrote" }, "writes on from a prompt", generate },
-  { "eval", { "model: a file that train wrote", "text: any file, whose bytes are the tokens" }, "bits per byte of a text", eval },
+  { "eval", { "model: a file that train wrote", "text: any file, whose bytes are the tokens" },
+   "bits per byte of a text", eval },
   { 0 }
 };
 

@@ -1,10 +1,12 @@
-/* mlm: a masked language model on bytes, and what it is for: a classifier that starts from it learns from fewer examples.
+/* mlm: a masked language model on bytes, and what it is for: a classifier that starts from it learns from fewer
+   examples.
 
      cc -O2 -I. examples/mlm.c -o mlm -lm -lpthread
 
      mlm pretrain FILE [--out M] [--steps N] [--window W] ...     learns to fill in the masked bytes of a text
      mlm tune M FILE.tsv [--out C] [--rows N] ...                 from lines "label TAB text": a classifier with M's encoder, and beside it,
-                                                                  to compare, the same from scratch. Labels are 0, 1, ...
+                                                                  to compare, the same from scratch. Labels are 0, 1,
+                                                                  ...
    Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -49,12 +51,14 @@ static luna_optimizer *optimizer(luna_params *params) {
 static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
   progress_end(&bar);
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_params_set(params, "mlm.tokens", "bytes") != LUNA_OK || luna_save(params, set.out) != LUNA_OK) return failed(ctx);
-  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start, interrupted ? ", stopped early" : "");
+  if (luna_params_set(params, "mlm.tokens", "bytes") != LUNA_OK || luna_save(params, set.out) != LUNA_OK)
+    return failed(ctx);
+  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
+         interrupted ? ", stopped early" : "");
   return 0;
 }
 
-/* ---- pretrain ------------------------------------------------------------------------------------------------------ */
+/* ---- pretrain ---------------------------------------------------------------------------------------------------- */
 
 /* Windows of the text, some bytes masked: the mean loss of those. The same step takes the same windows and masks. */
 static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t step) {
@@ -69,7 +73,8 @@ static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t 
 
 static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* the mean loss; NaN on failure */
   double sum = 0, since = seconds();
-  for (int64_t i = 0; i < 16; i++) luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
+  for (int64_t i = 0; i < 16; i++)
+    luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
   progress_validated(&bar, since, sum);
   snprintf(bar.note, sizeof bar.note, "validation %.3f", sum);
   return sum;
@@ -78,11 +83,14 @@ static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held
 static int pretrain_on(luna_ctx *ctx, contents text, contents held) {
   luna_params *params = luna_params_open(ctx);
   luna_masked_lm model;
-  luna_masked_lm_config config = { .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-    .layer = { .attention = (luna_attention_kind)set.attention, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout, .pre_norm = true } } };
+  luna_masked_lm_config config = { .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads,
+                                               .ffn = set.ffn, .memory = set.memory,
+    .layer = { .attention = (luna_attention_kind)set.attention, .activation = LUNA_ACTIVATION_GELU,
+              .dropout = (float)set.dropout, .pre_norm = true } } };
   if (luna_masked_lm_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = optimizer(params);
-  printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size, (long long)luna_params_element_count(params));
+  printf("%lld bytes to learn from, %lld to validate on; %lld parameters\n", (long long)text.size, (long long)held.size,
+         (long long)luna_params_element_count(params));
   if (!adam) return failed(ctx);
   progress_start(&bar, 0);
   while (bar.step < set.steps && !interrupted) {
@@ -104,17 +112,19 @@ static int pretrain(luna_ctx *ctx, const char **words) {
   if (read_file(words[0], &all)) return 2;
   contents held = { all.data + (all.size - all.size / 10), all.size / 10 }, text = { all.data, all.size - held.size };
   int status = 0;
-  if (held.size >= 2 && own.window > held.size) printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = held.size));
+  if (held.size >= 2 && own.window > held.size)
+    printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = held.size));
   make_batch();
   if (held.size < 2) status = fail("%s has %lld bytes; to train and validate takes 20", words[0], (long long)all.size);
   else status = pretrain_on(ctx, text, held);
   return free(tokens), free(all.data), status;
 }
 
-/* ---- tune ---------------------------------------------------------------------------------------------------------- */
+/* ---- tune -------------------------------------------------------------------------------------------------------- */
 
 typedef struct row { const unsigned char *text; int64_t size; int32_t label; } row;
-typedef struct data { contents file; row *rows; int64_t count, classes; } data; /* rows 9, 19, 29, ... are for the test */
+/* rows 9, 19, 29, ... are for the test */
+typedef struct data { contents file; row *rows; int64_t count, classes; } data;
 
 static int read_rows(data *d, const char *path) {
   int64_t at = 0, size, lines = 1;
@@ -125,7 +135,9 @@ static int read_rows(data *d, const char *path) {
     char *end = (char *)d->file.data;
     long label = size > 0 && *line >= '0' && *line <= '9' ? strtol((const char *)line, &end, 10) : MOST_CLASSES;
     row r = { (unsigned char *)end + 1, line + size - (unsigned char *)end - 1, (int32_t)label };
-    if (label >= MOST_CLASSES || *end != '\t' || r.size < 1) return fail("line %lld of %s is no label from 0 to %d, tab, text", (long long)d->count + 1, path, MOST_CLASSES - 1);
+    if (label >= MOST_CLASSES || *end != '\t' || r.size < 1)
+      return fail("line %lld of %s is no label from 0 to %d, tab, text", (long long)d->count + 1, path,
+                  MOST_CLASSES - 1);
     d->rows[d->count++] = r;
     if (label >= d->classes) d->classes = label + 1;
   }
@@ -138,14 +150,16 @@ static void put(const row *r, int64_t at, int32_t *lengths) { /* row `at` of the
   labels[at] = r->label;
 }
 
-static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *d, int32_t *lengths) { /* negative on failure */
+/* negative on failure */
+static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *d, int32_t *lengths) {
   float logits[MOST_CLASSES];
   double right = 0;
   for (int64_t i = 9; i < d->count; i += 10) {
     int32_t best = 0;
     put(&d->rows[i], 0, lengths);
     luna_begin_inference(ctx);
-    if (luna_read(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0], NULL }), logits) != LUNA_OK) return -1;
+    if (luna_read(luna_classifier_forward(model, &(luna_input){ tokens, lengths, 1, lengths[0], NULL }),
+                  logits) != LUNA_OK) return -1;
     for (int32_t c = 1; c < d->classes; c++) if (logits[c] > logits[best]) best = c;
     right += best == d->rows[i].label;
   }
@@ -154,15 +168,20 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
 
 static void report(void *user, const char *name, const char *why) { printf("  %s %s\n", name, why), (void)user; }
 
-/* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a sentence. */
-static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path, const data *d, double *right) {
+/* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a
+   sentence. */
+static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *encoder, const char *path,
+                 const data *d, double *right) {
   int64_t rows = d->count - d->count / 10, used = own.rows && own.rows < rows ? own.rows : rows;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN, .encoder = *encoder };
+  luna_classifier_config config = { .vocab = MASK + 1, .classes = d->classes, .pooling = LUNA_POOLING_MEAN,
+                                   .encoder = *encoder };
   luna_load_report match = { .report = report };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (path && luna_load_matching(params, path, &match) != LUNA_OK) return failed(ctx);
-  if (path) printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_tensor_count(params), path);
+  if (path)
+    printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_tensor_count(params),
+           path);
   luna_optimizer *adam = optimizer(params);
   if (!adam) return failed(ctx);
   int32_t *lengths = (int32_t *)grow(NULL, set.batch, sizeof(int32_t));
@@ -174,7 +193,8 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
       put(&d->rows[k + k / 9], i, lengths);                /* k / 9 rows before it are for the test */
     }
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, lengths, set.batch, own.window, NULL }), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model,
+        &(luna_input){ tokens, lengths, set.batch, own.window, NULL }), labels);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
     else progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
@@ -187,7 +207,8 @@ static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
   luna_model model;
   double right[2] = { 0, 0 };
   if (luna_load_model(&model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
-  if (model.kind != LUNA_MODEL_MASKED_LM || model.masked_lm.config.vocab != MASK + 1) return fail("%s holds no masked language model on bytes", path);
+  if (model.kind != LUNA_MODEL_MASKED_LM || model.masked_lm.config.vocab != MASK + 1)
+    return fail("%s holds no masked language model on bytes", path);
   for (int i = 0; i < 2 && !interrupted; i++) {            /* from the checkpoint, which is kept, then from scratch */
     luna_params *params = luna_params_open(ctx);
     printf("---- a classifier %s\n", i ? "from scratch" : "with the encoder of the masked language model");
@@ -196,7 +217,8 @@ static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
     if (i == 0 && (keep(ctx, params) || plot(&bar, "fine-tuning"))) return 2;
     printf("accuracy on %lld lines: %.4f\n", (long long)(d->count / 10), right[i]);
   }
-  if (!interrupted) printf("accuracy after %lld steps: %.4f pre-trained, %.4f from scratch\n", (long long)bar.step, right[0], right[1]);
+  if (!interrupted)
+    printf("accuracy after %lld steps: %.4f pre-trained, %.4f from scratch\n", (long long)bar.step, right[0], right[1]);
   return 0;
 }
 
@@ -210,7 +232,8 @@ static int tune(luna_ctx *ctx, const char **words) {
 
 static const command commands[] = {
   { "pretrain", { "text: any file, whose bytes are the tokens" }, "learns to fill in masked bytes", pretrain },
-  { "tune", { "model: a file that pretrain wrote", "lines: a number from 0, a tab and a text" }, "makes a classifier of it", tune },
+  { "tune", { "model: a file that pretrain wrote", "lines: a number from 0, a tab and a text" },
+   "makes a classifier of it", tune },
   { 0 }
 };
 

@@ -1,5 +1,5 @@
-/* mnist: learns to read handwritten digits, or whatever else IDX files hold, from their pixels one after the other: 28 x 28 of them
-   are a sequence of 784 tokens, and nothing tells the model which lie side by side.
+/* mnist: learns to read handwritten digits, or whatever else IDX files hold, from their pixels one after the other: 28
+   x 28 of them are a sequence of 784 tokens, and nothing tells the model which lie side by side.
 
      cc -O2 -I. examples/mnist.c -o mnist -lm -lpthread
 
@@ -34,7 +34,8 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- IDX files: 0 0 8 (bytes), the number of axes, the axes as big-endian 32-bit numbers, the bytes ----------------- */
+/* ---- IDX files: 0 0 8 (bytes), the number of axes, the axes as big-endian 32-bit numbers, the bytes
+   ----------------- */
 
 typedef struct idx { contents file; const unsigned char *bytes; int64_t axes, size[4]; } idx;
 static idx images, labels;
@@ -43,10 +44,12 @@ static int read_idx(const char *path, int axes, idx *x) {
   if (read_file(path, &x->file)) return 2;
   const unsigned char *b = x->file.data;
   int64_t header = 4 + 4 * axes, left = x->file.size - header;
-  if (left < 0 || b[0] != 0 || b[1] != 0 || b[2] != 8 || b[3] != axes) return fail("%s is no IDX file of bytes with %d axes", path, axes);
+  if (left < 0 || b[0] != 0 || b[1] != 0 || b[2] != 8 || b[3] != axes)
+    return fail("%s is no IDX file of bytes with %d axes", path, axes);
   for (int a = 0; a < axes; a++) {
     x->size[a] = (int64_t)b[4 + 4 * a] << 24 | b[5 + 4 * a] << 16 | b[6 + 4 * a] << 8 | b[7 + 4 * a];
-    if (x->size[a] == 0 || x->size[a] > left) return fail("%s promises %lld along an axis, and has %lld bytes", path, (long long)x->size[a], (long long)left);
+    if (x->size[a] == 0 || x->size[a] > left)
+      return fail("%s promises %lld along an axis, and has %lld bytes", path, (long long)x->size[a], (long long)left);
     left /= x->size[a];                                    /* so that no product of hostile sizes is ever made */
   }
   if (x->size[1] * x->size[2] > 1 << 20) return fail("%s has images of more than a million pixels", path);
@@ -65,7 +68,9 @@ static int32_t fetch(int64_t index, int32_t *tokens, int32_t *length) {
 
 static int read_both(const char **paths) {
   if (read_idx(paths[0], 3, &images) || read_idx(paths[1], 1, &labels)) return 2;
-  if (images.size[0] != labels.size[0]) return fail("%s has %lld images, %s %lld labels", paths[0], (long long)images.size[0], paths[1], (long long)labels.size[0]);
+  if (images.size[0] != labels.size[0])
+    return fail("%s has %lld images, %s %lld labels", paths[0], (long long)images.size[0], paths[1],
+                (long long)labels.size[0]);
   return 0;
 }
 
@@ -75,12 +80,13 @@ static int64_t classes(void) {                             /* labels are 0 .. cl
   return max + 1;
 }
 
-/* ---- training ------------------------------------------------------------------------------------------------------ */
+/* ---- training ---------------------------------------------------------------------------------------------------- */
 
 static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
   static progress bar;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling, .encoder = {
+  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
+                                   .encoder = {
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = s->longest,
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
@@ -89,9 +95,11 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
   if (luna_params_set(params, "mnist.tokens", "pixels") != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps, .floor = 0.05f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps,
+                 .floor = 0.05f } });
   if (!adam) return failed(ctx);
-  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes, (long long)s->held,
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
+         (long long)s->held,
          (long long)luna_params_element_count(params));
   fflush(stdout);
 
@@ -109,18 +117,20 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
   return finish_training(ctx, &model, s, &bar);
 }
 
-/* ---- commands ------------------------------------------------------------------------------------------------------ */
+/* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static int load(luna_ctx *ctx, luna_model *model, const char *path) {
   if (luna_load_model(model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
   own.greys = model->classifier.config.vocab;
-  if (model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair && own.greys >= 2 && own.greys <= 256) return 0;
+  if (model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair && own.greys >= 2 && own.greys <= 256)
+    return 0;
   return fail("%s is not a model that mnist made", path);
 }
 
 static int train(luna_ctx *ctx, const char **words) {
   int status = read_both(words);
-  if (!status && images.size[0] < 6) status = fail("%s has %lld images; the minimum is 6", words[0], (long long)images.size[0]);
+  if (!status && images.size[0] < 6)
+    status = fail("%s has %lld images; the minimum is 6", words[0], (long long)images.size[0]);
   if (!status) {
     int64_t held = images.size[0] / 6;
     samples s = { .title = words[0], .vocab = own.greys, .classes = classes(), .longest = pixels(),
@@ -136,8 +146,11 @@ static int eval(luna_ctx *ctx, const char **words) {
   luna_model model;
   int status = load(ctx, &model, words[0]);
   if (!status) status = read_both(words + 1);
-  if (!status && classes() > model.classifier.config.classes) status = fail("%s has labels that the model does not know", words[2]);
-  if (!status) status = eval_classifier(ctx, &model.classifier, &(samples){ .title = words[1], .vocab = own.greys, .classes = model.classifier.config.classes,
+  if (!status && classes() > model.classifier.config.classes)
+    status = fail("%s has labels that the model does not know", words[2]);
+  if (!status)
+    status = eval_classifier(ctx, &model.classifier, &(samples){ .title = words[1], .vocab = own.greys,
+                                                                .classes = model.classifier.config.classes,
     .longest = pixels(), .training = images.size[0], .fetch = fetch });
   free(images.file.data), free(labels.file.data);
   return status;
@@ -146,9 +159,11 @@ static int eval(luna_ctx *ctx, const char **words) {
 static int show_one(luna_ctx *ctx, const luna_classifier *model, int64_t index, int32_t *tokens, float *shares) {
   int32_t length, best = 0;
   fetch(index, tokens, &length);
-  for (int64_t i = 0; i < pixels(); i++) printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
+  for (int64_t i = 0; i < pixels(); i++)
+    printf("%c%s", " .:-=+*#%@"[tokens[i] * 10 / own.greys], (i + 1) % images.size[2] ? "" : "\n");
   luna_begin_inference(ctx);
-  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL), shares) != LUNA_OK) return failed(ctx);
+  if (luna_read(luna_softmax(luna_classifier_forward(model, &(luna_input){ tokens, NULL, 1, length, NULL }), NULL),
+                shares) != LUNA_OK) return failed(ctx);
   for (int32_t c = 1; c < model->config.classes; c++) if (shares[c] > shares[best]) best = c;
   printf("image %lld: %d, with probability %.3f\n\n", (long long)index, (int)best, (double)shares[best]);
   return 0;
@@ -165,7 +180,8 @@ static int show(luna_ctx *ctx, const char **words) {
     shares = (float *)malloc((size_t)model.classifier.config.classes * sizeof *shares);
     if (!tokens || !shares) status = fail("out of memory");
   }
-  for (int64_t i = 0; i < own.count && i < images.size[0] && !status; i++) status = show_one(ctx, &model.classifier, i, tokens, shares);
+  for (int64_t i = 0; i < own.count && i < images.size[0] && !status; i++)
+    status = show_one(ctx, &model.classifier, i, tokens, shares);
   free(tokens), free(shares), free(images.file.data);
   return status;
 }
@@ -175,7 +191,8 @@ static int show(luna_ctx *ctx, const char **words) {
 #define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
   { "train", { IMAGES_FILE, LABELS_FILE }, "learns what images show, and writes a model", train },
-  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE }, "the share of images that a model reads as they are labelled", eval },
+  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE }, "the share of images that a model reads as they are labelled",
+   eval },
   { "show", { MODEL_FILE, IMAGES_FILE }, "draws images, and says what the model reads in them", show },
   { 0 }
 };

@@ -1,4 +1,5 @@
-/* mpi.h: the luna_collective of luna_options from calls of MPI. A program includes it after luna.h and is built by mpicc:
+/* mpi.h: the luna_collective of luna_options from calls of MPI. A program includes it after luna.h and is built by
+   mpicc:
 
      static mpi_ranks mpi;                         lives as long as the context
      mpi_open(&mpi, &argc, &argv);
@@ -7,7 +8,8 @@
      ...
      mpi_close(&mpi, status);                      a status that is not 0 ends all ranks
 
-   Sums are added up in rank order, each part of them on one rank: the same bits on all ranks, in every run and with any MPI. */
+   Sums are added up in rank order, each part of them on one rank: the same bits on all ranks, in every run and with any
+   MPI. */
 #include <limits.h>
 #include <mpi.h>
 #include <stdlib.h>
@@ -24,19 +26,22 @@ typedef struct mpi_ranks {
 /* rank r's part of n numbers begins here */
 static int mpi_begin(int64_t n, int r, int ranks) { return (int)(n * r / ranks); }
 
-/* Each rank gets its part from all, adds it up, and gives the sum to all. `memory`: bytes of n numbers and 4 ints a rank. */
+/* Each rank gets its part from all, adds it up, and gives the sum to all. `memory`: bytes of n numbers and 4 ints a
+   rank. */
 static bool mpi_sum(const mpi_ranks *m, char *buffer, int n, luna_reduction what, char *memory) {
   const bool wide = what == LUNA_REDUCTION_SUM_F64;
   const int ranks = m->collective.ranks, rank = m->collective.rank, size = wide ? 8 : 4;
   const int own = mpi_begin(n, rank + 1, ranks) - mpi_begin(n, rank, ranks);
   const MPI_Datatype type = wide ? MPI_DOUBLE : MPI_FLOAT;
-  int *counts = (int *)(void *)memory, *starts = counts + ranks, *own_counts = starts + ranks, *own_starts = own_counts + ranks;
+  int *counts = (int *)(void *)memory, *starts = counts + ranks, *own_counts = starts + ranks,
+      *own_starts = own_counts + ranks;
   char *got = memory + 4 * (size_t)ranks * sizeof(int);    /* [ranks, own] */
   for (int r = 0; r < ranks; r++) {
     starts[r] = mpi_begin(n, r, ranks), counts[r] = mpi_begin(n, r + 1, ranks) - starts[r];
     own_starts[r] = own * r, own_counts[r] = own;
   }
-  if (MPI_Alltoallv(buffer, counts, starts, type, got, own_counts, own_starts, type, m->comm) != MPI_SUCCESS) return false;
+  if (MPI_Alltoallv(buffer, counts, starts, type, got, own_counts, own_starts, type, m->comm) != MPI_SUCCESS)
+    return false;
   for (int r = 1; r < ranks; r++)
     for (int i = 0; i < own; i++) {
       if (wide) ((double *)(void *)got)[i] += ((double *)(void *)got)[r * own + i];
@@ -62,7 +67,8 @@ static bool mpi_reduce(void *user, void *buffer, int64_t count, luna_reduction w
 static bool mpi_gather(void *user, const void *mine, void *all, size_t bytes) {
   mpi_ranks *m = (mpi_ranks *)user;
   m->calls++, m->bytes += (int64_t)bytes;
-  return bytes <= INT_MAX && MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, m->comm) == MPI_SUCCESS;
+  return bytes <= INT_MAX && MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, m->comm) ==
+      MPI_SUCCESS;
 }
 
 /* False: MPI could not be started. Its own errors come back as failed calls, so that luna.h's sentence is seen. */
@@ -70,10 +76,12 @@ static bool mpi_open(mpi_ranks *m, int *count, char ***given) {
   int threads;
   memset(m, 0, sizeof *m);
   m->collective.all_reduce = mpi_reduce, m->collective.all_gather = mpi_gather, m->collective.user = m;
-  return MPI_Init_thread(count, given, MPI_THREAD_FUNNELED, &threads) == MPI_SUCCESS && threads >= MPI_THREAD_FUNNELED &&
+  return MPI_Init_thread(count, given, MPI_THREAD_FUNNELED, &threads) == MPI_SUCCESS &&
+      threads >= MPI_THREAD_FUNNELED &&
          MPI_Comm_dup(MPI_COMM_WORLD, &m->comm) == MPI_SUCCESS &&
          MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN) == MPI_SUCCESS &&
-         MPI_Comm_rank(m->comm, &m->collective.rank) == MPI_SUCCESS && MPI_Comm_size(m->comm, &m->collective.ranks) == MPI_SUCCESS;
+         MPI_Comm_rank(m->comm, &m->collective.rank) == MPI_SUCCESS &&
+             MPI_Comm_size(m->comm, &m->collective.ranks) == MPI_SUCCESS;
 }
 
 /* One rank that failed would leave the others waiting: it ends them. */

@@ -1,5 +1,6 @@
-/* nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of the memory's or the
-   gradients' size: it goes through a buffer on the device. The program makes the communicator, as it likes (ncclCommInitRank):
+/* nccl.h: the luna_collective of luna_options from calls of NCCL, a rank a GPU. luna.h hands over host memory of the
+   memory's or the gradients' size: it goes through a buffer on the device. The program makes the communicator, as it
+   likes (ncclCommInitRank):
 
      static nccl_ranks nccl;                       lives as long as the context
      nccl_open(&nccl, communicator);               makes the calling thread's current device the one that is used
@@ -8,8 +9,8 @@
      ...
      nccl_close(&nccl);
 
-   Sums are added up in rank order from what all ranks have sent: the same bits on all ranks and in every run, which NCCL's own
-   reduction leaves to its choice of algorithm. Compiled only: it has not run. */
+   Sums are added up in rank order from what all ranks have sent: the same bits on all ranks and in every run, which
+   NCCL's own reduction leaves to its choice of algorithm. Compiled only: it has not run. */
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <stdlib.h>
@@ -32,7 +33,8 @@ static bool nccl_grow(nccl_ranks *n, size_t room) {
   if (room <= n->room) return true;
   cudaFree(n->device), cudaFreeHost(n->host);
   n->device = n->host = NULL, n->room = 0;
-  if (cudaMalloc((void **)&n->device, (ranks + 1) * room) != cudaSuccess || cudaMallocHost((void **)&n->host, ranks * room) != cudaSuccess)
+  if (cudaMalloc((void **)&n->device, (ranks + 1) * room) != cudaSuccess ||
+      cudaMallocHost((void **)&n->host, ranks * room) != cudaSuccess)
     return false;
   n->room = room;
   return true;
@@ -60,8 +62,10 @@ static bool nccl_reduce(void *user, void *buffer, int64_t count, luna_reduction 
     memcpy(piece, n->host, size);
     for (int r = 1; r < n->collective.ranks; r++) {
       const char *other = n->host + (size_t)r * size;
-      for (size_t i = 0; wide && i < size / sizeof(double); i++) ((double *)(void *)piece)[i] += ((const double *)(const void *)other)[i];
-      for (size_t i = 0; !wide && i < size / sizeof(float); i++) ((float *)(void *)piece)[i] += ((const float *)(const void *)other)[i];
+      for (size_t i = 0; wide && i < size / sizeof(double); i++)
+        ((double *)(void *)piece)[i] += ((const double *)(const void *)other)[i];
+      for (size_t i = 0; !wide && i < size / sizeof(float); i++)
+        ((float *)(void *)piece)[i] += ((const float *)(const void *)other)[i];
     }
   }
   return true;
@@ -72,7 +76,8 @@ static bool nccl_open(nccl_ranks *n, ncclComm_t communicator) {
   n->communicator = communicator;
   n->collective.all_reduce = nccl_reduce, n->collective.all_gather = nccl_gather, n->collective.user = n;
   return ncclCommUserRank(communicator, &n->collective.rank) == ncclSuccess &&
-         ncclCommCount(communicator, &n->collective.ranks) == ncclSuccess && cudaStreamCreate(&n->stream) == cudaSuccess;
+         ncclCommCount(communicator, &n->collective.ranks) == ncclSuccess &&
+             cudaStreamCreate(&n->stream) == cudaSuccess;
 }
 
 static void nccl_close(nccl_ranks *n) {

@@ -1,7 +1,7 @@
 /* pathfinder.h: the pictures of Pathfinder (Linsley et al., arXiv 1805.08315) as the Long Range Arena made them:
    32 x 32, two snakes of paddles among shorter ones, and two discs, which lie on the ends of one snake (label 1) or of
-   both (label 0). Written from the rules of drewlinsley/pathfinder (snakes2.py) with the Arena's parameters; its roundings
-   are kept, its random numbers are not. Included after example.h.
+   both (label 0). Written from the rules of drewlinsley/pathfinder (snakes2.py) with the Arena's parameters; its
+   roundings are kept, its random numbers are not. Included after example.h.
 
      paddle: 2 pixels long, half a pixel thick, 1 pixel free around it; a snake's next head is 3 pixels off its pivot,
              the next pivot 4.

@@ -1,4 +1,5 @@
-/* series: sequences of numbers, from sensors, audio or prices: the class of a series, the class at each step, or the next step's numbers.
+/* series: sequences of numbers, from sensors, audio or prices: the class of a series, the class at each step, or the
+   next step's numbers.
 
      cc -O2 -I. examples/series.c -o series -lm -lpthread
 
@@ -9,9 +10,10 @@
      series eval M FILE                                         how well M does on a file
      series predict M FILE [--svg PICTURE]                      what M finds, a line each; the picture: the first series with it
 
-   .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last; "?" is a missing number. .csv: the first
-   row may name the columns; those that are numbers are read, but for columns that never change. Cases may differ in length. --causal models see
-   no later step, so that they can be streamed. What a model must know besides its weights lies in it: M is all one needs. */
+   .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last; "?" is a missing
+   number. .csv: the first row may name the columns; those that are numbers are read, but for columns that never change.
+   Cases may differ in length. --causal models see no later step, so that they can be streamed. What a model must know
+   besides its weights lies in it: M is all one needs. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -28,7 +30,8 @@ static struct settings set = {
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
   .seed = 1
 };
-static struct { const char *label, *svg; int64_t per_step, causal, forecast, window, held; double noise, stretch, scale; } own = {
+static struct { const char *label, *svg; int64_t per_step, causal, forecast, window, held; double noise, stretch,
+               scale; } own = {
   .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1
 };
 
@@ -39,7 +42,8 @@ static const flag flags[] = {
   { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--window", "t", WHOLE(own.window, 2, 1e6), "steps of a recording that are learnt from at once" },
-  { "--held", "t", WHOLE(own.held, 0, 5), "1 to 5: that fifth of the data is not learnt from but measured on; 0: none (CSV: the last)" },
+  { "--held", "t", WHOLE(own.held, 0, 5),
+   "1 to 5: that fifth of the data is not learnt from but measured on; 0: none (CSV: the last)" },
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
@@ -51,7 +55,7 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- the data: rows of k numbers; a series is some of them in a row ------------------------------------------------ */
+/* ---- the data: rows of k numbers; a series is some of them in a row ---------------------------------------------- */
 
 typedef struct series { int64_t at, n; int32_t label; } series;
 static struct {
@@ -66,9 +70,12 @@ static struct {
 static struct word { const unsigned char *at; int64_t size; } labels[CLASSES], columns[COLUMNS];
 static int32_t label_count;
 static int64_t column_count;         /* of the model */
-static float *mean, *deviation, *change; /* [k] of each column, and of its changes from row to row; of the data that is learnt from */
+/* [k] of each column, and of its changes from row to row; of the data that is learnt from */
+static float *mean, *deviation, *change;
 
-static bool is_word(struct word w, const char *text) { return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0; }
+static bool is_word(struct word w, const char *text) {
+  return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0;
+}
 static bool begins(struct word w, const char *text) { /* in capitals or small letters */
   int64_t i = 0;
   while (text[i] && i < w.size && tolower(w.at[i]) == tolower((unsigned char)text[i])) i++;
@@ -107,7 +114,8 @@ static bool number_of(struct word w, float *out) {
   return true;
 }
 
-/* Cuts a line where the character is, but not between quotes, into at most COLUMNS + 1 words; more are not told apart. */
+/* Cuts a line where the character is, but not between quotes, into at most COLUMNS + 1 words; more are not told
+   apart. */
 static int64_t cut(const unsigned char *line, int64_t length, unsigned char by, struct word *out) {
   const unsigned char *from = line, *end = line + length;
   int64_t count = 0;
@@ -141,9 +149,12 @@ static void add_series(int64_t at, int64_t n, int32_t label) {
 static int read_case(const char *path, const unsigned char *line, int64_t length, int64_t number, bool learns) {
   static struct word parts[COLUMNS + 1];
   int64_t count = cut(line, length, ':', parts), at = data.size, longest = 0;
-  if (count < 2) return fail("%s: line %lld is not a case, dimensions and a class with ':' between", path, (long long)number);
+  if (count < 2)
+    return fail("%s: line %lld is not a case, dimensions and a class with ':' between", path, (long long)number);
   if (data.k == 0) data.k = count - 1;
-  if (count - 1 != data.k) return fail("%s: line %lld has %lld dimensions, not %lld", path, (long long)number, (long long)count - 1, (long long)data.k);
+  if (count - 1 != data.k)
+    return fail("%s: line %lld has %lld dimensions, not %lld", path, (long long)number, (long long)count - 1,
+                (long long)data.k);
   for (int64_t d = 0; d < data.k; d++) {
     int64_t n = 1;
     for (int64_t i = 0; i < parts[d].size; i++) n += parts[d].at[i] == ',';
@@ -153,9 +164,11 @@ static int read_case(const char *path, const unsigned char *line, int64_t length
   for (int64_t d = 0; d < data.k; d++) {
     const unsigned char *from = parts[d].at, *end = from + parts[d].size;
     for (int64_t t = 0; from <= end; t++) {
-      const unsigned char *comma = (const unsigned char *)memchr(from, ',', (size_t)(end - from)), *to = comma ? comma : end;
+      const unsigned char *comma = (const unsigned char *)memchr(from, ',', (size_t)(end - from)),
+          *to = comma ? comma : end;
       if (!number_of(trimmed(from, to), &data.rows[(at + t) * data.k + d]))
-        return fail("%s: line %lld: number %lld of dimension %lld is not a number", path, (long long)number, (long long)t + 1, (long long)d + 1);
+        return fail("%s: line %lld: number %lld of dimension %lld is not a number", path, (long long)number,
+                    (long long)t + 1, (long long)d + 1);
       from = to + 1;
     }
   }
@@ -179,7 +192,8 @@ static int read_ts(const char *path, bool learns) {
   return 0;
 }
 
-/* One recording. Where the model has no columns yet, those become its: numbers in every row, and not always the same. */
+/* One recording. Where the model has no columns yet, those become its: numbers in every row, and not always the
+   same. */
 static int read_csv(const char *path, bool learns) {
   static struct word names[COLUMNS + 1], parts[COLUMNS + 1];
   static char numbers[COLUMNS][8];
@@ -196,7 +210,9 @@ static int read_csv(const char *path, bool learns) {
   if (header) begin = at;
   for (int64_t c = 0; c < count; c++) {
     snprintf(numbers[c], sizeof numbers[c], "%d", (int)c + 1);
-    if (!header || names[c].size == 0) names[c] = (struct word){ (const unsigned char *)numbers[c], (int64_t)strlen(numbers[c]) };
+    if (!header || names[c].size == 0) names[c] = (struct word){
+      (const unsigned char *)numbers[c], (int64_t)strlen(numbers[c])
+    };
     if (own.label && (is_word(names[c], own.label) || strcmp(numbers[c], own.label) == 0)) label = c;
     is[c].first = NAN;
   }
@@ -204,7 +220,8 @@ static int read_csv(const char *path, bool learns) {
   int64_t rows = 0;
   for (at = begin; (line = next_line(data.text, &at, &length)) != NULL; rows++) { /* what the columns are */
     if (length == 0) { rows--; continue; }
-    if (cut(line, length, by, parts) != count) return fail("%s: row %lld has not %lld columns", path, (long long)rows + 1 + header, (long long)count);
+    if (cut(line, length, by, parts) != count)
+      return fail("%s: row %lld has not %lld columns", path, (long long)rows + 1 + header, (long long)count);
     for (int64_t c = 0; c < count; c++) {
       if (!number_of(parts[c], &value)) is[c].words = true;
       if (is[c].first != is[c].first) is[c].first = value;
@@ -212,11 +229,13 @@ static int read_csv(const char *path, bool learns) {
     }
   }
   if (learns)
-    for (int64_t c = 0; c < count; c++) if (c != label && !is[c].words && is[c].varies) columns[column_count++] = names[c];
+    for (int64_t c = 0; c < count; c++)
+      if (c != label && !is[c].words && is[c].varies) columns[column_count++] = names[c];
   if (column_count == 0) return fail("%s has no column of numbers that change", path);
   for (int64_t i = 0; i < column_count; i++) {
     int64_t c = 0;
-    while (c < count && (names[c].size != columns[i].size || memcmp(names[c].at, columns[i].at, (size_t)names[c].size) != 0)) c++;
+    while (c < count && (names[c].size != columns[i].size ||
+                         memcmp(names[c].at, columns[i].at, (size_t)names[c].size) != 0)) c++;
     if (c == count) return fail("%s has no column '%.*s'", path, (int)columns[i].size, (const char *)columns[i].at);
     is[i].at = c;
   }
@@ -227,8 +246,10 @@ static int read_csv(const char *path, bool learns) {
     cut(line, length, by, parts);
     for (int64_t i = 0; i < column_count; i++)
       if (!number_of(parts[is[i].at], &data.rows[rows * data.k + i]))
-        return fail("%s: row %lld: '%.*s' is not a number", path, (long long)rows + 1 + header, (int)(parts[is[i].at].size < 40 ? parts[is[i].at].size : 40), (const char *)parts[is[i].at].at);
-    if (label >= 0 && (data.labels[rows] = label_of(parts[label], learns)) < 0 && learns) return fail("%s has more than %d classes", path, CLASSES);
+        return fail("%s: row %lld: '%.*s' is not a number", path, (long long)rows + 1 + header,
+                    (int)(parts[is[i].at].size < 40 ? parts[is[i].at].size : 40), (const char *)parts[is[i].at].at);
+    if (label >= 0 && (data.labels[rows] = label_of(parts[label], learns)) < 0 && learns)
+      return fail("%s has more than %d classes", path, CLASSES);
   }
   (void)number;
   add_series(0, rows, -1);
@@ -264,7 +285,8 @@ static int read_data(const char *path, bool learns) {
   for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)
     data.csv = !begins(trimmed(line, line + length), "@data");
   if (!learns && data.csv != (column_count > 0))
-    return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) : fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
+    return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) :
+        fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
   if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
   if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
   if (learns && data.csv && !own.held) own.held = 5;
@@ -273,29 +295,37 @@ static int read_data(const char *path, bool learns) {
   return 0;
 }
 
-/* ---- the model: a classifier, or with --causal a causal model with outputs ------------------------------------------ */
+/* ---- the model: a classifier, or with --causal a causal model with outputs --------------------------------------- */
 
 static luna_model model;
 static bool steps_have_labels(void) { return own.per_step && !own.forecast; }
 
-static luna_input_layer *input_layer(void) { return model.kind == LUNA_MODEL_LM ? &model.lm.input : &model.classifier.encoder.input; }
+static luna_input_layer *input_layer(void) {
+  return model.kind == LUNA_MODEL_LM ? &model.lm.input : &model.classifier.encoder.input;
+}
 static luna_tensor *run(const luna_input *input) {
-  return model.kind == LUNA_MODEL_LM ? luna_lm_forward(&model.lm, input) : luna_classifier_forward(&model.classifier, input);
+  return model.kind == LUNA_MODEL_LM ? luna_lm_forward(&model.lm, input) :
+      luna_classifier_forward(&model.classifier, input);
 }
 static luna_status make_model(luna_params *params) {
-  const luna_layer_config layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout, .attention = (luna_attention_kind)set.attention };
-  const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+  const luna_layer_config layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+                                   .attention = (luna_attention_kind)set.attention };
+  const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
+                                       .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = 4096, .layer = layer };
-  luna_lm_config lm = { .features = data.k, .outputs = own.forecast ? data.k : label_count, .layers = set.layers, .dim = set.dim, .heads = set.heads,
+  luna_lm_config lm = { .features = data.k, .outputs = own.forecast ? data.k : label_count, .layers = set.layers,
+                       .dim = set.dim, .heads = set.heads,
     .ffn = set.ffn, .memory = set.memory, .layer = layer };
   lm.layer.convolution = 4;
   model.kind = own.causal ? LUNA_MODEL_LM : LUNA_MODEL_CLASSIFIER;
   return own.causal ? luna_lm_init(&model.lm, params, &lm)
-                    : luna_classifier_init(&model.classifier, params, &(luna_classifier_config){ .features = data.k, .classes = label_count,
+                    : luna_classifier_init(&model.classifier, params,
+                                           &(luna_classifier_config){ .features = data.k, .classes = label_count,
                         .per_step = steps_have_labels(), .pooling = (luna_pooling)set.pooling, .encoder = encoder });
 }
 
-/* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a sentence. */
+/* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a
+   sentence. */
 static int measure(luna_ctx *ctx) {
   int64_t k = data.k, n = 0;
   for (int64_t i = 0; i < data.training; i++) n += data.list[i].n;
@@ -324,9 +354,10 @@ static int measure(luna_ctx *ctx) {
   return status == LUNA_OK ? 0 : failed(ctx);
 }
 
-/* ---- batches ------------------------------------------------------------------------------------------------------- */
+/* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-static struct { float *x, *targets; int32_t *labels, *lengths; int64_t rows, n; } batch; /* [rows,n,k], of the next step's changes too; [rows,n] or [rows]; [rows] */
+/* [rows,n,k], of the next step's changes too; [rows,n] or [rows]; [rows] */
+static struct { float *x, *targets; int32_t *labels, *lengths; int64_t rows, n; } batch;
 
 static void batch_open(int64_t rows, int64_t n) {
   batch.x = (float *)grow(batch.x, rows * n * data.k, sizeof(float));
@@ -349,11 +380,14 @@ static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
   float *x = batch.x + (b * batch.n + at) * k, *y = batch.targets + (b * batch.n + at) * k;
   memcpy(x, data.rows + first, (size_t)(n * k) * sizeof(float));
   if (own.forecast)
-    for (int64_t i = 0; i < n * k; i++) y[i] = from + i / k + 1 < s.n ? (data.rows[first + i + k] - data.rows[first + i]) / change[i % k] : NAN;
-  if (steps_have_labels()) memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
+    for (int64_t i = 0; i < n * k; i++)
+      y[i] = from + i / k + 1 < s.n ? (data.rows[first + i + k] - data.rows[first + i]) / change[i % k] : NAN;
+  if (steps_have_labels())
+    memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
   else batch.labels[b] = s.label;
 }
-/* The same rows stretched in time, scaled and with noise: what is learnt from is never twice the same. Returns how many they are now. */
+/* The same rows stretched in time, scaled and with noise: what is learnt from is never twice the same. Returns how many
+   they are now. */
 static int64_t place_changed(int64_t b, int64_t at, series s, int64_t room) {
   const int64_t k = data.k;
   int64_t n = (int64_t)((double)s.n * (1 + own.stretch * uniform()) + 0.5);
@@ -363,12 +397,15 @@ static int64_t place_changed(int64_t b, int64_t at, series s, int64_t room) {
     const double scale = 1 + own.scale * uniform();
     for (int64_t i = 0; i < n; i++) {
       int64_t low = (int64_t)((double)i * step), high = low + 1 < s.n ? low + 1 : low;
-      double part = (double)i * step - (double)low, a = (double)data.rows[(s.at + low) * k + c], z = (double)data.rows[(s.at + high) * k + c];
+      double part = (double)i * step - (double)low, a = (double)data.rows[(s.at + low) * k + c],
+          z = (double)data.rows[(s.at + high) * k + c];
       double x = part > 0 ? a + part * (z - a) : a;
-      batch.x[(b * batch.n + at + i) * k + c] = (float)((double)mean[c] + scale * (x - (double)mean[c]) + own.noise * (double)deviation[c] * normal());
+      batch.x[(b * batch.n + at + i) * k + c] = (float)((double)mean[c] + scale * (x - (double)mean[c]) + own.noise *
+                                                        (double)deviation[c] * normal());
     }
   }
-  for (int64_t i = 0; i < n && steps_have_labels(); i++) batch.labels[b * batch.n + at + i] = data.labels[s.at + (int64_t)((double)i * step)];
+  for (int64_t i = 0; i < n && steps_have_labels(); i++)
+    batch.labels[b * batch.n + at + i] = data.labels[s.at + (int64_t)((double)i * step)];
   if (!steps_have_labels()) batch.labels[b] = s.label;
   return n;
 }
@@ -403,7 +440,8 @@ static void training_batch(int64_t step, int32_t *order) {
       for (int64_t i = 0; at >= (s = data.list[i]).n; i++) at -= s.n;
       n = s.n < longest ? s.n : longest;
       place(b, 0, s, below(s.n - n + 1), n);
-      for (int64_t i = 0; i < n * data.k && !own.forecast; i++) batch.x[b * longest * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
+      for (int64_t i = 0; i < n * data.k && !own.forecast; i++)
+        batch.x[b * longest * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
     } else if (joined)
       while (n < longest) {
         s = data.list[below(data.training)];
@@ -414,25 +452,32 @@ static void training_batch(int64_t step, int32_t *order) {
     batch.lengths[b] = (int32_t)n;
     for (int64_t i = n; i < longest; i++) {
       if (steps_have_labels()) batch.labels[b * longest + i] = -1;
-      for (int64_t c = 0; c < data.k; c++) batch.x[(b * longest + i) * data.k + c] = batch.targets[(b * longest + i) * data.k + c] = NAN;
+      for (int64_t c = 0; c < data.k; c++)
+        batch.x[(b * longest + i) * data.k + c] = batch.targets[(b * longest + i) * data.k + c] = NAN;
     }
   }
 }
 
-static luna_tensor *loss_of(luna_tensor *y) { return own.forecast ? luna_huber(y, batch.targets, 0.1f) : luna_cross_entropy(y, batch.labels); }
-static luna_input batch_input(void) { return (luna_input){ .features = batch.x, .lengths = batch.lengths, .batch = batch.rows, .n = batch.n }; }
+static luna_tensor *loss_of(luna_tensor *y) {
+  return own.forecast ? luna_huber(y, batch.targets, 0.1f) : luna_cross_entropy(y, batch.labels);
+}
+static luna_input batch_input(void) {
+  return (luna_input){ .features = batch.x, .lengths = batch.lengths, .batch = batch.rows, .n = batch.n };
+}
 
-/* ---- what a model finds -------------------------------------------------------------------------------------------- */
+/* ---- what a model finds ------------------------------------------------------------------------------------------ */
 
-/* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a causal model gets the half
-   before. Outputs are probabilities, or the next row. Returns 0, or 2 after a sentence. */
-static int find_all(luna_ctx *ctx, int64_t first, int64_t last, void (*found)(const series *s, int64_t row, const float *outputs)) {
+/* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a
+   causal model gets the half before. Outputs are probabilities, or the next row. Returns 0, or 2 after a sentence. */
+static int find_all(luna_ctx *ctx, int64_t first, int64_t last,
+                    void (*found)(const series *s, int64_t row, const float *outputs)) {
   const bool whole = !own.per_step && !own.forecast;
   const int64_t outputs = own.forecast ? data.k : label_count;
   float *y = NULL;
   for (int64_t i = first; i < last; i++) {
     series s = data.list[i];
-    for (int64_t from = 0, next = 0; next < s.n || (whole && from == 0); from = next - (own.causal ? own.window / 2 : 0)) {
+    for (int64_t from = 0, next = 0; next < s.n || (whole && from == 0); from =
+         next - (own.causal ? own.window / 2 : 0)) {
       int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
       batch_open(1, n);
       batch.lengths[0] = (int32_t)n;
@@ -445,7 +490,8 @@ static int find_all(luna_ctx *ctx, int64_t first, int64_t last, void (*found)(co
       if (luna_read(out, y) != LUNA_OK) return free(y), failed(ctx);
       for (int64_t t = skip; t < (whole ? 1 : n); t++) {
         float *at = y + t * outputs;
-        for (int64_t c = 0; c < data.k && own.forecast; c++) at[c] = data.rows[(s.at + from + t) * data.k + c] + change[c] * at[c];
+        for (int64_t c = 0; c < data.k && own.forecast; c++)
+          at[c] = data.rows[(s.at + from + t) * data.k + c] + change[c] * at[c];
         found(&s, from + t, at);
       }
       next = from + n;
@@ -476,13 +522,15 @@ static void count_score(const series *s, int64_t row, const float *y) {
   if (own.per_step && label < 0 && data.csv) return;       /* a row whose class is not given */
   score.count++, score.right += label == best_of(y);
 }
-/* Measures the model on series first .. last - 1, and prints it, after `begin`; only without that must there be something to measure on. */
+/* Measures the model on series first .. last - 1, and prints it, after `begin`; only without that must there be
+   something to measure on. */
 static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin) {
   memset(&score, 0, sizeof score);
   if (find_all(ctx, first, last, count_score)) return 2;
   if (score.count == 0) return *begin ? 0 : fail("there is nothing to measure on");
   double count = (double)score.count;
-  if (own.forecast) printf("%smean absolute error %.6g, of the last value %.6g\n", begin, score.error / count, score.last / count);
+  if (own.forecast)
+    printf("%smean absolute error %.6g, of the last value %.6g\n", begin, score.error / count, score.last / count);
   else printf("%saccuracy %.2f%%\n", begin, 100 * (double)score.right / count);
   return 0;
 }
@@ -507,7 +555,7 @@ static void join(int64_t first) {
   data.count = first + 1;
 }
 
-/* ---- what a model must know besides its weights -------------------------------------------------------------------- */
+/* ---- what a model must know besides its weights ------------------------------------------------------------------ */
 
 static luna_status keep(luna_params *params, const char *what, int64_t index, const char *text, int64_t size) {
   char key[40], *value = (char *)calloc((size_t)size + 1, 1);
@@ -520,11 +568,14 @@ static luna_status keep(luna_params *params, const char *what, int64_t index, co
 }
 static luna_status remember(luna_params *params) {
   char text[64];
-  snprintf(text, sizeof text, "%d %d %d %lld", (int)own.per_step, (int)own.causal, (int)own.forecast, (long long)own.window);
+  snprintf(text, sizeof text, "%d %d %d %lld", (int)own.per_step, (int)own.causal, (int)own.forecast,
+           (long long)own.window);
   luna_status status = keep(params, "task", 0, text, (int64_t)strlen(text));
   if (status == LUNA_OK && own.label) status = keep(params, "label", 0, own.label, (int64_t)strlen(own.label));
-  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) status = keep(params, "class", i, (const char *)labels[i].at, labels[i].size);
-  for (int64_t i = 0; i < column_count && status == LUNA_OK; i++) status = keep(params, "column", i, (const char *)columns[i].at, columns[i].size);
+  for (int32_t i = 0; i < label_count && status == LUNA_OK; i++)
+    status = keep(params, "class", i, (const char *)labels[i].at, labels[i].size);
+  for (int64_t i = 0; i < column_count && status == LUNA_OK; i++)
+    status = keep(params, "column", i, (const char *)columns[i].at, columns[i].size);
   for (int64_t i = 0; i < data.k && status == LUNA_OK; i++) {
     snprintf(text, sizeof text, "%.9g", (double)change[i]);
     status = keep(params, "change", i, text, (int64_t)strlen(text));
@@ -545,7 +596,8 @@ static int load(luna_ctx *ctx, const char *path) {
   if (luna_load_model(&model, params, path) != LUNA_OK) return failed(ctx);
   const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
   const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.features : 0;
-  bool fine = k > 0 && (text = kept(params, "task", 0)) != NULL && sscanf(text, "%d %d %d %lld", &per_step, &causal, &forecast, &window) == 4;
+  bool fine = k > 0 && (text = kept(params, "task", 0)) != NULL &&
+      sscanf(text, "%d %d %d %lld", &per_step, &causal, &forecast, &window) == 4;
   fine = fine && window >= 2 && window <= 1000000 && lm == (causal != 0) && (lm || !model.classifier.config.pair);
   if (!fine) return fail("%s is not a model that series made", path);
   own.per_step = per_step != 0, own.causal = causal != 0, own.forecast = forecast != 0, own.window = window;
@@ -568,16 +620,19 @@ static int load(luna_ctx *ctx, const char *path) {
 }
 
 /* Reads a model, and a file that is for it. */
-static int load_both(luna_ctx *ctx, const char **words) { return load(ctx, words[0]) || read_data(words[1], false) ? 2 : 0; }
+static int load_both(luna_ctx *ctx, const char **words) {
+  return load(ctx, words[0]) || read_data(words[1], false) ? 2 : 0;
+}
 
-/* ---- commands ------------------------------------------------------------------------------------------------------ */
+/* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static progress bar;
 
 static int learn(luna_ctx *ctx, luna_params *params) {
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps, .floor = 0.02f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps,
+                 .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;
   progress_start(&bar, 0);
@@ -603,21 +658,24 @@ static int train(luna_ctx *ctx, const char **words) {
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
   if (read_data(words[0], true)) return 2;
-  if (data.csv && !own.label && !own.forecast) return fail("%s is a table: say what to learn by --label COLUMN or --forecast", words[0]);
+  if (data.csv && !own.label && !own.forecast)
+    return fail("%s is a table: say what to learn by --label COLUMN or --forecast", words[0]);
   if (!data.csv && own.label) return fail("%s has cases with a class each; --label is for tables (CSV)", words[0]);
   if (!own.forecast && label_count < 2) return fail("%s has %d classes; it takes two", words[0], (int)label_count);
   if (data.training == 0) return fail("%s has too few series to hold a fifth back", words[0]);
   if (make_model(params) != LUNA_OK) return failed(ctx);
   if (measure(ctx)) return 2;
   if (remember(params) != LUNA_OK) return failed(ctx);
-  printf("%s: %lld series, %lld steps of %lld numbers, %d classes; %lld parameters\n", words[0], (long long)data.count, (long long)data.size,
+  printf("%s: %lld series, %lld steps of %lld numbers, %d classes; %lld parameters\n", words[0], (long long)data.count,
+         (long long)data.size,
          (long long)data.k, (int)label_count, (long long)luna_params_element_count(params));
   fflush(stdout);
   if (learn(ctx, params)) return 2;
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);
   if (own.per_step && !data.csv) join(data.training);
-  if (data.count > data.training && print_score(ctx, data.training, data.count, "on what was not learnt from: ")) return 2;
+  if (data.count > data.training && print_score(ctx, data.training, data.count, "on what was not learnt from: "))
+    return 2;
   return plot(&bar, words[0]);
 }
 
@@ -627,7 +685,8 @@ static int eval(luna_ctx *ctx, const char **words) {
   return print_score(ctx, 0, data.count, "");
 }
 
-static float *drawn;                 /* what is found of the first series: each row's class, or its forecast, made a row before */
+/* what is found of the first series: each row's class, or its forecast, made a row before */
+static float *drawn;
 static void print_found(const series *s, int64_t row, const float *y) {
   const int32_t best = own.forecast ? 0 : best_of(y);
   if (!own.forecast) printf("%.*s\t%.3f\n", (int)labels[best].size, (const char *)labels[best].at, (double)y[best]);
@@ -648,24 +707,29 @@ static int predict(luna_ctx *ctx, const char **words) {
   return own.svg ? draw_series(words[1]) : 0;
 }
 
-/* ---- the picture --------------------------------------------------------------------------------------------------- */
+/* ---- the picture ------------------------------------------------------------------------------------------------- */
 
 #define SHOWN 1500                   /* steps, at most: the last ones */
 #define LINES 6                      /* columns, at most */
 #define COLOUR(i) (int)((i) * 137 % 360)
 
-static void draw_line(FILE *f, const float *at, int64_t n, int64_t stride, double low, double high, int colour, bool dashed) {
+static void draw_line(FILE *f, const float *at, int64_t n, int64_t stride, double low, double high, int colour,
+                      bool dashed) {
   bool on = false;
-  fprintf(f, "<path fill=\"none\" stroke=\"hsl(%d,70%%,40%%)\"%s d=\"", colour, dashed ? " stroke-dasharray=\"3 2\" opacity=\"0.8\"" : "");
+  fprintf(f, "<path fill=\"none\" stroke=\"hsl(%d,70%%,40%%)\"%s d=\"", colour,
+          dashed ? " stroke-dasharray=\"3 2\" opacity=\"0.8\"" : "");
   for (int64_t i = 0; i < n; i++) {
     double y = (double)at[i * stride];
-    if (isfinite(y)) fprintf(f, "%c%.1f %.1f", on ? 'L' : 'M', 20 + 860 * (double)i / (double)(n > 1 ? n - 1 : 1), 290 - 240 * (fmin(fmax(y, low), high) - low) / (high - low));
+    if (isfinite(y))
+      fprintf(f, "%c%.1f %.1f", on ? 'L' : 'M', 20 + 860 * (double)i / (double)(n > 1 ? n - 1 : 1),
+              290 - 240 * (fmin(fmax(y, low), high) - low) / (high - low));
     on = isfinite(y);
   }
   fprintf(f, "\"/>\n");
 }
 static void draw_text(FILE *f, const char *text, int64_t size) {
-  for (int64_t i = 0; i < size; i++) fputc(text[i] < 32 || text[i] > 126 || strchr("<>&\"", text[i]) ? '?' : text[i], f);
+  for (int64_t i = 0; i < size; i++)
+    fputc(text[i] < 32 || text[i] > 126 || strchr("<>&\"", text[i]) ? '?' : text[i], f);
 }
 
 /* Columns as lines; forecasts, dashed, where they were for; a class at each step as a band below. */
@@ -677,11 +741,14 @@ static int draw_series(const char *title) {
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 900 360\" width=\"900\" height=\"360\" font-family=\"sans-serif\" font-size=\"12\">\n"
              "<rect width=\"900\" height=\"360\" fill=\"#fff\"/>\n<text x=\"20\" y=\"28\" font-size=\"15\">");
   draw_text(f, title, (int64_t)strlen(title));
-  if (!own.forecast && !own.per_step) fprintf(f, ": "), draw_text(f, (const char *)labels[(int)drawn[0]].at, labels[(int)drawn[0]].size);
+  if (!own.forecast && !own.per_step)
+    fprintf(f, ": "), draw_text(f, (const char *)labels[(int)drawn[0]].at, labels[(int)drawn[0]].size);
   fprintf(f, "</text>\n");
   for (int64_t c = 0; c < k && c < LINES; c++) {
     double low = HUGE_VAL, high = -HUGE_VAL;
-    for (int64_t i = 0; i < n; i++) if (isfinite(rows[i * k + c])) low = fmin(low, (double)rows[i * k + c]), high = fmax(high, (double)rows[i * k + c]);
+    for (int64_t i = 0; i < n; i++)
+      if (isfinite(rows[i * k + c]))
+        low = fmin(low, (double)rows[i * k + c]), high = fmax(high, (double)rows[i * k + c]);
     if (low > high) continue;
     if (low == high) high = low + 1;
     draw_line(f, rows + c, n, k, low, high, COLOUR(c), false);
@@ -691,8 +758,11 @@ static int draw_series(const char *title) {
     if (i + 1 < n && drawn[skip + i + 1] == drawn[skip + i]) continue;
     const int32_t label = (int32_t)drawn[skip + i];
     const double x = 20 + 860 * (double)from / (double)n, width = 860 * (double)(i + 1 - from) / (double)n;
-    fprintf(f, "<rect x=\"%.1f\" y=\"305\" width=\"%.1f\" height=\"20\" fill=\"hsl(%d,60%%,70%%)\"/>", x, width, COLOUR(label));
-    if (width > 40) fprintf(f, "<text x=\"%.1f\" y=\"320\">", x + 3), draw_text(f, (const char *)labels[label].at, labels[label].size < 12 ? labels[label].size : 12), fprintf(f, "</text>");
+    fprintf(f, "<rect x=\"%.1f\" y=\"305\" width=\"%.1f\" height=\"20\" fill=\"hsl(%d,60%%,70%%)\"/>", x, width,
+            COLOUR(label));
+    if (width > 40)
+      fprintf(f, "<text x=\"%.1f\" y=\"320\">", x + 3), draw_text(f, (const char *)labels[label].at,
+          labels[label].size < 12 ? labels[label].size : 12), fprintf(f, "</text>");
     fputc('\n', f);
     from = i + 1;
   }

@@ -1,4 +1,5 @@
-/* summary: what is in a safetensors file: its text pairs, its tensors, and of luna.h's own checkpoints the model and how far its training was.
+/* summary: what is in a safetensors file: its text pairs, its tensors, and of luna.h's own checkpoints the model and
+   how far its training was.
 
      cc -O2 -I. examples/summary.c -o summary -lm -lpthread
 
@@ -12,11 +13,14 @@
 
 static struct settings set = { .seed = 1 };
 
-static const struct { const char *key, *names; } meanings[] = { /* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */
+/* numbers in luna.h's pairs that stand for names, of 0, 1, 2, ... */
+static const struct { const char *key, *names; } meanings[] = {
   { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" },
   { "luna.activation", "none relu gelu elu+1 softplus softplus2 sigmoid silu tanh" }, { "luna.norm", "layer rms" },
-  { "luna.omega", "default relu gelu elu+1 softplus softplus2" }, { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
-  { "luna.pooling", "default cls mean memory memory-of-the-batch" }, { "luna.linformer_sharing", "headwise key-value layerwise" },
+  { "luna.omega", "default relu gelu elu+1 softplus softplus2" },
+      { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
+  { "luna.pooling", "default cls mean memory memory-of-the-batch" },
+      { "luna.linformer_sharing", "headwise key-value layerwise" },
   { "luna.linformer_projection", "linear mean max convolution" }, { "luna.optimizer", "SGD Adam AdamW Apollo" }
 };
 
@@ -45,7 +49,8 @@ static void print_pair(void *user, const char *key, const char *value) {
   const char *name = NULL;
   int length = 0;
   for (size_t i = 0; i < sizeof meanings / sizeof *meanings; i++)
-    if (strcmp(key, meanings[i].key) == 0) name = name_at(meanings[i].names, strtol(value, NULL, hexadecimal ? 16 : 10), &length);
+    if (strcmp(key, meanings[i].key) == 0)
+      name = name_at(meanings[i].names, strtol(value, NULL, hexadecimal ? 16 : 10), &length);
   if (sum->column > 0 && (!own || sum->column > 100)) printf("\n"), sum->column = 0;
   sum->column += printf(sum->column ? ", " : "  ") + print_text(own ? key + 5 : key, 100) + printf(" ");
   if (name) sum->column += printf("%.*s", length, name);
@@ -79,7 +84,8 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
   double low = HUGE_VAL, high = -HUGE_VAL, mean = 0, squares = 0;
   int64_t count = 0;
   if (starts(t->name, "luna.moment")) return;
-  for (int i = 0; i < t->rank; i++) snprintf(shape + strlen(shape), sizeof shape - strlen(shape), i ? " x %lld" : "%lld", (long long)t->shape[i]);
+  for (int i = 0; i < t->rank; i++)
+    snprintf(shape + strlen(shape), sizeof shape - strlen(shape), i ? " x %lld" : "%lld", (long long)t->shape[i]);
   printf("  ");
   printf("%*s %-4s %16s ", ((const totals *)user)->width - print_text(t->name, INT32_MAX), "", t->dtype, shape);
   print_bytes((double)t->bytes);
@@ -101,12 +107,16 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
 static int summary(luna_ctx *ctx, const char *path) {
   totals sum = { .width = 6 };
   printf("%s\n", path);
-  if (luna_inspect(ctx, path, &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor, .user = &sum }) != LUNA_OK) return failed(ctx);
-  printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape", "size", "min", "mean", "deviation", "max");
-  if (luna_inspect(ctx, path, &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK) return failed(ctx);
+  if (luna_inspect(ctx, path, &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,
+                                                 .user = &sum }) != LUNA_OK) return failed(ctx);
+  printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape",
+         "size", "min", "mean", "deviation", "max");
+  if (luna_inspect(ctx, path, &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK)
+    return failed(ctx);
   printf("\n  %lld tensors, %lld numbers,", (long long)sum.tensors, (long long)sum.numbers);
   print_bytes(sum.bytes);
-  if (sum.moments) printf("\n  and an optimiser's %lld tensors,", (long long)sum.moments), print_bytes(sum.moment_bytes);
+  if (sum.moments)
+    printf("\n  and an optimiser's %lld tensors,", (long long)sum.moments), print_bytes(sum.moment_bytes);
   printf("\n");
   return fflush(stdout) == 0 && !ferror(stdout) ? 0 : fail("cannot write the summary: %s", strerror(errno));
 }

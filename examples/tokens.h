@@ -1,11 +1,14 @@
-/* tokens.h: how the examples cut a text into tokens. Included after example.h by those that do it in the same way; a checkpoint says
-   which way in a text pair PROGRAM.tokens: bytes, words, pairs, symbols. */
+/* tokens.h: how the examples cut a text into tokens. Included after example.h by those that do it in the same way; a
+   checkpoint says which way in a text pair PROGRAM.tokens: bytes, words, pairs, symbols. */
 #define UNIT 64                      /* bytes of a token of byte pairs, at most */
 
 typedef struct span { const unsigned char *at; int64_t size; } span;
-TOOL bool in_word(int c) { return c >= 128 || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z'); }
+TOOL bool in_word(int c) {
+  return c >= 128 || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+}
 
-/* ---- bytes; words, by their hash, and each other character but the space by itself: at most `max` tokens; returns how many -- */
+/* ---- bytes; words, by their hash, and each other character but the space by itself: at most `max` tokens; returns how
+   many -- */
 
 TOOL int32_t cut_bytes(span t, int64_t max, int32_t *tokens) {
   int32_t n = 0;
@@ -20,7 +23,8 @@ TOOL int32_t cut_words(span t, int64_t vocab, int64_t max, int32_t *tokens, int6
   for (int64_t i = 0; i <= t.size && n < max; i++) {
     int c = i < t.size ? t.at[i] : ' ';
     bool word = in_word(c) || c == '\'';
-    if (word) hash = ((hash ? hash : 2166136261u) ^ (uint32_t)(c >= 'A' && c <= 'Z' ? c + 32 : c)) * 16777619u; /* FNV-1a */
+    /* FNV-1a */
+    if (word) hash = ((hash ? hash : 2166136261u) ^ (uint32_t)(c >= 'A' && c <= 'Z' ? c + 32 : c)) * 16777619u;
     if (!word && hash) {
       if (ends) ends[n] = i;
       tokens[n++] = (int32_t)(hash % (uint32_t)vocab);
@@ -34,10 +38,11 @@ TOOL int32_t cut_words(span t, int64_t vocab, int64_t max, int32_t *tokens, int6
   return n;
 }
 
-/* ---- byte pairs [arXiv 1508.07909] --------------------------------------------------------------------------------------
-   Tokens 0..255 are bytes, token 256 + i is two earlier ones, pair i; the last, `end`, ends every line and begins every translation.
-   A line is cut into units, words or runs of other characters, each with the space before it: put together again they are the
-   line, whatever was in it. It is read as if a space stood before it, so that its first word is a word like any other. */
+/* ---- byte pairs [arXiv 1508.07909] ----------------------------------------------------------------------------------
+   Tokens 0..255 are bytes, token 256 + i is two earlier ones, pair i; the last, `end`, ends every line and begins every
+   translation. A line is cut into units, words or runs of other characters, each with the space before it: put together
+   again they are the line, whatever was in it. It is read as if a space stood before it, so that its first word is a
+   word like any other. */
 
 typedef struct byte_pairs { table pairs; int32_t end; } byte_pairs; /* key of two tokens -> token */
 
@@ -84,7 +89,8 @@ TOOL void add_pair(byte_pairs *v, uint64_t pair) {
   if (*token == 0) *token = v->end++;
 }
 
-/* Reads pairs as translate writes them in its checkpoint's translate.pairs, into a vocabulary whose end is 256; false: not such a text. */
+/* Reads pairs as translate writes them in its checkpoint's translate.pairs, into a vocabulary whose end is 256; false:
+   not such a text. */
 TOOL bool read_vocab(byte_pairs *v, const char *text) {
   static unsigned char sizes[65536];
   bool fine = true;
@@ -100,12 +106,14 @@ TOOL bool read_vocab(byte_pairs *v, const char *text) {
   return fine;
 }
 
-/* ---- symbols of nested lists ------------------------------------------------------------------------------------------- */
+/* ---- symbols of nested lists ------------------------------------------------------------------------------------- */
 
 enum { MIN = 10, MAX, MED, SM, END, SYMBOLS };             /* and the digits 0 to 9: the tokens */
-TOOL const char *const symbols[SYMBOLS] = { "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]" };
+TOOL const char *const symbols[SYMBOLS] = { "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED",
+                                           "[SM", "]" };
 
-/* The symbol at *at, which moves behind it; -1 for something else. Round brackets, which other makers of the task write, are spaces. */
+/* The symbol at *at, which moves behind it; -1 for something else. Round brackets, which other makers of the task
+   write, are spaces. */
 TOOL int symbol(const unsigned char *line, int64_t length, int64_t *at) {
   for (int s = 0; s < SYMBOLS; s++) {
     int64_t size = (int64_t)strlen(symbols[s]);

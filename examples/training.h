@@ -1,4 +1,5 @@
-/* training.h: what training needs besides its loop: a progress line, a plot of the loss, checkpoints to go on from. example.h includes it.
+/* training.h: what training needs besides its loop: a progress line, a plot of the loss, checkpoints to go on from.
+   example.h includes it.
 
      static progress bar;                                       large: not for the stack
      progress_start(&bar, 0);                                   from here Ctrl-C sets `interrupted`
@@ -11,7 +12,7 @@
      ...                                                        luna_save to set.out
      return plot(&bar, words[0]);                               draws the loss in set.plot, if there is one */
 
-/* ---- progress and the plot of the loss ----------------------------------------------------------------------------- */
+/* ---- progress and the plot of the loss --------------------------------------------------------------------------- */
 
 #define POINTS 1000                  /* of a curve; when it is full, pairs become one */
 typedef struct curve { int64_t every, in; int count; double x[POINTS], y[POINTS]; } curve;
@@ -33,7 +34,8 @@ TOOL void curve_add(curve *c, double x, double y) {
 typedef struct progress {
   int64_t step, first;               /* steps made; of these, before this run */
   double start, shown, mean, tokens; /* mean: of the loss, over about 20 steps */
-  double validating, last;           /* seconds of all validations; the last one takes so many times as long as others, 0 = 1 */
+  /* seconds of all validations; the last one takes so many times as long as others, 0 = 1 */
+  double validating, last;
   int64_t validations;
   bool live, bits;                   /* bits: the loss is reported in bits per byte too */
   char note[40];                     /* shown after the loss: "validation 87.0%" */
@@ -70,7 +72,8 @@ TOOL phrase time_left(const progress *p, double now) {
   const int64_t every = validation_period();
   int64_t to_validate = set.steps / every - (p->step - 1) / every + (set.steps % every != 0);
   double left = (now - p->start - p->validating) / (double)(p->step - p->first) * (double)(set.steps - p->step);
-  if (p->validations) left += p->validating / (double)p->validations * ((double)to_validate + (p->last > 0 ? p->last - 1 : 0));
+  if (p->validations)
+    left += p->validating / (double)p->validations * ((double)to_validate + (p->last > 0 ? p->last - 1 : 0));
   const int whole = (int)left;
   phrase out;
   if (whole < 3600) snprintf(out.text, sizeof out.text, "%d:%02d", whole / 60, whole % 60);
@@ -88,18 +91,21 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   p->shown = now;
   char loss_text[60], line[200], done_of[60];
   snprintf(done_of, sizeof done_of, "step %4lld/%lld", (long long)p->step, (long long)set.steps);
-  snprintf(loss_text, sizeof loss_text, p->bits ? "%.3f nats %.3f bits/byte" : "loss %.3f", p->mean, p->mean / 0.69314718055994530942);
+  snprintf(loss_text, sizeof loss_text, p->bits ? "%.3f nats %.3f bits/byte" : "loss %.3f", p->mean,
+           p->mean / 0.69314718055994530942);
   const double speed = p->tokens / (now - p->start - p->validating) / 1000;
   const char *gap = *p->note ? " " : "";
   if (!p->live) {
     printf("%s %s%s%s %.1fk tokens/s %s left\n", done_of, loss_text, gap, p->note, speed, time_left(p, now).text);
   } else {                                                 /* one line, rewritten: what the terminal has room for */
-    const int size = snprintf(line, sizeof line, "%s left %s%s%s %.1fk tokens/s", time_left(p, now).text, loss_text, gap, p->note, speed);
+    const int size = snprintf(line, sizeof line, "%s left %s%s%s %.1fk tokens/s", time_left(p, now).text, loss_text,
+                              gap, p->note, speed);
     int room = terminal_width() - printf("\r%s ", done_of), cells = room - size - 3;
     if (cells > 40) cells = 40;
     if (cells >= 5) {
       const int full = (int)(cells * p->step / set.steps);
-      printf("[%.*s%.*s] ", full, "########################################", cells - full, "........................................");
+      printf("[%.*s%.*s] ", full, "########################################", cells - full,
+             "........................................");
       room -= cells + 3;
     }
     if (room > 0) printf("%-*.*s", room, room, line);
@@ -123,7 +129,8 @@ TOOL axis axis_of(double low, double high) { /* round numbers around them, 5 to 
 
 /* Draws the curves, where --plot names a file. Returns 0, or 2 after a sentence. */
 TOOL int plot(const progress *p, const char *title) {
-  const struct { const curve *c; const char *name, *colour; } lines[] = { { &p->training, "training", "#2a6fb0" }, { &p->validation, "validation", "#d95f02" } };
+  const struct { const curve *c; const char *name, *colour; } lines[] =
+      { { &p->training, "training", "#2a6fb0" }, { &p->validation, "validation", "#d95f02" } };
   double low = HUGE_VAL, high = -HUGE_VAL, mean = 0;
   for (int l = 0; l < 2; l++)
     for (int i = 0; i < lines[l].c->count; i++) low = fmin(low, lines[l].c->y[i]), high = fmax(high, lines[l].c->y[i]);
@@ -135,18 +142,21 @@ TOOL int plot(const progress *p, const char *title) {
   FILE *f = beside ? fopen(strcat(strcpy(beside, set.plot), ".probe"), "wb") : NULL;
   if (!f) return free(beside), fail("cannot write %s: %s", set.plot, strerror(errno));
   fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
-             "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ", program);
+             "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ",
+                 program);
   for (; *title; title++) fputc(*title < 32 || *title > 126 || strchr("<>&", *title) ? '?' : *title, f);
   fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"54\" y=\"36\" text-anchor=\"end\">loss</text>\n");
   for (double v = x.low; v < x.high + x.tick / 2; v += x.tick)
     fprintf(f, "<path d=\"M%.1f 350V50\" stroke=\"#eee\"/><text x=\"%.1f\" y=\"368\" text-anchor=\"middle\">%g</text>\n", X(v), X(v), v);
   for (double v = y.low; v < y.high + y.tick / 2; v += y.tick)
-    fprintf(f, "<path d=\"M60 %.1fH700\" stroke=\"#eee\"/><text x=\"54\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", Y(v), Y(v) + 4, fabs(v) < y.tick / 2 ? 0 : v);
+    fprintf(f, "<path d=\"M60 %.1fH700\" stroke=\"#eee\"/><text x=\"54\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
+            Y(v), Y(v) + 4, fabs(v) < y.tick / 2 ? 0 : v);
   for (int l = 0; l < 2; l++) {
     const curve *c = lines[l].c;
     if (c->count == 0) continue;
     fprintf(f, "<text x=\"%d\" y=\"28\" fill=\"%s\">%s</text>\n<g fill=\"none\" stroke=\"%s\" stroke-linejoin=\"round\">\n", 540 + 90 * l, lines[l].colour, lines[l].name, lines[l].colour);
-    for (int smooth = l; smooth < 2; smooth++) {           /* training: the points pale, their running mean above them */
+    /* training: the points pale, their running mean above them */
+    for (int smooth = l; smooth < 2; smooth++) {
       fprintf(f, "<polyline stroke-width=\"%s\" points=\"", smooth ? "1.8" : "1\" opacity=\"0.3");
       for (int i = 0; i < c->count; i++) {
         mean = l || !smooth || i == 0 ? c->y[i] : mean + (c->y[i] - mean) / (i < 10 ? i + 1 : 10);
@@ -154,7 +164,8 @@ TOOL int plot(const progress *p, const char *title) {
       }
       fprintf(f, "\"/>\n");
     }
-    for (int i = 0; l && i < c->count; i++) fprintf(f, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"2\"/>\n", X(c->x[i]), Y(c->y[i]));
+    for (int i = 0; l && i < c->count; i++)
+      fprintf(f, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"2\"/>\n", X(c->x[i]), Y(c->y[i]));
     fprintf(f, "</g>\n");
   }
   fprintf(f, "</svg>\n");
@@ -166,10 +177,13 @@ TOOL int plot(const progress *p, const char *title) {
   return fine ? 0 : fail("cannot write %s: %s", set.plot, strerror(why));
 }
 
-/* ---- training that goes on from its checkpoint ---------------------------------------------------------------------- */
+/* ---- training that goes on from its checkpoint ------------------------------------------------------------------- */
 
 /* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result. */
-TOOL bool shapes_training(const flag *f) { return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.parallel && f->whole != &set.save_every; }
+TOOL bool shapes_training(const flag *f) {
+  return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.parallel &&
+      f->whole != &set.save_every;
+}
 
 /* Puts these flags and `step` in the set's text pairs, so that luna_save_training() writes them too. */
 TOOL luna_status keep_settings(luna_params *params, const flag *flags, int64_t step) {

@@ -7,7 +7,8 @@
      translate run M [--beam B] <LINES                           a translation a line
 
    Multi30k, 29,000 pairs: translate train train.en train.de, half an hour of processor time; eval, seconds: BLEU 31.
-   Ctrl-C ends the training early and keeps what has been learnt. The vocabulary lies in the checkpoint: M is all one needs. */
+   Ctrl-C ends the training early and keeps what has been learnt. The vocabulary lies in the checkpoint: M is all one
+   needs. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -22,7 +23,8 @@ static struct settings set = {
   .layers = 3, .dim = 128, .heads = 4, .memory = 16, .ffn = 512, .dropout = 0.1,
   .seed = 1
 };
-static struct { int64_t vocab, longest, beam; double length; } own = { .vocab = 6000, .longest = 128, .beam = 4, .length = 1 };
+static struct { int64_t vocab, longest, beam; double length; } own =
+    { .vocab = 6000, .longest = 128, .beam = 4, .length = 1 };
 
 static const flag flags[] = {
   FLAGS_TRAIN,
@@ -36,7 +38,7 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- the vocabulary: byte pairs, tokens.h -------------------------------------------------------------------------- */
+/* ---- the vocabulary: byte pairs, tokens.h ------------------------------------------------------------------------ */
 
 /* The text of tokens, a line that a terminal can show; out has n UNIT + 1 bytes. */
 static span decode(const byte_pairs *v, const int32_t *tokens, int64_t n, unsigned char *out) {
@@ -66,7 +68,8 @@ static void count_units(span t, ints *units, table *seen) {
 }
 
 static void count_pair(table *counts, int32_t first, int32_t second, int64_t weight) {
-  if (first >= 0 && second >= 0) *value_of(counts, key(first, second)) += weight; /* negative: no token, a unit's edge */
+  /* negative: no token, a unit's edge */
+  if (first >= 0 && second >= 0) *value_of(counts, key(first, second)) += weight;
 }
 
 /* Makes one token of a pair wherever it stands. */
@@ -104,15 +107,19 @@ static void learn_pairs(byte_pairs *v, ints *units, int64_t max) {
   free(counts.entries), free(counts.buckets);
 }
 
-/* ---- pairs of lines ------------------------------------------------------------------------------------------------ */
+/* ---- pairs of lines ---------------------------------------------------------------------------------------------- */
 
-typedef struct pair { span text[2]; int64_t first[2]; int32_t size[2]; } pair; /* source and target: text; tokens with their end */
-/* Sources [rows,n] and targets [rows,m], `end` in the padding. The decoder is given `end` and the target but its last; labels are -1 in the padding. */
-typedef struct batch { int32_t *source, *given, *labels, *lengths[2]; int64_t rows, n, m; double tokens; } batch; /* one block, at source */
+/* source and target: text; tokens with their end */
+typedef struct pair { span text[2]; int64_t first[2]; int32_t size[2]; } pair;
+/* Sources [rows,n] and targets [rows,m], `end` in the padding. The decoder is given `end` and the target but its last;
+   labels are -1 in the padding. */
+/* one block, at source */
+typedef struct batch { int32_t *source, *given, *labels, *lengths[2]; int64_t rows, n, m; double tokens; } batch;
 typedef struct data { byte_pairs v; contents file[2]; pair *pairs; int64_t count, room; ints tokens; batch b; } data;
 
 static int done(data *d, int status) {
-  free(d->v.pairs.entries), free(d->v.pairs.buckets), free(d->file[0].data), free(d->file[1].data), free(d->pairs), free(d->b.source);
+  free(d->v.pairs.entries), free(d->v.pairs.buckets), free(d->file[0].data), free(d->file[1].data), free(d->pairs),
+      free(d->b.source);
   return free(d->tokens.at), status;
 }
 
@@ -121,7 +128,8 @@ static void add(data *d, span source, span target) {
   d->pairs[d->count++] = (pair){ .text = { source, target } };
 }
 
-static int read_pairs(data *d, const char *source, const char *target) { /* target null: both in one file, a tab between them */
+/* target null: both in one file, a tab between them */
+static int read_pairs(data *d, const char *source, const char *target) {
   int64_t at[2] = { 0, 0 };
   span s, t = { NULL, 0 };
   if (read_file(source, &d->file[0]) || (target && read_file(target, &d->file[1]))) return 2;
@@ -144,8 +152,8 @@ static int by_size(const void *a, const void *b) {
   return x[0] != y[0] ? (x[0] > y[0]) - (x[0] < y[0]) : (x[1] > y[1]) - (x[1] < y[1]);
 }
 
-/* Tokens of the lines, pairs longer than `longest` dropped. Then two runs, the last `held` pairs and those before them, each in the order
-   of lengths: neighbours make batches with little padding. */
+/* Tokens of the lines, pairs longer than `longest` dropped. Then two runs, the last `held` pairs and those before them,
+   each in the order of lengths: neighbours make batches with little padding. */
 static void encode_pairs(data *d, int64_t longest, int64_t held) {
   int64_t kept = 0;
   for (int64_t i = 0; i < d->count; i++) {
@@ -158,7 +166,9 @@ static void encode_pairs(data *d, int64_t longest, int64_t held) {
     if (p.size[0] <= longest && p.size[1] <= longest) d->pairs[kept++] = p;
   }
   d->count = kept;
-  if (kept > held) qsort(d->pairs, (size_t)(kept - held), sizeof(pair), by_size), qsort(d->pairs + kept - held, (size_t)held, sizeof(pair), by_size);
+  if (kept > held)
+    qsort(d->pairs, (size_t)(kept - held), sizeof(pair), by_size),
+        qsort(d->pairs + kept - held, (size_t)held, sizeof(pair), by_size);
 }
 
 static const batch *fill(data *d, int64_t first, int64_t rows) {
@@ -172,39 +182,51 @@ static const batch *fill(data *d, int64_t first, int64_t rows) {
     b->tokens += pairs[r].size[1];
   }
   b->source = to = (int32_t *)grow(to, rows * (b->n + 2 * b->m + 2), sizeof(int32_t));
-  b->given = to + rows * b->n, b->labels = b->given + rows * b->m, b->lengths[0] = b->labels + rows * b->m, b->lengths[1] = b->lengths[0] + rows;
+  b->given = to + rows * b->n, b->labels = b->given + rows * b->m, b->lengths[0] = b->labels + rows * b->m,
+      b->lengths[1] = b->lengths[0] + rows;
   for (int64_t r = 0; r < rows; r++) {
-    const int32_t *source = d->tokens.at + pairs[r].first[0], *target = d->tokens.at + pairs[r].first[1], *size = pairs[r].size;
+    const int32_t *source = d->tokens.at + pairs[r].first[0], *target = d->tokens.at + pairs[r].first[1],
+        *size = pairs[r].size;
     for (int side = 0; side < 2; side++) b->lengths[side][r] = size[side];
     for (int64_t i = 0; i < b->n; i++) b->source[r * b->n + i] = i < size[0] ? source[i] : end;
-    for (int64_t i = 0; i < b->m; i++) b->given[r * b->m + i] = i > 0 && i < size[1] ? target[i - 1] : end, b->labels[r * b->m + i] = i < size[1] ? target[i] : -1;
+    for (int64_t i = 0; i < b->m; i++)
+      b->given[r * b->m + i] = i > 0 && i < size[1] ? target[i - 1] : end,
+          b->labels[r * b->m + i] = i < size[1] ? target[i] : -1;
   }
   return b;
 }
 
-/* Translates the sources of `rows` pairs and hands each pair with its translation to `take`. Returns 0, or 2 after a sentence. */
-static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t first, int64_t rows, void (*take)(const pair *p, span t)) {
+/* Translates the sources of `rows` pairs and hands each pair with its translation to `take`. Returns 0, or 2 after a
+   sentence. */
+static int translate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t first, int64_t rows,
+                     void (*take)(const pair *p, span t)) {
   const batch *b = fill(d, first, rows);
-  luna_beam_config search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .max_length = 2 * b->n + 10, .length_penalty = (float)own.length };
-  int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)), *lengths = out + rows * search.max_length;
+  luna_beam_config search = { .begin = d->v.end, .end = d->v.end, .beam = own.beam, .max_length = 2 * b->n + 10,
+                             .length_penalty = (float)own.length };
+  int32_t *out = (int32_t *)grow(NULL, rows * (search.max_length + 1), sizeof(int32_t)),
+      *lengths = out + rows * search.max_length;
   unsigned char *text = (unsigned char *)grow(NULL, search.max_length * UNIT + 1, 1);
-  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, out, lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
-  for (int64_t r = 0; r < rows && !status; r++) take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
+  int status = luna_seq2seq_generate(model, &search, &(luna_input){ b->source, b->lengths[0], rows, b->n, NULL }, out,
+                                     lengths, NULL) == LUNA_OK ? 0 : failed(ctx);
+  for (int64_t r = 0; r < rows && !status; r++)
+    take(d->pairs + first + r, decode(&d->v, out + r * search.max_length, lengths[r], text));
   free(out), free(text);
   return status;
 }
 
-/* ---- train --------------------------------------------------------------------------------------------------------- */
+/* ---- train ------------------------------------------------------------------------------------------------------- */
 
 static progress bar;
 
 static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smoothing) {
-  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n, NULL }, &(luna_input){ b->given, b->lengths[1], b->rows, b->m, NULL });
+  luna_tensor *logits = luna_seq2seq_forward(model, &(luna_input){ b->source, b->lengths[0], b->rows, b->n, NULL },
+                                             &(luna_input){ b->given, b->lengths[1], b->rows, b->m, NULL });
   return luna_cross_entropy_with(logits, b->labels, &(luna_cross_entropy_config){ .smoothing = smoothing });
 }
 
 static void show(const pair *p, span t) {
-  printf("  source       %.*s\n  target       %.*s\n  translation  %.*s\n", (int)p->text[0].size, (const char *)p->text[0].at, (int)p->text[1].size,
+  printf("  source       %.*s\n  target       %.*s\n  translation  %.*s\n", (int)p->text[0].size,
+         (const char *)p->text[0].at, (int)p->text[1].size,
          (const char *)p->text[1].at, (int)t.size, (const char *)t.at);
 }
 
@@ -219,7 +241,8 @@ static int validate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t h
   if (!(sum >= 0)) return failed(ctx);
   progress_validated(&bar, since, sum / tokens);
   if (bar.step == 0) return 0;
-  printf("%sstep %lld: validation loss %.3f, perplexity %.2f\n", bar.live ? "\n" : "", (long long)bar.step, sum / tokens, exp(sum / tokens));
+  printf("%sstep %lld: validation loss %.3f, perplexity %.2f\n", bar.live ? "\n" : "", (long long)bar.step,
+         sum / tokens, exp(sum / tokens));
   return translate(ctx, model, d, d->count - held + (int64_t)(draw(1, bar.step, 0) % (uint64_t)held), 1, show);
 }
 
@@ -241,7 +264,8 @@ static int learn(luna_ctx *ctx, const luna_seq2seq *model, luna_optimizer *adam,
 
 static luna_status keep_vocab(luna_params *params, const byte_pairs *v) { /* in the checkpoint, as numbers */
   char *text = (char *)grow(NULL, v->pairs.size + 1, 12), *at = text + sprintf(text, " ");
-  for (int64_t i = 0; i < v->pairs.size; i++) at += sprintf(at, "%d %d ", (int)first_of(v->pairs.entries[i].key), (int)second_of(v->pairs.entries[i].key));
+  for (int64_t i = 0; i < v->pairs.size; i++)
+    at += sprintf(at, "%d %d ", (int)first_of(v->pairs.entries[i].key), (int)second_of(v->pairs.entries[i].key));
   luna_status status = luna_params_set(params, "translate.pairs", text);
   if (status == LUNA_OK) status = luna_params_set(params, "translate.tokens", "pairs");
   return free(text), status;
@@ -250,18 +274,22 @@ static luna_status keep_vocab(luna_params *params, const byte_pairs *v) { /* in 
 static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   luna_params *params = luna_params_open(ctx);
   luna_seq2seq model;
-  luna_seq2seq_config config = { .vocab = d->v.end + 1, .share_embeddings = true, .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads,
-    .ffn = set.ffn, .memory = set.memory, .layer = { .dropout = (float)set.dropout, .attention_dropout = (float)set.dropout } } };
+  luna_seq2seq_config config = { .vocab = d->v.end + 1, .share_embeddings = true,
+                                .encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads,
+    .ffn = set.ffn, .memory = set.memory, .layer = { .dropout = (float)set.dropout,
+                                                    .attention_dropout = (float)set.dropout } } };
   if (luna_seq2seq_init(&model, params, &config) != LUNA_OK || keep_vocab(params, &d->v) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .beta2 = 0.98f, .weight_decay = 0.01f, .clip = 1,
     .schedule = { .decay = LUNA_DECAY_INVERSE_SQRT, .warmup = set.steps < 4000 ? set.steps / 10 : 400 } });
   if (!adam) return failed(ctx);
-  printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held), (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));
+  printf("%lld pairs to learn from, %lld to validate on; %d tokens, %lld parameters\n", (long long)(d->count - held),
+         (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));
   if (learn(ctx, &model, adam, d, held)) return 2;
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
-  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start, interrupted ? ", stopped early" : "");
+  printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
+         interrupted ? ", stopped early" : "");
   return plot(&bar, "translation");
 }
 
@@ -275,11 +303,12 @@ static int train(luna_ctx *ctx, const char **words) {
   learn_pairs(&d.v, &units, own.vocab);
   encode_pairs(&d, own.longest, held);
   free(units.at), free(seen.entries), free(seen.buckets);
-  if (held < 1 || d.count <= held) return done(&d, fail("%lld pairs can be used; to train and validate takes 20", (long long)d.count));
+  if (held < 1 || d.count <= held)
+    return done(&d, fail("%lld pairs can be used; to train and validate takes 20", (long long)d.count));
   return done(&d, train_on(ctx, &d, held));
 }
 
-/* ---- eval, run ----------------------------------------------------------------------------------------------------- */
+/* ---- eval, run --------------------------------------------------------------------------------------------------- */
 
 /* A checkpoint, and the vocabulary in it. Returns 0, or 2 after a sentence. */
 static int load(luna_ctx *ctx, luna_model *model, byte_pairs *v, const char *path) {
@@ -300,7 +329,8 @@ static int64_t words_of(span t, uint64_t *out) { /* each as a hash */
   bool inside = false;
   for (int64_t i = 0; i < t.size; i++) {
     int c = t.at[i];
-    bool before = i > 0 && t.at[i - 1] >= '0' && t.at[i - 1] <= '9', after = i + 1 < t.size && t.at[i + 1] >= '0' && t.at[i + 1] <= '9';
+    bool before = i > 0 && t.at[i - 1] >= '0' && t.at[i - 1] <= '9',
+        after = i + 1 < t.size && t.at[i + 1] >= '0' && t.at[i + 1] <= '9';
     bool alone = c == '.' || c == ',' ? !(before && after) : c == '-' ? before : !in_word(c) && c != '\'';
     if (c > ' ' && (!inside || alone)) out[n++] = 1;
     if (c > ' ') out[n - 1] = (out[n - 1] ^ (uint64_t)c) * 1099511628211u;
@@ -309,20 +339,23 @@ static int64_t words_of(span t, uint64_t *out) { /* each as a hash */
   return n;
 }
 
-static int64_t times(const uint64_t *gram, int64_t order, const uint64_t *words, int64_t places) { /* how often it is among the first so many */
+/* how often it is among the first so many */
+static int64_t times(const uint64_t *gram, int64_t order, const uint64_t *words, int64_t places) {
   int64_t n = 0;
   for (int64_t i = 0; i < places; i++) n += memcmp(gram, words + i, (size_t)order * sizeof(uint64_t)) == 0;
   return n;
 }
 
 static void score(const pair *p, span t) {
-  uint64_t *words[2] = { (uint64_t *)grow(NULL, t.size + 1, sizeof(uint64_t)), (uint64_t *)grow(NULL, p->text[1].size + 1, sizeof(uint64_t)) };
+  uint64_t *words[2] = { (uint64_t *)grow(NULL, t.size + 1, sizeof(uint64_t)),
+                        (uint64_t *)grow(NULL, p->text[1].size + 1, sizeof(uint64_t)) };
   int64_t n = words_of(t, words[0]), m = words_of(p->text[1], words[1]);
   bleu.words[0] += (double)n, bleu.words[1] += (double)m;
   for (int64_t order = 1; order <= 4; order++)
     for (int64_t i = 0; i + order <= n; i++) {
       bleu.grams[order - 1]++;                             /* an n-gram counts as often as the reference has it */
-      bleu.found[order - 1] += times(words[0] + i, order, words[0], i) < times(words[0] + i, order, words[1], m - order + 1);
+      bleu.found[order - 1] += times(words[0] + i, order, words[0], i) <
+          times(words[0] + i, order, words[1], m - order + 1);
     }
   free(words[0]), free(words[1]);
 }
@@ -333,10 +366,13 @@ static int eval(luna_ctx *ctx, const char **words) {
   double mean = 0, start = seconds();
   int status = load(ctx, &model, &d.v, words[0]) || read_pairs(&d, words[1], words[2]) ? 2 : 0;
   if (!status) encode_pairs(&d, INT32_MAX, 0);
-  for (int64_t at = 0; at < d.count && !status; at += 32) status = translate(ctx, &model.seq2seq, &d, at, d.count - at < 32 ? d.count - at : 32, score);
+  for (int64_t at = 0; at < d.count && !status; at += 32)
+    status = translate(ctx, &model.seq2seq, &d, at, d.count - at < 32 ? d.count - at : 32, score);
   for (int i = 0; i < 4; i++) mean += log(bleu.found[i] / fmax(bleu.grams[i], 1)) / 4;
   const double brevity = bleu.words[0] < bleu.words[1] ? exp(1 - bleu.words[1] / fmax(bleu.words[0], 1)) : 1;
-  if (!status) printf("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s\n", words[0], 100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
+  if (!status)
+    printf("%s: BLEU %.2f (13a words, brevity %.3f), beam %lld, %lld lines in %.1f s\n", words[0],
+           100 * brevity * exp(mean), brevity, (long long)own.beam, (long long)d.count, seconds() - start);
   return done(&d, status);
 }
 
@@ -353,7 +389,8 @@ static int run(luna_ctx *ctx, const char **words) {
     encode_pairs(&d, INT32_MAX, 0);
     status = translate(ctx, &model.seq2seq, &d, 0, 1, say);
   }
-  if (!status && (fflush(stdout) != 0 || ferror(stdout))) status = fail("cannot write the translations: %s", strerror(errno));
+  if (!status && (fflush(stdout) != 0 || ferror(stdout)))
+    status = fail("cannot write the translations: %s", strerror(errno));
   return done(&d, status);
 }
 

@@ -1,7 +1,8 @@
-/* Arguments: a deterministic fuzz of every public function. A case draws valid arguments and then makes none, one or two of them hostile: sizes 0, 1,
-   odd, negative, huge and overflowing; nulls; enums out of range; NaN and Inf; numbers out of range; tensors of another context. Afterwards:
-   a valid call succeeded, a failed one left a sentence and its id, the models' parameters are as they were, the context still computes; a context's closing
-   gives every byte back. Then the orders of closing that luna.h calls legal. A public function that has no case here fails a check.
+/* Arguments: a deterministic fuzz of every public function. A case draws valid arguments and then makes none, one or
+   two of them hostile: sizes 0, 1, odd, negative, huge and overflowing; nulls; enums out of range; NaN and Inf; numbers
+   out of range; tensors of another context. Afterwards: a valid call succeeded, a failed one left a sentence and its
+   id, the models' parameters are as they were, the context still computes; a context's closing gives every byte back.
+   Then the orders of closing that luna.h calls legal. A public function that has no case here fails a check.
      arguments [function [case]]     runs one function's cases, or one case */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -16,7 +17,10 @@
 #define WATCH(seconds) ((void)0)
 #endif
 
-enum { CASES = 256, HEAVY = 96, CAP = 64 << 20, NUMBERS = 4096, ROOM = 1 << 14, DIM = 8, HEADS = 2, SLOTS = 3, VOCAB = 11, FILE_ROOM = 1 << 18 };
+enum {
+  CASES = 256, HEAVY = 96, CAP = 64 << 20, NUMBERS = 4096, ROOM = 1 << 14, DIM = 8, HEADS = 2, SLOTS = 3, VOCAB = 11,
+      FILE_ROOM = 1 << 18
+};
 #define HUGE_SIZE ((int64_t)1 << 40)
 
 /* ---- a case's numbers, and how many hostile ones it may still have ---- */
@@ -40,8 +44,10 @@ static void expect(bool good, const char *what) {
 }
 
 static int64_t hostile_size(void) {
-  static const int64_t sizes[] = {0, 1, -1, 2, 3, 7, 17, 255, -2, INT32_MAX, (int64_t)INT32_MAX + 1, (int64_t)1 << 32, ((int64_t)1 << 32) + 1, HUGE_SIZE,
-                                  ((int64_t)1 << 47) - 1, (int64_t)1 << 47, ((int64_t)1 << 47) + 1, (int64_t)1 << 62, INT64_MAX - 1, INT64_MAX, INT64_MIN, INT64_MIN + 1};
+  static const int64_t sizes[] = {0, 1, -1, 2, 3, 7, 17, 255, -2, INT32_MAX, (int64_t)INT32_MAX + 1, (int64_t)1 << 32,
+                                  ((int64_t)1 << 32) + 1, HUGE_SIZE,
+                                  ((int64_t)1 << 47) - 1, (int64_t)1 << 47, ((int64_t)1 << 47) + 1, (int64_t)1 << 62,
+                                      INT64_MAX - 1, INT64_MAX, INT64_MIN, INT64_MIN + 1};
   return sizes[pick(sizeof sizes / sizeof sizes[0])];
 }
 static int64_t size(int64_t usual) { return turn() ? hostile_size() : usual; }
@@ -266,11 +272,15 @@ static luna_tensor *tensor(int rank, int64_t a, int64_t b, int64_t c, int64_t d)
     default: shape[pick(4)] = 0, shape[pick(4)] = HUGE_SIZE; return tensor_in(w->ctx, rank, shape);
   }
 }
-static luna_tensor *optional(int rank, int64_t a, int64_t b, int64_t c, int64_t d) { return coin() ? NULL : tensor(rank, a, b, c, d); }
-/* `count` numbers in [0, most], null where the array could not be that long; where sizes overflow nothing may be read */
+static luna_tensor *optional(int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  return coin() ? NULL : tensor(rank, a, b, c, d);
+}
+/* `count` numbers in [0, most], null where the array could not be that long; where sizes overflow nothing may be
+   read */
 static const int32_t *whole(int32_t *at, int64_t count, int64_t max) {
   if (count > NUMBERS) return NULL;
-  for (int64_t i = 0; i < count; i++) at[i] = max > 0 ? (int32_t)pick((uint32_t)(max < INT32_MAX ? max : INT32_MAX - 1) + 1) : 0;
+  for (int64_t i = 0; i < count; i++)
+    at[i] = max > 0 ? (int32_t)pick((uint32_t)(max < INT32_MAX ? max : INT32_MAX - 1) + 1) : 0;
   if (turn()) {
     static const int32_t wild[] = {-1, INT32_MIN, INT32_MAX, 1 << 20};
     const uint32_t which = pick(5);
@@ -280,7 +290,9 @@ static const int32_t *whole(int32_t *at, int64_t count, int64_t max) {
   return at;
 }
 static const int32_t *words(int64_t batch, int64_t n) { return whole(tokens, product(batch, n), VOCAB - 1); }
-static int64_t first_axis(const luna_tensor *a, const luna_tensor *b) { return !a ? b ? b->shape[0] : 1 : b && b->shape[0] > a->shape[0] ? b->shape[0] : a->shape[0]; }
+static int64_t first_axis(const luna_tensor *a, const luna_tensor *b) {
+  return !a ? b ? b->shape[0] : 1 : b && b->shape[0] > a->shape[0] ? b->shape[0] : a->shape[0];
+}
 static const int32_t *lengths_of(int64_t batch, int64_t max) {
   static int32_t lengths[NUMBERS];
   if (coin() || batch > NUMBERS) return NULL;
@@ -322,17 +334,21 @@ static void got_tensor(luna_tensor *y, bool any) {
   int64_t flat[2] = {1, count};
   got(y != NULL, any || hostile == 0);
   if (!y || y->ctx != w->ctx) return;
-  expect(count >= 0 && y->rank >= 0 && y->rank <= LUNA_MAX_RANK && (y->data || count == 0 || w->measure), "a tensor that is none");
-  if (count <= ROOM && luna_ctx_status(w->ctx) == LUNA_OK) expect(luna_read(y, room) == LUNA_OK, "the result cannot be read");
+  expect(count >= 0 && y->rank >= 0 && y->rank <= LUNA_MAX_RANK && (y->data || count == 0 || w->measure),
+         "a tensor that is none");
+  if (count <= ROOM && luna_ctx_status(w->ctx) == LUNA_OK)
+    expect(luna_read(y, room) == LUNA_OK, "the result cannot be read");
   if (!w->training || luna_ctx_status(w->ctx) != LUNA_OK) return;
   y = luna_sum(luna_reshape(y, 2, flat), 1);
   expect(y != NULL || sentence(), "no sum of the result");
-  if (y && luna_backward(y) != LUNA_OK) expect(!y->needs_grad || luna_ctx_status(w->ctx) == LUNA_OUT_OF_MEMORY, luna_error(w->ctx));
+  if (y && luna_backward(y) != LUNA_OK)
+    expect(!y->needs_grad || luna_ctx_status(w->ctx) == LUNA_OUT_OF_MEMORY, luna_error(w->ctx));
 }
 
 /* whether a call of it, or in its case, makes something whose failure stays */
 static bool makes(const char *name) {
-  static const char *const part[] = {"_init", "load", "luna_sgd", "luna_adam", "luna_apollo", "luna_params", "luna_param", "layer_forward", "known_ffn", "nulls"};
+  static const char *const part[] = {"_init", "load", "luna_sgd", "luna_adam", "luna_apollo", "luna_params",
+                                     "luna_param", "layer_forward", "known_ffn", "nulls"};
   for (size_t i = 0; i < sizeof part / sizeof part[0]; i++) if (strstr(name, part[i])) return true;
   return false;
 }
@@ -341,7 +357,8 @@ static void begin(void) {
   expect((w->training ? luna_begin_step(w->ctx) : luna_begin_inference(w->ctx)) == LUNA_OK, "begin failed");
   luna_begin_inference(w->other);
 }
-/* False when an init, a load or the like has failed: every begin reports that again, and the context is of no more use here. */
+/* False when an init, a load or the like has failed: every begin reports that again, and the context is of no more use
+   here. */
 static bool still_works(void) {
   const float two[2] = {1, 2};
   const int64_t shape[1] = {2};
@@ -413,7 +430,8 @@ static int gemm_args(luna_gemm_args *g) {
   g->alpha = real(coin() ? 0 : 0.5f);
   g->activation = ENUM(luna_activation, 6);
   g->run = run_of();
-  const int64_t times = g->batch ? g->batch : 1, ah = g->transpose_a ? g->k : g->m, aw = g->transpose_a ? g->m : g->k, bh = g->transpose_b ? g->n : g->k, bw = g->transpose_b ? g->k : g->n;
+  const int64_t times = g->batch ? g->batch : 1, ah = g->transpose_a ? g->k : g->m, aw = g->transpose_a ? g->m : g->k,
+      bh = g->transpose_b ? g->n : g->k, bw = g->transpose_b ? g->k : g->n;
   e = reach((double)aw, ah, g->a_row, (double)aw, false, &row);
   v = verdict(reach(e, times, g->a_batch, row * (double)ah, true, &batch));
   e = reach((double)bw, bh, g->b_row, (double)bw, false, &row);
@@ -425,7 +443,8 @@ static int gemm_args(luna_gemm_args *g) {
   return v;
 }
 static void got_free(luna_status status, int v) { /* of a call without context */
-  expect(status == LUNA_OK || status == LUNA_BAD_ARGUMENT || status == LUNA_UNSUPPORTED || status == LUNA_OUT_OF_MEMORY, "a status that is none");
+  expect(status == LUNA_OK || status == LUNA_BAD_ARGUMENT || status == LUNA_UNSUPPORTED || status == LUNA_OUT_OF_MEMORY,
+         "a status that is none");
   if (hostile == 0) expect(status == LUNA_OK, "a valid call failed");
   if (v == 0) expect(status == LUNA_BAD_ARGUMENT, "invalid sizes are accepted");
 }
@@ -460,7 +479,8 @@ static const luna_attention_pattern *patterns_of(int64_t *count, int64_t queries
   for (int i = 0; i < 64; i++) order[i] = (int32_t)(queries > 0 ? i % queries : 0);
   starts[1] = (int32_t)pick((uint64_t)queries + 1), starts[2] = (int32_t)queries;
   offsets[1] = 1, offsets[2] = 2;
-  for (int i = 0; i < 2; i++) runs[i].first = 0, runs[i].count = (int32_t)pick((uint64_t)keys + 1), runs[i].whole = coin();
+  for (int i = 0; i < 2; i++)
+    runs[i].first = 0, runs[i].count = (int32_t)pick((uint64_t)keys + 1), runs[i].whole = coin();
   p.blocks = turn() ? -1 : 2;
   p.queries = turn() ? NULL : starts, p.offsets = turn() ? NULL : offsets, p.runs = turn() ? NULL : runs;
   if (coin()) p.query_order = order;
@@ -477,7 +497,8 @@ static int attention_args(luna_attention_args *a) {
   int64_t queries, keys;
   int v, which;
   memset(a, 0, sizeof *a);
-  a->batch = size(1 + pick(3)), a->heads = size(1 + pick(2)), a->queries = small(), a->keys = small(), a->head_dim = small(), a->value_dim = size(pick(4));
+  a->batch = size(1 + pick(3)), a->heads = size(1 + pick(2)), a->queries = small(), a->keys = small(),
+      a->head_dim = small(), a->value_dim = size(pick(4));
   a->scale = real(coin() ? 0 : 0.5f);
   a->dropout = probability();
   a->causal = coin();
@@ -504,10 +525,13 @@ static int attention_args(luna_attention_args *a) {
   v = worse(v, part_of(a->batch, keys, a->heads, dv, s[2], true, ragged));
   v = worse(v, part_of(a->batch, queries, a->heads, dv, s[3], false, ragged));
   if (v == 1 && (a->batch > 64 || a->heads > 64 || a->queries > 1000)) v = -1;
-  a->q_batch = s[0][0], a->q_row = s[0][1], a->q_head = s[0][2], a->k_batch = s[1][0], a->k_row = s[1][1], a->k_head = s[1][2];
-  a->v_batch = s[2][0], a->v_row = s[2][1], a->v_head = s[2][2], a->out_batch = s[3][0], a->out_row = s[3][1], a->out_head = s[3][2];
+  a->q_batch = s[0][0], a->q_row = s[0][1], a->q_head = s[0][2], a->k_batch = s[1][0], a->k_row = s[1][1],
+      a->k_head = s[1][2];
+  a->v_batch = s[2][0], a->v_row = s[2][1], a->v_head = s[2][2], a->out_batch = s[3][0], a->out_row = s[3][1],
+      a->out_head = s[3][2];
   if (v == -1) return v;
-  a->q = room, a->k = room, a->v = room, a->out = room + ROOM / 4, a->log_sum_exp = room + ROOM / 2, a->sums = room + ROOM / 2 + ROOM / 8;
+  a->q = room, a->k = room, a->v = room, a->out = room + ROOM / 4, a->log_sum_exp = room + ROOM / 2,
+      a->sums = room + ROOM / 2 + ROOM / 8;
   a->grad_out = room, a->grad_sums = coin() ? room : NULL;
   a->grad_q = a->grad_k = a->grad_v = room + 3 * (ROOM / 4);
   if (!ragged && pick(3) == 0) {
@@ -548,11 +572,13 @@ static int causal_args(luna_causal_args *c) {
   memset(c, 0, sizeof *c);
   c->batch = small(), c->rows = small(), c->heads = size(1 + pick(2)), c->dim = small(), c->value_dim = small();
   c->run = run_of();
-  v = worse(part_of(c->batch, c->rows, c->heads, c->dim, none, false, false), part_of(c->batch, c->rows, c->heads, c->value_dim, none, false, false));
+  v = worse(part_of(c->batch, c->rows, c->heads, c->dim, none, false, false),
+            part_of(c->batch, c->rows, c->heads, c->value_dim, none, false, false));
   if (v == -1) return v;
   c->x = c->y = c->z = c->grad_out = room, c->out = room + ROOM / 2;
   c->grad_x = room + ROOM / 2, c->grad_y = c->grad_x + ROOM / 8, c->grad_z = c->grad_y + ROOM / 8;
-  if ((double)c->batch * (double)c->rows * (double)c->heads * (double)(c->dim > c->value_dim ? c->dim : c->value_dim) > ROOM / 8) c->x = c->y = c->z = NULL;
+  if ((double)c->batch * (double)c->rows * (double)c->heads * (double)(c->dim > c->value_dim ? c->dim : c->value_dim) >
+      ROOM / 8) c->x = c->y = c->z = NULL;
   if (turn()) c->y = NULL;
   return v;
 }
@@ -605,7 +631,8 @@ static void case_luna_close(void) {
   heap h;
   luna_ctx *ctx = turn() ? NULL : heap_open(&h, coin(), ENUM(luna_form, 3), 1 + (int)pick(3));
   luna_params *params = luna_params_open(ctx);
-  if (ctx && coin()) luna_linear_layer_init(&w->linear, params, "x", small(), small(), (luna_init){LUNA_INIT_XAVIER, 0});
+  if (ctx && coin())
+    luna_linear_layer_init(&w->linear, params, "x", small(), small(), (luna_init){LUNA_INIT_XAVIER, 0});
   if (ctx && coin()) tensor_in(ctx, 2, (int64_t[]){3, 4});
   luna_close(ctx);
   expect(!ctx || h.used == 0, "closing did not give everything back");
@@ -618,23 +645,32 @@ static void case_luna_begin_inference(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   got_status(luna_begin_inference(ctx), false);
 }
-static void case_luna_ctx_status(void) { expect((luna_ctx_status(turn() ? NULL : w->ctx) == LUNA_OK) == (hostile == 0), "the state"); }
-static void case_luna_error(void) { expect((*luna_error(turn() ? NULL : w->ctx) == 0) == (hostile == 0), "the sentence"); }
+static void case_luna_ctx_status(void) {
+  expect((luna_ctx_status(turn() ? NULL : w->ctx) == LUNA_OK) == (hostile == 0), "the state");
+}
+static void case_luna_error(void) {
+  expect((*luna_error(turn() ? NULL : w->ctx) == 0) == (hostile == 0), "the sentence");
+}
 static void case_luna_graph_open(void) { expect(!luna_graph_open(turn() ? NULL : w->ctx), "the CPU has a graph"); }
 static void case_luna_graph_close(void) { luna_graph_close(NULL); }
 static void case_luna_graph_begin(void) { expect(luna_graph_begin(NULL) == LUNA_OK, "no graph is an error"); }
 static void case_luna_graph_end(void) { expect(luna_graph_end(NULL) == LUNA_OK, "no graph is an error"); }
 static void case_luna_graph_reason(void) { expect(*luna_graph_reason(NULL) != 0, "no reason"); }
-static void case_luna_memory(void) { expect((luna_memory(turn() ? NULL : w->ctx).peak > 0) == (hostile == 0), "the memory in use"); }
+static void case_luna_memory(void) {
+  expect((luna_memory(turn() ? NULL : w->ctx).peak > 0) == (hostile == 0), "the memory in use");
+}
 
 /* ==== tensors ==== */
-static void case_luna_count(void) { expect(luna_count(turn() ? NULL : tensor_in(w->ctx, 2, (int64_t[]){3, 4})) == (hostile ? 0 : 12), "the count"); }
+static void case_luna_count(void) {
+  expect(luna_count(turn() ? NULL : tensor_in(w->ctx, 2, (int64_t[]){3, 4})) == (hostile ? 0 : 12), "the count");
+}
 static void case_luna_tensor_new(void) {
   int64_t shape[4] = {small(), small(), small(), small()};
   const int rank = number((int)pick(5));
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   const int64_t count = rank < 0 || rank > 4 ? -1 : shape_count(rank, shape);
-  luna_tensor *t = luna_tensor_new(ctx, count >= 0 && count <= NUMBERS && coin() ? numbers : NULL, rank, turn() ? NULL : shape);
+  luna_tensor *t = luna_tensor_new(ctx, count >= 0 && count <= NUMBERS && coin() ? numbers : NULL, rank,
+                                   turn() ? NULL : shape);
   if (count < 0) expect(!t, "an invalid shape is accepted");
   got_tensor(t, ctx != NULL);
 }
@@ -656,7 +692,8 @@ static void case_luna_read(void) {
 static void case_luna_read_grad(void) {
   luna_tensor *x = any_tensor(), *y = luna_scale(luna_require_grad(x), 2);
   if (luna_count(x) > ROOM || !y) return;
-  if (w->training && x && x->ctx == w->ctx) luna_backward(luna_sum(luna_reshape(y, 2, (int64_t[]){1, luna_count(y)}), 1));
+  if (w->training && x && x->ctx == w->ctx)
+    luna_backward(luna_sum(luna_reshape(y, 2, (int64_t[]){1, luna_count(y)}), 1));
   else hostile++;
   got_status(luna_read_grad(x, turn() ? NULL : room), x != NULL);
 }
@@ -707,7 +744,8 @@ static void case_luna_expand(void) {
 }
 static void binary(luna_tensor *(*op)(luna_tensor *a, luna_tensor *b)) {
   const int64_t s[3] = {small(), small(), small()};
-  luna_tensor *a = tensor(3, s[0], s[1], s[2], 1), *b = coin() ? tensor(3, s[0], s[1], s[2], 1) : coin() ? tensor(1, s[2], 1, 1, 1) : tensor(0, 1, 1, 1, 1);
+  luna_tensor *a = tensor(3, s[0], s[1], s[2], 1), *b = coin() ? tensor(3, s[0], s[1], s[2], 1) : coin() ?
+      tensor(1, s[2], 1, 1, 1) : tensor(0, 1, 1, 1, 1);
   if (turn()) b = a;
   got_tensor(op(a, b), a || b);
 }
@@ -718,7 +756,8 @@ static void case_luna_greater_equal(void) { binary(luna_greater_equal); }
 static void case_luna_where(void) {
   const int64_t s[3] = {small(), small(), small()};
   luna_tensor *x[3];
-  for (int i = 0; i < 3; i++) x[i] = coin() ? tensor(3, s[0], coin() ? 1 : s[1], s[2], 1) : tensor(1, coin() ? 1 : s[2], 1, 1, 1);
+  for (int i = 0; i < 3; i++)
+    x[i] = coin() ? tensor(3, s[0], coin() ? 1 : s[1], s[2], 1) : tensor(1, coin() ? 1 : s[2], 1, 1, 1);
   got_tensor(luna_where(x[0], x[1], x[2]), any_of(x, 3));
 }
 static void case_luna_clamp(void) {
@@ -761,14 +800,17 @@ static void case_luna_gather_rows(void) {
 static void case_luna_scatter_add_rows(void) {
   const int rank = 1 + (int)pick(3);
   const int64_t b = small(), c = small();
-  luna_tensor *x = tensor(rank, small(), b, c, 1), *rows = tensor(rank, pick(6), turn() ? (b < INT64_MAX ? b + 1 : 0) : b, c, 1);
-  got_tensor(luna_scatter_add_rows(x, some_indices(x ? x->shape[0] : 0), luna_count(rows) < 1000 ? rows : NULL), x || rows);
+  luna_tensor *x = tensor(rank, small(), b, c, 1), *rows =
+      tensor(rank, pick(6), turn() ? (b < INT64_MAX ? b + 1 : 0) : b, c, 1);
+  got_tensor(luna_scatter_add_rows(x, some_indices(x ? x->shape[0] : 0), luna_count(rows) < 1000 ? rows : NULL), x ||
+             rows);
 }
 static void case_luna_top_k(void) {
   static int32_t indices[ROOM];
   luna_tensor *x = any_tensor();
   const int64_t k = size(1);
-  if (k < 1 || k > 5 || luna_count(x) * k <= ROOM) got_status(luna_top_k(x, k, turn() ? NULL : indices, coin() ? room : NULL), x != NULL);
+  if (k < 1 || k > 5 || luna_count(x) * k <= ROOM)
+    got_status(luna_top_k(x, k, turn() ? NULL : indices, coin() ? room : NULL), x != NULL);
 }
 static void case_luna_argmax(void) {
   static int32_t indices[ROOM];
@@ -820,7 +862,8 @@ static void case_luna_feed_forward(void) {
   c.recompute = coin();
   c.gate = optional(2, hidden, in, 1, 1);
   c.gate_bias = optional(1, hidden, 1, 1, 1);
-  got_tensor(luna_feed_forward(x, w1, optional(1, hidden, 1, 1, 1), w2, optional(1, out, 1, 1, 1), coin() ? NULL : &c), x || w1);
+  got_tensor(luna_feed_forward(x, w1, optional(1, hidden, 1, 1, 1), w2, optional(1, out, 1, 1, 1), coin() ? NULL : &c),
+             x || w1);
 }
 static void case_luna_activate(void) {
   luna_tensor *x = any_tensor();
@@ -864,14 +907,17 @@ static void case_luna_embedding(void) {
 }
 static void cross_entropy(bool with) {
   luna_tensor *logits = tensor(3, small(), small(), size(VOCAB), 1);
-  const int64_t rows = logits ? product(logits->shape[0] * (logits->rank > 1), logits->rank > 2 ? logits->shape[1] : 1) : 1;
+  const int64_t rows = logits ? product(logits->shape[0] * (logits->rank > 1),
+                                        logits->rank > 2 ? logits->shape[1] : 1) : 1;
   luna_cross_entropy_config c = {0};
-  const int32_t *labels = whole(tokens, logits && logits->rank == 4 ? product(rows, logits->shape[2]) : logits && logits->rank == 1 ? 1 : rows, VOCAB - 1);
+  const int32_t *labels = whole(tokens, logits && logits->rank == 4 ? product(rows, logits->shape[2]) : logits &&
+                                logits->rank == 1 ? 1 : rows, VOCAB - 1);
   c.smoothing = probability();
   c.ignore = coin();
   c.ignore_index = number(3);
   c.sum = coin();
-  got_tensor(with ? luna_cross_entropy_with(logits, labels, coin() ? NULL : &c) : luna_cross_entropy(logits, labels), logits != NULL);
+  got_tensor(with ? luna_cross_entropy_with(logits, labels, coin() ? NULL : &c) : luna_cross_entropy(logits, labels),
+             logits != NULL);
 }
 static void case_luna_cross_entropy(void) { cross_entropy(false); }
 static void case_luna_cross_entropy_with(void) { cross_entropy(true); }
@@ -880,12 +926,14 @@ static void case_luna_linear_cross_entropy(void) {
   luna_tensor *x = tensor(3, small(), small(), d, 1), *weight = tensor(2, classes, d, 1, 1);
   const int64_t rows = x ? product(x->shape[0] * (x->rank > 1), x->rank > 2 ? x->shape[1] : 1) : 1;
   luna_cross_entropy_config c = {0};
-  const int32_t *labels = whole(tokens, x && x->rank == 4 ? product(rows, x->shape[2]) : x && x->rank == 1 ? 1 : rows, VOCAB - 1);
+  const int32_t *labels = whole(tokens, x && x->rank == 4 ? product(rows, x->shape[2]) : x && x->rank == 1 ? 1 : rows,
+                                VOCAB - 1);
   c.smoothing = probability();
   c.ignore = coin();
   c.ignore_index = number(3);
   c.sum = coin();
-  got_tensor(luna_linear_cross_entropy(x, weight, optional(1, classes, 1, 1, 1), labels, coin() ? NULL : &c), x && weight);
+  got_tensor(luna_linear_cross_entropy(x, weight, optional(1, classes, 1, 1, 1), labels, coin() ? NULL : &c),
+             x && weight);
 }
 /* a target for each of x's elements, NaN among them; null where the array could not be that long */
 static const float *targets_of(const luna_tensor *x) {
@@ -897,14 +945,16 @@ static const float *targets_of(const luna_tensor *x) {
 static void loss_of(int kind) {
   luna_tensor *x = tensor(3, small(), small(), small(), 1);
   const float *targets = targets_of(x);
-  got_tensor(kind == 0 ? luna_mse(x, targets) : kind == 1 ? luna_huber(x, targets, real(0.5f)) : luna_binary_cross_entropy(x, targets), x != NULL);
+  got_tensor(kind == 0 ? luna_mse(x, targets) : kind == 1 ? luna_huber(x, targets, real(0.5f)) :
+             luna_binary_cross_entropy(x, targets), x != NULL);
 }
 static void case_luna_mse(void) { loss_of(0); }
 static void case_luna_huber(void) { loss_of(1); }
 static void case_luna_binary_cross_entropy(void) { loss_of(2); }
 static void case_luna_softmax_attention(void) {
   static int32_t offsets[2][4];
-  const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()), e = product(h, small());
+  const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()),
+      e = product(h, small());
   luna_attention_config c = {0};
   luna_tensor *q, *k, *v, *sums = NULL;
   c.heads = h;
@@ -927,7 +977,8 @@ static void case_luna_softmax_attention(void) {
       c.sums = NULL;
       c.log_sum_exp = coin() ? &sums : NULL;
     }
-    c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 : q->shape[0] + k->shape[0] + v->shape[0] : b, m);
+    c.lengths = lengths_of(q && k && v ? NUMBERS < q->shape[0] + k->shape[0] + v->shape[0] ? NUMBERS + 1 :
+                           q->shape[0] + k->shape[0] + v->shape[0] : b, m);
   }
   got_tensor(luna_softmax_attention(q, k, v, turn() ? NULL : &c), q || k || v);
   for (int s = 0; s < 2; s++) offsets[s][0] = 0;
@@ -945,28 +996,35 @@ static void case_luna_short_convolution(void) {
 static void case_luna_pack(void) {
   const int64_t b = small(), m = small(), d = small();
   luna_tensor *weights = tensor(3, b, small(), d, 1), *context = tensor(3, b, m, d, 1), *sums = NULL;
-  got_tensor(luna_pack(weights, context, lengths_of(context ? context->shape[0] : b, m), probability(), coin() ? &sums : NULL), weights || context);
+  got_tensor(luna_pack(weights, context, lengths_of(context ? context->shape[0] : b, m), probability(),
+                       coin() ? &sums : NULL), weights || context);
 }
 static void case_luna_unpack(void) {
   const int64_t b = small(), n = small(), d = small(), h = small(), l = small();
-  luna_tensor *x = tensor(3, b, n, d, 1), *k = tensor(4, b, h, l, d), *bias = tensor(3, b, h, l, 1), *v = tensor(4, b, h, l, d);
-  got_tensor(luna_unpack(x, k, bias, v, optional(1, d, 1, 1, 1), lengths_of(x ? x->shape[0] : b, l), probability()), x || k || bias);
+  luna_tensor *x = tensor(3, b, n, d, 1), *k = tensor(4, b, h, l, d), *bias = tensor(3, b, h, l, 1),
+      *v = tensor(4, b, h, l, d);
+  got_tensor(luna_unpack(x, k, bias, v, optional(1, d, 1, 1, 1), lengths_of(x ? x->shape[0] : b, l), probability()),
+             x || k || bias);
 }
 static void case_luna_causal_nested_attention(void) {
   const int64_t b = small(), n = small(), h = size(1 + pick(2)), d = product(h, small()), l = product(h, small());
-  luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1), *s = tensor(3, b, n, l, 1);
+  luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1),
+      *s = tensor(3, b, n, l, 1);
   const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ACTIVATION_ELU1 + pick(3));
-  got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q || k || v);
+  got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q ||
+             k || v);
 }
 static void double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
   expect(run.threads >= 1 && (!run.scratch_size || run.scratch), "a custom op has no workspace");
   if (run.scratch_size) memset(run.scratch, 1, run.scratch_size);
-  for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = count > 0 && i < luna_count(in[0]) && *(const char *)state ? 2 * in[0]->data[i] : 0;
+  for (int64_t i = 0; i < luna_count(out); i++)
+    out->data[i] = count > 0 && i < luna_count(in[0]) && *(const char *)state ? 2 * in[0]->data[i] : 0;
 }
 static void double_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)state;
-  for (int64_t i = 0; count > 0 && in[0]->grad && i < luna_count(out) && i < luna_count(in[0]); i++) in[0]->grad[i] += 2 * out->grad[i];
+  for (int64_t i = 0; count > 0 && in[0]->grad && i < luna_count(out) && i < luna_count(in[0]); i++)
+    in[0]->grad[i] += 2 * out->grad[i];
 }
 static void case_luna_custom_op(void) {
   luna_tensor *in[9];
@@ -981,13 +1039,15 @@ static void case_luna_custom_op(void) {
   c.workspace_size = turn() ? SIZE_MAX : pick(300);
   if (count > 9 || shape_count(4, shape) > 100000) return;
   const bool given = !turn();
-  got_tensor(luna_custom_op(given ? in : NULL, count, number(1 + (int)pick(4)), turn() ? NULL : shape, turn() ? NULL : &c), given && any_of(in, count < 8 ? count : 8));
+  got_tensor(luna_custom_op(given ? in : NULL, count, number(1 + (int)pick(4)), turn() ? NULL : shape,
+                            turn() ? NULL : &c), given && any_of(in, count < 8 ? count : 8));
 }
 static void case_luna_custom_run(void) {
   expect(luna_custom_run(turn() ? NULL : any_tensor()).threads == 0, "luna_custom_run outside a custom op");
 }
 static void case_luna_scope_open(void) {
-  const luna_scope scope = luna_scope_open(turn() ? NULL : w->ctx, turn() ? NULL : "a scope", coin()), inner = luna_scope_recompute(w->ctx);
+  const luna_scope scope = luna_scope_open(turn() ? NULL : w->ctx, turn() ? NULL : "a scope", coin()),
+      inner = luna_scope_recompute(w->ctx);
   luna_tensor *x = any_tensor(), *y = x ? luna_mul(x, luna_scale(x, 2)) : NULL, *results[2];
   if (turn()) y = luna_scope_end(inner, &y, 1);
   results[0] = turn() ? NULL : y;
@@ -1020,7 +1080,8 @@ static void case_luna_params_share(void) {
   if (turn()) c.vocab = hostile_size();
   expect(set != NULL, "no set");
   if (set) got_status(luna_lm_init(&model, set, &c), true);
-  if (set && hostile == 0) expect(luna_write(luna_params_at(set, 0, NULL), numbers) != LUNA_OK && sentence(), "a shared parameter is written");
+  if (set && hostile == 0)
+    expect(luna_write(luna_params_at(set, 0, NULL), numbers) != LUNA_OK && sentence(), "a shared parameter is written");
 }
 static void case_luna_param(void) {
   luna_params *set = new_set();
@@ -1033,13 +1094,20 @@ static void case_luna_param(void) {
     hostile = 1;
   }
 }
-static void case_luna_params_find(void) { expect((luna_params_find(turn() ? NULL : w->set[0], turn() ? NULL : "linear.weight") != NULL) == (hostile == 0), "finding"); }
-static void case_luna_params_tensor_count(void) { expect((luna_params_tensor_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the size"); }
+static void case_luna_params_find(void) {
+  expect((luna_params_find(turn() ? NULL : w->set[0], turn() ? NULL : "linear.weight") != NULL) == (hostile == 0),
+         "finding");
+}
+static void case_luna_params_tensor_count(void) {
+  expect((luna_params_tensor_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the size");
+}
 static void case_luna_params_at(void) {
   const char *name;
   expect(luna_params_at(turn() ? NULL : w->set[0], size(3), turn() ? NULL : &name) || hostile, "the parameter");
 }
-static void case_luna_params_element_count(void) { expect((luna_params_element_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the count"); }
+static void case_luna_params_element_count(void) {
+  expect((luna_params_element_count(turn() ? NULL : w->set[0]) > 0) == (hostile == 0), "the count");
+}
 static void case_luna_params_zero_grad(void) { got_status(luna_params_zero_grad(turn() ? NULL : w->set[0]), false); }
 static void case_luna_params_freeze(void) {
   luna_params *set = turn() ? NULL : w->set[0];
@@ -1049,7 +1117,8 @@ static void case_luna_params_freeze(void) {
 }
 static void case_luna_params_set(void) {
   luna_params *set = turn() ? NULL : w->set[7];
-  got_status(luna_params_set(set, turn() ? (coin() ? NULL : "luna.key") : "key", turn() ? (coin() ? NULL : "\xff") : "value"), set != NULL);
+  got_status(luna_params_set(set, turn() ? (coin() ? NULL : "luna.key") : "key",
+                             turn() ? (coin() ? NULL : "\xff") : "value"), set != NULL);
 }
 static void case_luna_params_get(void) { luna_params_get(turn() ? NULL : w->set[7], turn() ? NULL : "key"); }
 
@@ -1073,7 +1142,9 @@ static const void *bytes_of(size_t *n) {
   return damaged.at + (pick(8) == 0);
 }
 static char folder[600], path[700];
-static const char *a_path(void) { return turn() ? (coin() ? NULL : coin() ? "" : coin() ? folder : "no/such/folder/x") : path; }
+static const char *a_path(void) {
+  return turn() ? (coin() ? NULL : coin() ? "" : coin() ? folder : "no/such/folder/x") : path;
+}
 static luna_io an_io(size_t *used) {
   luna_io io = {0};
   *used = 0;
@@ -1210,7 +1281,8 @@ static luna_tensor *rows(int64_t b, int64_t n, int64_t d) { return tensor(3, b, 
 static void case_luna_linear_layer_init(void) {
   luna_linear_layer layer;
   const int64_t in = small();
-  const luna_status status = luna_linear_layer_init(turn() ? NULL : &layer, new_set(), prefix(), in, small(), an_init());
+  const luna_status status = luna_linear_layer_init(turn() ? NULL : &layer, new_set(), prefix(), in, small(),
+                                                    an_init());
   got_status(status, true);
   if (status == LUNA_OK) got_tensor(luna_linear_layer_forward(&layer, rows(2, small(), in)), true);
 }
@@ -1221,7 +1293,8 @@ static void case_luna_linear_layer_forward(void) {
 static void case_luna_norm_layer_init(void) {
   luna_norm_layer layer;
   const int64_t dim = small();
-  const luna_status status = luna_norm_layer_init(turn() ? NULL : &layer, new_set(), prefix(), dim, ENUM(luna_norm_kind, 2));
+  const luna_status status = luna_norm_layer_init(turn() ? NULL : &layer, new_set(), prefix(), dim,
+                                                  ENUM(luna_norm_kind, 2));
   got_status(status, true);
   luna_tensor *x = rows(2, small(), dim);
   if (status == LUNA_OK) got_tensor(luna_norm_layer_forward(&layer, x), x != NULL);
@@ -1241,7 +1314,8 @@ static const luna_input *features_input(void) {
 }
 static void case_luna_input_layer_init(void) {
   luna_input_layer layer;
-  got_status(luna_input_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(FEATURES), small(), an_init()), true);
+  got_status(luna_input_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(FEATURES), small(), an_init()),
+             true);
 }
 static luna_input_layer *input_layer(void) {
   static luna_input_layer layer;
@@ -1260,9 +1334,11 @@ static void case_luna_input_layer_forward(void) {
 }
 static void nested(const luna_nested_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
-  luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d), *context = coin() ? NULL : rows(b, m, d), *packed_context = NULL;
+  luna_tensor *x = rows(b, n, d), *p = rows(b, small(), d), *context = coin() ? NULL : rows(b, m, d),
+      *packed_context = NULL;
   const int32_t *lengths = lengths_of(x ? x->shape[0] : b, context ? m : n);
-  got_tensor(luna_nested_attention_layer_forward(layer, x, p, context, lengths, coin() ? &packed_context : NULL), x != NULL);
+  got_tensor(luna_nested_attention_layer_forward(layer, x, p, context, lengths, coin() ? &packed_context : NULL),
+             x != NULL);
 }
 static void case_luna_nested_attention_layer_init(void) {
   luna_nested_attention_layer layer;
@@ -1273,7 +1349,8 @@ static void case_luna_nested_attention_layer_init(void) {
   c.sharing = ENUM(luna_sharing, 4);
   c.dropout = probability();
   c.bert_init = coin();
-  const luna_status status = luna_nested_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(), turn() ? NULL : &c);
+  const luna_status status = luna_nested_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(),
+                                                              turn() ? NULL : &c);
   got_status(status, true);
   if (status == LUNA_OK) nested(&layer);
 }
@@ -1291,7 +1368,8 @@ static void case_luna_causal_attention_layer_init(void) {
   c.sharing = ENUM(luna_sharing, 2);
   c.omega = turn() ? (luna_activation)number(0) : LUNA_ACTIVATION_ELU1;
   c.dropout = probability();
-  const luna_status status = luna_causal_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(), turn() ? NULL : &c);
+  const luna_status status = luna_causal_attention_layer_init(turn() ? NULL : &layer, new_set(), prefix(),
+                                                              turn() ? NULL : &c);
   got_status(status, true);
   if (status == LUNA_OK) causal(&layer);
 }
@@ -1299,7 +1377,8 @@ static void case_luna_causal_attention_layer_forward(void) { causal(&w->causal);
 static void other_attention(const luna_attention_layer *layer) {
   const int64_t b = small(), n = small(), m = small(), d = layer->config.dim;
   luna_tensor *x = rows(b, n, d), *context = layer->config.causal || coin() ? NULL : rows(b, m, d);
-  got_tensor(luna_attention_layer_forward(layer, x, context, lengths_of(x ? x->shape[0] : b, context ? m : n)), x != NULL);
+  got_tensor(luna_attention_layer_forward(layer, x, context, lengths_of(x ? x->shape[0] : b, context ? m : n)),
+             x != NULL);
 }
 static void case_luna_attention_layer_init(void) {
   luna_attention_layer layer;
@@ -1334,7 +1413,8 @@ static void case_luna_encoder_layer_forward(void) { encoder_layer(&w->encoder_la
 static void decoder_layer(const luna_decoder_layer *layer) {
   const int64_t b = small(), m = small(), d = layer->config.dim;
   luna_tensor *x = rows(b, small(), d), *p = rows(b, small(), d), *context = rows(b, m, d);
-  got_tensor(luna_decoder_layer_forward(layer, x, turn() ? NULL : &p, context, lengths_of(x ? x->shape[0] : b, m)), x != NULL);
+  got_tensor(luna_decoder_layer_forward(layer, x, turn() ? NULL : &p, context, lengths_of(x ? x->shape[0] : b, m)),
+             x != NULL);
 }
 static void case_luna_decoder_layer_init(void) {
   luna_decoder_layer layer;
@@ -1347,7 +1427,8 @@ static void case_luna_decoder_layer_forward(void) { decoder_layer(&w->decoder_la
 static void case_luna_causal_layer_init(void) {
   luna_causal_layer layer;
   const luna_layer_config c = layer_config(true, true);
-  const luna_status status = luna_causal_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(SLOTS), turn() ? NULL : &c);
+  const luna_status status = luna_causal_layer_init(turn() ? NULL : &layer, new_set(), prefix(), size(SLOTS),
+                                                    turn() ? NULL : &c);
   got_status(status, true);
   luna_tensor *x = status == LUNA_OK ? rows(small(), small(), layer.config.dim) : NULL;
   if (status == LUNA_OK) got_tensor(luna_causal_layer_forward(&layer, x), x != NULL);
@@ -1403,7 +1484,8 @@ static void encoder_forward(const luna_encoder *e, bool embed) {
   luna_tensor *p = pick(4) == 0 ? rows(batch, SLOTS, e->config.dim) : NULL;
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n);
   if (e->embedding->shape[0] < VOCAB) return;
-  got_tensor((embed ? luna_encoder_embed : luna_encoder_forward)(e, input_of(t, lengths, batch, n), coin() ? &p : NULL), true);
+  got_tensor((embed ? luna_encoder_embed : luna_encoder_forward)(e, input_of(t, lengths, batch, n), coin() ? &p : NULL),
+             true);
 }
 static void case_luna_encoder_init(void) {
   luna_encoder e;
@@ -1416,9 +1498,12 @@ static void case_luna_encoder_embed(void) { encoder_forward(&w->encoder, true); 
 static void case_luna_encoder_forward(void) { encoder_forward(&w->encoder, false); }
 static void classify(const luna_classifier *model) {
   const int64_t batch = small(), n = small(), n2 = small();
-  const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n), *t2 = whole(spare_tokens, product(batch, n2), VOCAB - 1);
+  const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n),
+      *t2 = whole(spare_tokens, product(batch, n2), VOCAB - 1);
   if (model->config.vocab < VOCAB) return;
-  if (model->config.pair != turn()) got_tensor(luna_classifier_forward_pair(model, input_of(t, lengths, batch, n), input_of(t2, NULL, batch, n2)), true);
+  if (model->config.pair != turn())
+    got_tensor(luna_classifier_forward_pair(model, input_of(t, lengths, batch, n), input_of(t2, NULL, batch, n2)),
+               true);
   else got_tensor(luna_classifier_forward(model, input_of(t, lengths, batch, n)), true);
 }
 static void case_luna_classifier_init(void) {
@@ -1451,7 +1536,8 @@ static void masked_lm(const luna_masked_lm *model, bool loss) {
   const int64_t batch = small(), n = small();
   const int32_t *t = words(batch, n), *lengths = lengths_of(batch, n), *labels = labels_of(batch, n);
   if (model->config.vocab < VOCAB) return;
-  got_tensor(loss ? luna_masked_lm_loss(model, input_of(t, lengths, batch, n), labels) : luna_masked_lm_forward(model, input_of(t, lengths, batch, n)), true);
+  got_tensor(loss ? luna_masked_lm_loss(model, input_of(t, lengths, batch, n), labels) :
+             luna_masked_lm_forward(model, input_of(t, lengths, batch, n)), true);
 }
 static void case_luna_masked_lm_init(void) {
   luna_masked_lm model;
@@ -1478,14 +1564,16 @@ static void case_luna_mask_tokens(void) {
   m.mask = number(VOCAB);
   m.vocab = number(VOCAB);
   if (!t && product(batch, n) > 0) return;
-  const int64_t chosen = luna_mask_tokens(turn() ? NULL : &m, input_of(t, lengths_of(batch, n), batch, n), turn() ? NULL : spare_tokens, turn() ? NULL : labels);
+  const int64_t chosen = luna_mask_tokens(turn() ? NULL : &m, input_of(t, lengths_of(batch, n), batch, n),
+                                          turn() ? NULL : spare_tokens, turn() ? NULL : labels);
   expect(chosen >= 0 && chosen <= NUMBERS, "the number of chosen places");
 }
 static void seq2seq(const luna_seq2seq *model) {
   const int64_t batch = small(), n = small(), m = small();
   const int32_t *source = words(batch, n), *target = whole(spare_tokens, product(batch, m), VOCAB - 1);
   if (model->config.vocab < VOCAB || model->config.target_vocab < VOCAB) return;
-  got_tensor(luna_seq2seq_forward(model, input_of(source, lengths_of(batch, n), batch, n), input_of(target, NULL, batch, m)), true);
+  got_tensor(luna_seq2seq_forward(model, input_of(source, lengths_of(batch, n), batch, n),
+                                  input_of(target, NULL, batch, m)), true);
 }
 static void case_luna_seq2seq_init(void) {
   luna_seq2seq model;
@@ -1541,7 +1629,8 @@ static void case_luna_schedule_at(void) {
 static void trained(luna_optimizer *o, luna_tensor *p) {
   got(o != NULL, true);
   if (!o || w->measure) return;
-  expect(luna_begin_step(w->ctx) == LUNA_OK && luna_backward(luna_sum(luna_mul(p, p), 0)) == LUNA_OK && luna_optimizer_step(o) == LUNA_OK, "no step");
+  expect(luna_begin_step(w->ctx) == LUNA_OK && luna_backward(luna_sum(luna_mul(p, p), 0)) == LUNA_OK &&
+         luna_optimizer_step(o) == LUNA_OK, "no step");
   for (int i = 0; i < 3; i++) expect(p->data[i] == p->data[i], "the optimiser has made NaN");
 }
 static luna_params *three(luna_tensor **p) {
@@ -1552,7 +1641,8 @@ static luna_params *three(luna_tensor **p) {
 static luna_optimizer_config an_optimizer_config(void) {
   luna_optimizer_config c = {0};
   c.lr = real(0), c.momentum = real(0), c.nesterov = c.momentum > 0 && coin();
-  c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0), c.schedule = schedule();
+  c.beta1 = real(0), c.beta2 = real(0), c.epsilon = real(0), c.weight_decay = real(0), c.clip = real(0),
+      c.schedule = schedule();
   return c;
 }
 static void an_optimizer_case(luna_optimizer *(*open)(luna_params *, const luna_optimizer_config *)) {
@@ -1603,8 +1693,12 @@ static void case_luna_optimizer_set_lr(void) {
   luna_optimizer *o = an_optimizer();
   got_status(luna_optimizer_set_lr(o, real(0.5f)), o != NULL);
 }
-static void case_luna_optimizer_steps(void) { expect(luna_optimizer_steps(an_optimizer()) == 0, "steps before the first"); }
-static void case_luna_optimizer_skipped(void) { expect(luna_optimizer_skipped(an_optimizer()) == 0, "skipped steps before the first"); }
+static void case_luna_optimizer_steps(void) {
+  expect(luna_optimizer_steps(an_optimizer()) == 0, "steps before the first");
+}
+static void case_luna_optimizer_skipped(void) {
+  expect(luna_optimizer_skipped(an_optimizer()) == 0, "skipped steps before the first");
+}
 static void case_luna_optimizer_norm(void) { luna_optimizer_norm(an_optimizer()); }
 static void case_luna_optimizer_lr(void) { luna_optimizer_lr(an_optimizer()); }
 static void case_luna_save_training_io(void) {
@@ -1620,7 +1714,8 @@ static void case_luna_load_training_bytes(void) { /* the file has no training in
   const void *bytes = bytes_of(&n);
   luna_optimizer *o = an_optimizer();
   hostile++;
-  expect(luna_load_training_bytes(o, bytes, n) != LUNA_OK && (!o || sentence()), "training that is not there is loaded");
+  expect(luna_load_training_bytes(o, bytes, n) != LUNA_OK && (!o || sentence()),
+         "training that is not there is loaded");
 }
 static void case_luna_save_training(void) {
   luna_optimizer *o = an_optimizer();
@@ -1665,7 +1760,8 @@ static void case_luna_stream_open_bytes(void) {
   const char *error = NULL;
   size_t n;
   const void *bytes = bytes_of(&n);
-  luna_stream *s = luna_stream_open_bytes(bytes, n, turn() ? NULL : &c, turn() ? NULL : memory + pick(64), turn() ? pick(70000) : sizeof memory - 64, turn() ? NULL : &error);
+  luna_stream *s = luna_stream_open_bytes(bytes, n, turn() ? NULL : &c, turn() ? NULL : memory + pick(64),
+                                          turn() ? pick(70000) : sizeof memory - 64, turn() ? NULL : &error);
   expect(s || hostile, error ? error : "no stream");
   expect(s || !error || *error, "no sentence");
   if (s) expect(luna_stream_step(s, words(c.batch ? c.batch : 1, 1)) || hostile, luna_stream_error(s));
@@ -1697,7 +1793,9 @@ static void case_luna_stream_prefill(void) {
   const int64_t n = small();
   got_stream(luna_stream_prefill(s, input_of(words(2, n), NULL, size(coin() ? 0 : 2), n)) != NULL, s);
 }
-static void case_luna_stream_error(void) { expect((*luna_stream_error(a_stream()) == 0) == (hostile == 0), "the sentence"); }
+static void case_luna_stream_error(void) {
+  expect((*luna_stream_error(a_stream()) == 0) == (hostile == 0), "the sentence");
+}
 static void case_luna_stream_position(void) { expect(luna_stream_position(a_stream()) == 0, "the position"); }
 static void case_luna_stream_reset(void) { luna_stream_reset(a_stream()); }
 static void case_luna_stream_reorder(void) {
@@ -1708,11 +1806,14 @@ static void case_luna_stream_copy(void) {
   luna_stream *s = a_stream();
   got_stream(luna_stream_copy(s, turn() ? NULL : coin() ? w->stream : w->twin) == LUNA_OK, s);
 }
-static void case_luna_stream_state_size(void) { expect((luna_stream_state_size(a_stream()) > 0) == (hostile == 0), "the state's size"); }
+static void case_luna_stream_state_size(void) {
+  expect((luna_stream_state_size(a_stream()) > 0) == (hostile == 0), "the state's size");
+}
 static char state[1 << 16];
 static void case_luna_stream_state_save(void) {
   luna_stream *s = a_stream();
-  expect((luna_stream_state_save(s, turn() ? NULL : state, turn() ? pick(2000) : sizeof state) == LUNA_OK) || hostile, "the state is not saved");
+  expect((luna_stream_state_save(s, turn() ? NULL : state, turn() ? pick(2000) : sizeof state) == LUNA_OK) || hostile,
+         "the state is not saved");
 }
 static void case_luna_stream_state_load(void) {
   luna_stream *s = a_stream();
@@ -1737,7 +1838,8 @@ static void case_luna_sample(void) {
 static void case_luna_seq2seq_stream_open(void) {
   const int64_t batch = small(), n = small();
   const int32_t *source = words(batch, n);
-  luna_stream *s = luna_seq2seq_stream_open(turn() ? NULL : &w->seq2seq, input_of(source, lengths_of(batch, n), batch, n), size(1 + pick(2)));
+  luna_stream *s = luna_seq2seq_stream_open(turn() ? NULL : &w->seq2seq,
+                                            input_of(source, lengths_of(batch, n), batch, n), size(1 + pick(2)));
   if (w->measure) hostile++;
   got(s != NULL, false);
   if (s) luna_stream_step(s, words(NUMBERS, 1));
@@ -1755,18 +1857,28 @@ static void case_luna_seq2seq_generate(void) {
   search.exhaustive = coin();
   if (w->measure) hostile++;
   if (search.max_length < 1000 && batch < 100)
-    got_status(luna_seq2seq_generate(turn() ? NULL : &w->seq2seq, turn() ? NULL : &search, input_of(source, lengths_of(batch, n), batch, n), turn() ? NULL : out, turn() ? NULL : out_lengths, coin() ? NULL : room), false);
+    got_status(luna_seq2seq_generate(turn() ? NULL : &w->seq2seq, turn() ? NULL : &search,
+        input_of(source, lengths_of(batch, n), batch, n), turn() ? NULL : out, turn() ? NULL : out_lengths,
+            coin() ? NULL : room), false);
 }
 
 /* ==== backend ==== */
 static void case_luna_cpu_backend(void) { expect(luna_cpu_backend() != NULL, "null"); }
-static void case_luna_op_name(void) { expect(*luna_op_name((luna_op_kind)number((int)pick(LUNA_OP_COUNT))) != 0, "no name"); }
-static void case_luna_backend_of(void) { expect((luna_backend_of(turn() ? NULL : w->ctx) != NULL) == (hostile == 0), "the backend"); }
+static void case_luna_op_name(void) {
+  expect(*luna_op_name((luna_op_kind)number((int)pick(LUNA_OP_COUNT))) != 0, "no name");
+}
+static void case_luna_backend_of(void) {
+  expect((luna_backend_of(turn() ? NULL : w->ctx) != NULL) == (hostile == 0), "the backend");
+}
 static void case_luna_backend_self(void) { luna_backend_self(turn() ? NULL : w->ctx); }
-static void case_luna_backend_state(void) { expect((luna_backend_state(turn() ? NULL : w->ctx) != NULL) == (hostile == 0 && !w->measure) || w->measure, "the state"); }
+static void case_luna_backend_state(void) {
+  expect((luna_backend_state(turn() ? NULL : w->ctx) != NULL) == (hostile == 0 && !w->measure) || w->measure,
+         "the state");
+}
 static void case_luna_backend_fail(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
-  expect(luna_backend_fail(ctx, LUNA_UNSUPPORTED, turn() ? NULL : "a sentence") == LUNA_UNSUPPORTED && (!ctx || sentence()), "the failure is lost");
+  expect(luna_backend_fail(ctx, LUNA_UNSUPPORTED, turn() ? NULL : "a sentence") == LUNA_UNSUPPORTED &&
+         (!ctx || sentence()), "the failure is lost");
 }
 
 /* scopes */
@@ -1841,7 +1953,9 @@ static row functions[] = {FUNCTIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(B
 static const row generated[] = {LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
 enum { COUNT = sizeof functions / sizeof functions[0], GENERATED = sizeof generated / sizeof generated[0] };
 
-static bool heavy(const char *name) { return strstr(name, "_init") || strstr(name, "translate") || strstr(name, "load") || strstr(name, "save"); }
+static bool heavy(const char *name) {
+  return strstr(name, "_init") || strstr(name, "translate") || strstr(name, "load") || strstr(name, "save");
+}
 
 static bool run_case(row *f, int at, int number_of) {
   case_number = number_of;
@@ -1874,7 +1988,8 @@ static void run_function(int at, int first, int last) {
   }
 }
 
-/* ==== orders of closing: an owner of a model, a context that shares its parameters, streams of both, one that reads borrowed bytes, the bytes ==== */
+/* ==== orders of closing: an owner of a model, a context that shares its parameters, streams of both, one that reads
+   borrowed bytes, the bytes ==== */
 enum { OWNER, SHARER, BORROWER, BYTES, OWNER_STREAM, SHARER_STREAM, OBJECTS };
 typedef struct closing {
   heap heap[3];
@@ -1902,7 +2017,8 @@ static bool closing_open(closing *c) {
   c->bytes = common_alloc(file_size);
   memcpy(c->bytes, file.at, file_size);
   set = luna_params_open(c->ctx[BORROWER]);
-  if (luna_load_borrowed(set, c->bytes, file_size) != LUNA_OK || luna_lm_init(&c->model[BORROWER], set, &w->lm.config) != LUNA_OK) return false;
+  if (luna_load_borrowed(set, c->bytes, file_size) != LUNA_OK ||
+      luna_lm_init(&c->model[BORROWER], set, &w->lm.config) != LUNA_OK) return false;
   for (int i = 0; i < 2; i++) c->stream[i] = luna_stream_open(&c->model[i], NULL);
   for (int i = 0; i < OBJECTS; i++) c->open[i] = true;
   luna_begin_step(c->ctx[OWNER]);     /* and it is closed in the middle of a step */
@@ -1928,7 +2044,9 @@ static void closing_works(closing *c) {
     luna_tensor *y = luna_lm_forward(&c->model[i], &(luna_input){ tokens, NULL, 1, 4, NULL });
     expect(y && y->data[0] == c->logit, "another closing has changed a model's logits");
   }
-  for (int i = 0; i < 2; i++) if (c->open[OWNER_STREAM + i] && c->open[OWNER]) expect(luna_stream_step(c->stream[i], tokens) != NULL, "another closing has stopped a stream");
+  for (int i = 0; i < 2; i++)
+    if (c->open[OWNER_STREAM + i] && c->open[OWNER])
+      expect(luna_stream_step(c->stream[i], tokens) != NULL, "another closing has stopped a stream");
 }
 static void check_closing(void) {
   int order[OBJECTS], count = 0;
@@ -1961,11 +2079,14 @@ static void check_closing(void) {
 
 /* ==== what once crashed or never ended, each by itself ==== */
 static void fails(const luna_tensor *y) { expect(y == NULL && sentence(), "it must fail with a sentence"); }
-static luna_tensor *shaped(int rank, int64_t a, int64_t b, int64_t c) { return luna_require_grad(luna_tensor_new(w->ctx, NULL, rank, (int64_t[]){a, b, c})); }
+static luna_tensor *shaped(int rank, int64_t a, int64_t b, int64_t c) {
+  return luna_require_grad(luna_tensor_new(w->ctx, NULL, rank, (int64_t[]){a, b, c}));
+}
 /* training goes back over y, or it failed with a sentence */
 static void trains(luna_tensor *y) {
   if (!y) expect(sentence(), "it failed without a sentence");
-  else expect(luna_backward(luna_sum(luna_reshape(y, 2, (int64_t[]){1, luna_count(y)}), 1)) == LUNA_OK, luna_error(w->ctx));
+  else expect(luna_backward(luna_sum(luna_reshape(y, 2, (int64_t[]){1, luna_count(y)}), 1)) == LUNA_OK,
+              luna_error(w->ctx));
 }
 static void known_softmax(void) {
   const int32_t lengths[4] = {1, 2, 3, 4};
@@ -1973,12 +2094,14 @@ static void known_softmax(void) {
 }
 static void known_slots(void) {       /* a memory of no slots */
   luna_tensor *packed_context;
-  trains(luna_nested_attention_layer_forward(&w->nested, shaped(3, 2, 3, DIM), shaped(3, 2, 0, DIM), NULL, NULL, &packed_context));
+  trains(luna_nested_attention_layer_forward(&w->nested, shaped(3, 2, 3, DIM), shaped(3, 2, 0, DIM), NULL, NULL,
+                                             &packed_context));
 }
 static void known_slots_unpack(void) {
   const int64_t heads[4] = {1, HUGE_SIZE, 0, 4};
   luna_begin_inference(w->ctx);
-  fails(luna_unpack(shaped(3, 1, 2, 4), luna_tensor_new(w->ctx, NULL, 4, heads), shaped(3, 1, HUGE_SIZE, 0), luna_tensor_new(w->ctx, NULL, 4, heads), NULL, NULL, 0));
+  fails(luna_unpack(shaped(3, 1, 2, 4), luna_tensor_new(w->ctx, NULL, 4, heads), shaped(3, 1, HUGE_SIZE, 0),
+                    luna_tensor_new(w->ctx, NULL, 4, heads), NULL, NULL, 0));
 }
 static void known_batch(void) {       /* training on a batch of no sequences, with one head */
   luna_lm model;
@@ -1995,12 +2118,16 @@ static void known_rows(void) {        /* rows of nothing */
 static void known_shape(void) {       /* no axis may be longer than a tensor can */
   fails(luna_tensor_new(w->ctx, NULL, 2, (int64_t[]){0, INT64_MAX}));
 }
-static void known_scratch(void) { expect(luna_gemm_scratch(NULL) == 0 && luna_softmax_attention_scratch(NULL) == 0 && luna_causal_product_scratch(NULL) == 0, "scratch for nothing"); }
+static void known_scratch(void) {
+  expect(luna_gemm_scratch(NULL) == 0 && luna_softmax_attention_scratch(NULL) == 0 &&
+         luna_causal_product_scratch(NULL) == 0, "scratch for nothing");
+}
 static void known_generate(void) {    /* 2 n + 10 */
   const luna_beam_config search = {.begin = 0, .end = 1};
   const luna_input source = {tokens, NULL, 1, INT64_MIN + 5, NULL};
   int32_t out[16], length[1];
-  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(), "an invalid source");
+  expect(luna_seq2seq_generate(&w->seq2seq, &search, &source, out, length, NULL) == LUNA_BAD_ARGUMENT && sentence(),
+         "an invalid source");
 }
 static void known_many(void) {        /* too many, the first missing */
   luna_tensor *nine[9] = {NULL};
@@ -2014,11 +2141,15 @@ static void known_ffn(void) {         /* 4 dim */
   c.ffn = 0;
   expect(luna_causal_layer_init(&layer, new_set(), "x", 3, &c) != LUNA_OK && sentence(), "an invalid dim");
 }
-static void known_hidden(void) { trains(luna_feed_forward(shaped(2, 3, 4, 1), shaped(2, 0, 4, 1), shaped(1, 0, 1, 1), shaped(2, 5, 0, 1), shaped(1, 5, 1, 1), NULL)); }
+static void known_hidden(void) {
+  trains(luna_feed_forward(shaped(2, 3, 4, 1), shaped(2, 0, 4, 1), shaped(1, 0, 1, 1), shaped(2, 5, 0, 1),
+                           shaped(1, 5, 1, 1), NULL));
+}
 static void known_linear(void) {      /* of no inputs the bias remains */
   const float values[2] = {3, 4};
   float out[4] = {0};
-  luna_tensor *y = luna_linear(shaped(2, 2, 0, 1), shaped(2, 2, 0, 1), luna_tensor_new(w->ctx, values, 1, (int64_t[]){2}));
+  luna_tensor *y = luna_linear(shaped(2, 2, 0, 1), shaped(2, 2, 0, 1),
+                               luna_tensor_new(w->ctx, values, 1, (int64_t[]){2}));
   expect(luna_read(y, out) == LUNA_OK && out[0] == 3 && out[1] == 4 && out[2] == 3 && out[3] == 4, "the bias alone");
 }
 #define KNOWN(K) \
@@ -2082,11 +2213,13 @@ static void null_forwards(void) {
   NONE(luna_encoder, luna_encoder_embed(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
   NONE(luna_encoder, luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
   NONE(luna_classifier, luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
-  NONE(luna_classifier, luna_classifier_forward_pair(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  NONE(luna_classifier, luna_classifier_forward_pair(none, &(luna_input){ tokens, NULL, 1, 2, NULL },
+                                                     &(luna_input){ tokens, NULL, 1, 2, NULL }));
   NONE(luna_classifier, luna_classifier_pool(none, here(), here(), NULL));
   NONE(luna_masked_lm, luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
   NONE(luna_masked_lm, luna_masked_lm_loss(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, tokens));
-  NONE(luna_seq2seq, luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  NONE(luna_seq2seq, luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL },
+                                          &(luna_input){ tokens, NULL, 1, 2, NULL }));
 }
 static void null_inits(void) {
   const luna_init odd = {LUNA_INIT_XAVIER, NAN};
@@ -2106,19 +2239,31 @@ static void null_inits(void) {
   nested_c.heads = causal_c.heads = attention_c.heads = layer_c.heads = encoder_c.heads = 3; /* 8 is no multiple */
   lm_c.layer = layer_c;
   classifier_c.encoder = masked_c.encoder = seq2seq_c.encoder = encoder_c;
-  FAILS(luna_linear_layer, luna_linear_layer_init(none, new_set(), "a", 3, 4, odd), luna_linear_layer_forward(none, here()));
+  FAILS(luna_linear_layer, luna_linear_layer_init(none, new_set(), "a", 3, 4, odd),
+        luna_linear_layer_forward(none, here()));
   FAILS(luna_norm_layer, luna_norm_layer_init(none, new_set(), "a", -1, LUNA_NORM_LAYER), NULL);
-  FAILS(luna_nested_attention_layer, luna_nested_attention_layer_init(none, new_set(), "a", &nested_c), luna_nested_attention_layer_forward(none, here(), here(), NULL, NULL, NULL));
-  FAILS(luna_causal_attention_layer, luna_causal_attention_layer_init(none, new_set(), "a", &causal_c), luna_causal_attention_layer_forward(none, here(), here(), NULL));
-  FAILS(luna_attention_layer, luna_attention_layer_init(none, new_set(), "a", &attention_c), luna_attention_layer_forward(none, here(), NULL, NULL));
-  FAILS(luna_encoder_layer, luna_encoder_layer_init(none, new_set(), "a", &layer_c), luna_encoder_layer_forward(none, here(), &p, NULL));
-  FAILS(luna_decoder_layer, luna_decoder_layer_init(none, new_set(), "a", &layer_c), luna_decoder_layer_forward(none, here(), &p, here(), NULL));
-  FAILS(luna_causal_layer, luna_causal_layer_init(none, new_set(), "a", 3, &layer_c), luna_causal_layer_forward(none, here()));
-  FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
-  FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c), luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
-  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c), luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
-  FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c), luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
-  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c), luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_nested_attention_layer, luna_nested_attention_layer_init(none, new_set(), "a", &nested_c),
+        luna_nested_attention_layer_forward(none, here(), here(), NULL, NULL, NULL));
+  FAILS(luna_causal_attention_layer, luna_causal_attention_layer_init(none, new_set(), "a", &causal_c),
+        luna_causal_attention_layer_forward(none, here(), here(), NULL));
+  FAILS(luna_attention_layer, luna_attention_layer_init(none, new_set(), "a", &attention_c),
+        luna_attention_layer_forward(none, here(), NULL, NULL));
+  FAILS(luna_encoder_layer, luna_encoder_layer_init(none, new_set(), "a", &layer_c),
+        luna_encoder_layer_forward(none, here(), &p, NULL));
+  FAILS(luna_decoder_layer, luna_decoder_layer_init(none, new_set(), "a", &layer_c),
+        luna_decoder_layer_forward(none, here(), &p, here(), NULL));
+  FAILS(luna_causal_layer, luna_causal_layer_init(none, new_set(), "a", 3, &layer_c),
+        luna_causal_layer_forward(none, here()));
+  FAILS(luna_lm, luna_lm_init(none, new_set(), &lm_c), luna_lm_forward(none,
+      &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_encoder, luna_encoder_init(none, new_set(), "a", VOCAB, &encoder_c),
+        luna_encoder_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, NULL));
+  FAILS(luna_classifier, luna_classifier_init(none, new_set(), &classifier_c),
+        luna_classifier_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_masked_lm, luna_masked_lm_init(none, new_set(), &masked_c),
+        luna_masked_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
+  FAILS(luna_seq2seq, luna_seq2seq_init(none, new_set(), &seq2seq_c),
+      luna_seq2seq_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }, &(luna_input){ tokens, NULL, 1, 2, NULL }));
   FAILS(luna_lm, luna_lm_init(none, NULL, &lm_c), luna_lm_forward(none, &(luna_input){ tokens, NULL, 1, 2, NULL }));
 }
 static void check_nulls(void) {
@@ -2143,7 +2288,8 @@ static void check_nulls(void) {
 
 static void died(int number_of) {
   char text[200];
-  snprintf(text, sizeof text, "signal %d in %s; repeat with: arguments %s %d\n", number_of, function, function, case_number);
+  snprintf(text, sizeof text, "signal %d in %s; repeat with: arguments %s %d\n", number_of, function, function,
+           case_number);
   fputs(text, stdout);
   fflush(stdout);
   signal(number_of, SIG_DFL);
@@ -2162,7 +2308,8 @@ static FILE *header_open(void) {
   return in ? in : fopen("luna.h", "r");
 }
 static bool tested(const char *name, size_t length) {
-  for (int i = 0; i < COUNT; i++) if (strlen(functions[i].name) == length && memcmp(functions[i].name, name, length) == 0) return true;
+  for (int i = 0; i < COUNT; i++)
+    if (strlen(functions[i].name) == length && memcmp(functions[i].name, name, length) == 0) return true;
   return false;
 }
 static void check_table(void) {
@@ -2175,13 +2322,15 @@ static void check_table(void) {
   }
   while (fgets(line, sizeof line, in) && !strstr(line, "#endif /* LUNA_H */")) {
     char *end = strncmp(line, "LUNA_API ", 9) == 0 ? strchr(line, '(') : NULL, *name = end;
-    while (name && name > line && (name[-1] == '_' || (name[-1] >= '0' && name[-1] <= '9') || (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= 'A' && name[-1] <= 'Z'))) name--;
+    while (name && name > line && (name[-1] == '_' || (name[-1] >= '0' && name[-1] <= '9') ||
+        (name[-1] >= 'a' && name[-1] <= 'z') || (name[-1] >= 'A' && name[-1] <= 'Z'))) name--;
     if (!end) continue;
     declared++;
     CHECK(tested(name, (size_t)(end - name)), "%.*s has no case in tests/arguments.c", (int)(end - name), name);
   }
   fclose(in);
-  CHECK(declared == COUNT - GENERATED, "luna.h declares %d functions, the table has %d", declared, (int)COUNT - GENERATED);
+  CHECK(declared == COUNT - GENERATED, "luna.h declares %d functions, the table has %d", declared,
+        (int)COUNT - GENERATED);
 }
 
 int main(int argc, char **argv) {

@@ -1,6 +1,6 @@
-/* Softmax attention and the folded unpack, forward and backward, against loops in double and the reference: odd sizes, strides,
-   lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of threads, ragged or alone, however many
-   queries there are; a query's past is never touched by what comes after it. */
+/* Softmax attention and the folded unpack, forward and backward, against loops in double and the reference: odd sizes,
+   strides, lengths with NaN behind them, causal, dropout, shared operands. The same bits for any number of threads,
+   ragged or alone, however many queries there are; a query's past is never touched by what comes after it. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -11,7 +11,8 @@ static char sentence[200]; /* what is being tried */
 
 /* ---- the reference, one query of one head at a time ---- */
 enum { OUT, LSE, SUMS, GRAD_Q, GRAD_K, GRAD_V };
-typedef struct line { int64_t keys, q, k, v, out, row, element; } line; /* the keys it sees; where it begins in each array */
+/* the keys it sees; where it begins in each array */
+typedef struct line { int64_t keys, q, k, v, out, row, element; } line;
 
 static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
   const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
@@ -30,11 +31,13 @@ static line line_of(const lunai_attention *a, int64_t b, int64_t h, int64_t i) {
 static void reference_line(const lunai_attention *a, line at, double **want, double *p, double *dp) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
   double kept = 0, mean = 0;
-  for (int64_t j = 0; j < at.keys; j++) p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
+  for (int64_t j = 0; j < at.keys; j++)
+    p[j] = (double)a->scale * naive_dot(a->q + at.q, a->k + at.k + j * a->k_row, a->head_dim);
   want[LSE][at.row] = naive_softmax(p, at.keys);
   for (int64_t c = 0; c < a->value_dim; c++) want[OUT][at.out + c] = 0;
   for (int64_t j = 0; j < at.keys; j++) {
-    const double keep = exact_dropout(&dropout, at.element + j), g = naive_dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
+    const double keep = exact_dropout(&dropout, at.element + j),
+        g = naive_dot(a->grad_out + at.out, a->v + at.v + j * a->v_row, a->value_dim);
     for (int64_t c = 0; c < a->value_dim; c++) {
       want[OUT][at.out + c] += p[j] * keep * (double)a->v[at.v + j * a->v_row + c];
       want[GRAD_V][at.v + j * a->v_row + c] += p[j] * keep * (double)a->grad_out[at.out + c];
@@ -70,7 +73,8 @@ static void run(const void *call, const lunai_kernels *table, int64_t threads) {
   run_pass((const lunai_attention *)call, table, threads, true);
 }
 
-/* ---- one call: STRIDED has q as [batch, heads, queries, dim] and gaps in the others, ALIAS one array for keys and values ---- */
+/* ---- one call: STRIDED has q as [batch, heads, queries, dim] and gaps in the others, ALIAS one array for keys and
+   values ---- */
 enum { CAUSAL = 1, LENGTHS = 2, DROPOUT = 4, SHARED_Q = 8, SHARED_KV = 16, STRIDED = 32, ALIAS = 64 };
 typedef struct shape { int64_t batch, heads, queries, keys, dim, value_dim; int flags; } shape;
 typedef struct arrays { float *q, *k, *v, *grad_out, *grad_sums; int32_t *lengths; int64_t sizes[4]; } arrays;
@@ -79,10 +83,12 @@ static lunai_attention attention_of(const shape *s) {
   const int64_t h = s->heads, gap = s->flags & STRIDED ? 3 : 0;
   lunai_attention a;
   memset(&a, 0, sizeof a);
-  a.batch = s->batch, a.heads = h, a.queries = s->queries, a.keys = s->keys, a.head_dim = s->dim, a.value_dim = s->value_dim;
+  a.batch = s->batch, a.heads = h, a.queries = s->queries, a.keys = s->keys, a.head_dim = s->dim,
+      a.value_dim = s->value_dim;
   a.causal = (s->flags & CAUSAL) != 0;
   a.scale = s->dim > 0 ? (float)(1 / sqrt((double)s->dim)) : 1;
-  a.q_head = gap ? s->dim * s->queries : s->dim, a.q_row = gap ? s->dim : h * s->dim, a.q_batch = h * s->queries * s->dim + gap;
+  a.q_head = gap ? s->dim * s->queries : s->dim, a.q_row = gap ? s->dim : h * s->dim,
+      a.q_batch = h * s->queries * s->dim + gap;
   a.k_head = s->dim, a.k_row = h * s->dim + gap, a.k_batch = s->keys * a.k_row;
   a.v_head = s->value_dim, a.v_row = h * s->value_dim + gap, a.v_batch = s->keys * a.v_row;
   a.out_head = s->value_dim, a.out_row = h * s->value_dim + gap, a.out_batch = s->queries * a.out_row;
@@ -140,7 +146,8 @@ static void check_attention(const shape *s) {
   outputs o = outputs_of(&a, &x);
   if (x.v == x.k) o.want[GRAD_V] = o.want[GRAD_K];
   reference(&a, o.want);
-  snprintf(sentence, sizeof sentence, "batch %d, heads %d, queries %d, keys %d, dim %d, %d, flags %d", (int)s->batch, (int)s->heads,
+  snprintf(sentence, sizeof sentence, "batch %d, heads %d, queries %d, keys %d, dim %d, %d, flags %d", (int)s->batch,
+           (int)s->heads,
            (int)s->queries, (int)s->keys, (int)s->dim,
            (int)s->value_dim, s->flags);
   outputs_check(&o, sentence, run, &a);
@@ -154,9 +161,11 @@ static void check_ragged(bool causal, int64_t threads) {
   int32_t q_at[COUNT + 1] = {0}, k_at[COUNT + 1] = {0};
   const shape s = {COUNT, HEADS, 600, 1100, DIM, VALUE, causal ? CAUSAL : 0};
   lunai_attention a = attention_of(&s);
-  for (int b = 0; b < COUNT; b++) q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
+  for (int b = 0; b < COUNT; b++)
+    q_at[b + 1] = q_at[b] + queries[b], k_at[b + 1] = k_at[b] + (causal ? queries[b] : keys[b]);
   const int64_t n = q_at[COUNT], m = k_at[COUNT];
-  float *q = random_floats(n * Q, 2), *k = random_floats(m * Q, 2), *v = random_floats(m * V, 1), *grad_out = random_floats(n * V, 1);
+  float *q = random_floats(n * Q, 2), *k = random_floats(m * Q, 2), *v = random_floats(m * V, 1),
+      *grad_out = random_floats(n * V, 1);
   const int64_t sizes[5] = {n * V, n * HEADS, n * Q, m * Q, m * V};
   float *ragged[5], *alone[5];
   for (int i = 0; i < 5; i++) ragged[i] = zeros(sizes[i]), alone[i] = zeros(sizes[i]);
@@ -165,13 +174,15 @@ static void check_ragged(bool causal, int64_t threads) {
   run(&a, kernels, threads);
   for (int b = 0; b < COUNT; b++) {
     lunai_attention one = a;
-    one.query_offsets = one.key_offsets = NULL, one.batch = 1, one.queries = q_at[b + 1] - q_at[b], one.keys = k_at[b + 1] - k_at[b];
+    one.query_offsets = one.key_offsets = NULL, one.batch = 1, one.queries = q_at[b + 1] - q_at[b],
+        one.keys = k_at[b + 1] - k_at[b];
     one.q += q_at[b] * Q, one.k += k_at[b] * Q, one.v += k_at[b] * V, one.grad_out += q_at[b] * V;
     one.out = alone[0] + q_at[b] * V, one.log_sum_exp = alone[1] + q_at[b] * HEADS, one.grad_q = alone[2] + q_at[b] * Q;
     one.grad_k = alone[3] + k_at[b] * Q, one.grad_v = alone[4] + k_at[b] * V;
     run(&one, kernels, 1 + threads % 3);
   }
-  for (int i = 0; i < 5; i++) CHECK(same(ragged[i], alone[i], sizes[i]), "%s: ragged%s, %d threads: array %d has other bits than each alone",
+  for (int i = 0; i < 5; i++)
+    CHECK(same(ragged[i], alone[i], sizes[i]), "%s: ragged%s, %d threads: array %d has other bits than each alone",
                                     kernels_name, causal ? ", causal" : "", (int)threads, i);
   for (int i = 0; i < 5; i++) release(ragged[i]), release(alone[i]);
   release(q), release(k), release(v), release(grad_out);
@@ -180,7 +191,8 @@ static void check_ragged(bool causal, int64_t threads) {
 /* ---- a query's bits do not depend on how many there are ---- */
 static void check_prefix(int64_t keys, bool dropout) {
   const int64_t counts[] = {1, 3, 16, 40, 64, 65, 200, 700};
-  shape s = {1, dropout ? 1 : 2, 1200, keys, 24, 24, dropout ? DROPOUT : 0}; /* a dropped element's number counts queries: one head */
+  /* a dropped element's number counts queries: one head */
+  shape s = {1, dropout ? 1 : 2, 1200, keys, 24, 24, dropout ? DROPOUT : 0};
   lunai_attention a = attention_of(&s);
   const arrays x = arrays_of(&a, s.flags);
   outputs all = outputs_of(&a, &x), some;
@@ -216,8 +228,10 @@ static void check_causality(int64_t n, int64_t t, float odd, int64_t threads) {
     a.out = out;
     run_pass(&a, kernels, threads, false);
     for (int64_t i = t * V; i < n * V; i++) bad += !(fabs((double)out[i]) < 1e30);
-    CHECK(same(out, clean, t * V), "%s: %g at row %d of %d reaches what is before it", kernels_name, (double)odd, (int)t, (int)n);
-    CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d", kernels_name,
+    CHECK(same(out, clean, t * V), "%s: %g at row %d of %d reaches what is before it", kernels_name, (double)odd,
+          (int)t, (int)n);
+    CHECK(odd == odd ? isfinite(odd) || bad >= V : bad == (n - t) * V, "%s: %g at row %d of %d is lost: %d of %d",
+          kernels_name,
           (double)odd, (int)t, (int)n, (int)bad, (int)((n - t) * V));
   }
   release(clean), release(out), arrays_close(&x);
@@ -238,7 +252,8 @@ static void unpack_run(const void *call, const lunai_kernels *table, int64_t thr
 }
 /* one row of one head: adds to out and the gradients */
 static void unpack_reference(const lunai_unpack *u, double **want, int64_t b, int64_t h, int64_t i) {
-  const int64_t d = u->dim, row = b * u->rows + i, first = (b * u->heads + h) * u->slots, slots = u->lengths ? u->lengths[b] : u->slots;
+  const int64_t d = u->dim, row = b * u->rows + i, first = (b * u->heads + h) * u->slots,
+      slots = u->lengths ? u->lengths[b] : u->slots;
   const float *x = u->x + row * d, *g = u->grad_out + row * d;
   double *p = doubles(slots), *dp = doubles(slots), mean = 0;
   for (int64_t s = 0; s < slots; s++) p[s] = (double)u->bias[first + s] + naive_dot(x, u->k + (first + s) * d, d);
@@ -272,13 +287,15 @@ static void unpack_alone(const lunai_unpack *all, const outputs *o) {
   if (u.lengths) u.lengths += b;
   u.out = out, u.lse = lse, u.grad_x = grad_x, u.grad_k = grad_k, u.grad_v = u.grad_bias = u.grad_out_bias = NULL;
   unpack_run(&u, kernels, 2);
-  CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) && same(grad_k, o->got[U_K] + b * k, k),
+  CHECK(same(out, o->got[U_OUT] + b * x, x) && same(grad_x, o->got[U_X] + b * x, x) &&
+        same(grad_k, o->got[U_K] + b * k, k),
         "%s: %s: row 2 alone has other bits", kernels_name, sentence);
   release(out), release(grad_x), release(grad_k), release(lse);
 }
 static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads, int64_t slots, int flags) {
   const int64_t x_size = batch * rows * dim, k_size = batch * heads * slots * dim, bias_size = batch * heads * slots;
-  float *x = random_floats(x_size, 1), *k = random_floats(k_size, 2 / sqrt((double)dim)), *v = random_floats(k_size, 1), *bias = random_floats(bias_size, 1);
+  float *x = random_floats(x_size, 1), *k = random_floats(k_size, 2 / sqrt((double)dim)), *v = random_floats(k_size, 1),
+      *bias = random_floats(bias_size, 1);
   float *out_bias = random_floats(dim, 1), *grad_out = random_floats(x_size, 1);
   int32_t *lengths = (int32_t *)common_alloc((size_t)batch * sizeof(int32_t));
   lunai_unpack u;
@@ -287,11 +304,13 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
   u.batch = batch, u.rows = rows, u.dim = dim, u.heads = heads, u.slots = slots;
   u.x = x, u.k = k, u.v = v, u.bias = bias, u.grad_out = grad_out, u.out_bias = flags & NO_OUT_BIAS ? NULL : out_bias;
   if (flags & LENGTHS) u.lengths = lengths;
-  if (flags & DROPOUT) u.dropout.seed = 5, u.dropout.op = 1, u.dropout.step = 2, u.dropout.threshold = 6554, u.dropout.keep = 1 / 0.9f;
+  if (flags & DROPOUT)
+    u.dropout.seed = 5, u.dropout.op = 1, u.dropout.step = 2, u.dropout.threshold = 6554, u.dropout.keep = 1 / 0.9f;
   for (int64_t b = 0; b < batch; b++) {
     lengths[b] = b == 1 ? 0 : (int32_t)(slots - b * 5 % (slots + 1));
     for (int64_t s = b * heads * slots; s < (b + 1) * heads * slots && u.lengths; s++)
-      if (s % slots >= lengths[b]) bias[s] = (float)NAN, fill(k + s * dim, dim, (float)NAN), fill(v + s * dim, dim, (float)NAN);
+      if (s % slots >= lengths[b])
+        bias[s] = (float)NAN, fill(k + s * dim, dim, (float)NAN), fill(v + s * dim, dim, (float)NAN);
   }
   u.out = outputs_add(&o, "out", false, x_size);
   u.lse = outputs_add(&o, "log-sum-exp", false, batch * rows * heads);
@@ -307,19 +326,24 @@ static void check_unpack(int64_t batch, int64_t rows, int64_t dim, int64_t heads
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++)
       for (int64_t i = 0; i < rows; i++) unpack_reference(&u, o.want, b, h, i);
-  snprintf(sentence, sizeof sentence, "unpack, batch %d, rows %d, dim %d, heads %d, slots %d, flags %d", (int)batch, (int)rows, (int)dim,
+  snprintf(sentence, sizeof sentence, "unpack, batch %d, rows %d, dim %d, heads %d, slots %d, flags %d", (int)batch,
+           (int)rows, (int)dim,
            (int)heads, (int)slots, flags);
   outputs_check(&o, sentence, unpack_run, &u);
   if (batch > 2 && !(flags & DROPOUT)) unpack_alone(&u, &o); /* a dropped element's number counts the batch */
-  outputs_close(&o), release(x), release(k), release(v), release(bias), release(out_bias), release(grad_out), free(lengths);
+  outputs_close(&o), release(x), release(k), release(v), release(bias), release(out_bias), release(grad_out),
+      free(lengths);
 }
 
 static const shape shapes[] = { /* batch, heads, queries, keys, dim, value_dim */
-  {1, 1, 1, 1, 1, 1, 0}, {2, 3, 5, 7, 3, 2, 0}, {1, 2, 0, 5, 4, 4, 0}, {1, 2, 5, 0, 4, 4, 0}, {1, 1, 4, 6, 0, 3, 0}, {1, 1, 4, 6, 3, 0, 0},
+  {1, 1, 1, 1, 1, 1, 0}, {2, 3, 5, 7, 3, 2, 0}, {1, 2, 0, 5, 4, 4, 0}, {1, 2, 5, 0, 4, 4, 0}, {1, 1, 4, 6, 0, 3, 0},
+      {1, 1, 4, 6, 3, 0, 0},
   {0, 1, 4, 6, 3, 2, 0},
-  {2, 2, 64, 512, 16, 16, 0}, {1, 2, 130, 1030, 33, 20, STRIDED}, {1, 1, 1100, 70, 12, 40, 0}, {1, 1, 1, 3000, 64, 64, 0},
+  {2, 2, 64, 512, 16, 16, 0}, {1, 2, 130, 1030, 33, 20, STRIDED}, {1, 1, 1100, 70, 12, 40, 0},
+      {1, 1, 1, 3000, 64, 64, 0},
   {1, 1, 40, 700, 300, 280, DROPOUT},
-  {1, 2, 700, 700, 32, 32, CAUSAL}, {2, 1, 600, 520, 20, 24, CAUSAL | LENGTHS | STRIDED}, {3, 2, 65, 1200, 20, 24, CAUSAL | LENGTHS},
+  {1, 2, 700, 700, 32, 32, CAUSAL}, {2, 1, 600, 520, 20, 24, CAUSAL | LENGTHS | STRIDED},
+      {3, 2, 65, 1200, 20, 24, CAUSAL | LENGTHS},
   {1, 1, 513, 1025, 64, 65, CAUSAL | DROPOUT}, {2, 2, 520, 600, 8, 8, CAUSAL | DROPOUT | STRIDED | ALIAS},
   {3, 2, 16, 1500, 20, 20, LENGTHS | SHARED_Q}, {3, 2, 16, 1500, 20, 20, LENGTHS | DROPOUT | SHARED_Q},
   {3, 2, 600, 16, 20, 20, LENGTHS | DROPOUT | SHARED_KV},
@@ -332,14 +356,17 @@ int main(void) {
   for (int at = 0; kernels_next(&at);) {
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(&shapes[i]);
     for (int64_t threads = 1; threads < 8; threads += 3) check_ragged(false, threads), check_ragged(true, threads);
-    for (int dropout = 0; dropout < 2; dropout++) check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout),
+    for (int dropout = 0; dropout < 2; dropout++)
+      check_prefix(5, dropout), check_prefix(50, dropout), check_prefix(513, dropout),
       check_prefix(1100, dropout);
     for (int i = 0; i < 4; i++)
       for (int64_t threads = 1; threads < 8; threads += 3)
-        check_causality(3, 1, odd[i], threads), check_causality(90, 10, odd[i], threads), check_causality(200, 64, odd[i], threads),
+        check_causality(3, 1, odd[i], threads), check_causality(90, 10, odd[i], threads),
+            check_causality(200, 64, odd[i], threads),
           check_causality(600, 511, odd[i], threads),
           check_causality(600, 515, odd[i], threads);
-    check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0), check_unpack(1, 0, 4, 2, 3, 0),
+    check_unpack(1, 1, 1, 1, 1, 0), check_unpack(2, 70, 12, 3, 5, 0), check_unpack(1, 1200, 40, 4, 16, 0),
+        check_unpack(1, 0, 4, 2, 3, 0),
       check_unpack(1, 5, 4, 2, 0, 0);
     check_unpack(3, 130, 33, 2, 17, LENGTHS), check_unpack(3, 70, 20, 4, 16, LENGTHS | DROPOUT | NO_OUT_BIAS),
       check_unpack(3, 600, 24, 2, 40, LENGTHS | DROPOUT);

@@ -31,7 +31,9 @@ static void naive_linear_attention(naive_layer *a, int64_t rows, int64_t keys, b
       double sum = 0, out[HEAD_DIM] = {0};
       for (int64_t j = 0; j < keys && (!causal || j <= t); j++) {
         double weight = 0;
-        for (int i = h * HEAD_DIM; i < (h + 1) * HEAD_DIM; i++) weight += naive_activation(LUNA_ACTIVATION_ELU1, a->q[t][i]) * naive_activation(LUNA_ACTIVATION_ELU1, a->k[j][i]);
+        for (int i = h * HEAD_DIM; i < (h + 1) * HEAD_DIM; i++)
+          weight += naive_activation(LUNA_ACTIVATION_ELU1, a->q[t][i]) *
+              naive_activation(LUNA_ACTIVATION_ELU1, a->k[j][i]);
         for (int i = 0; i < HEAD_DIM; i++) out[i] += weight * a->v[j][h * HEAD_DIM + i];
         sum += weight;
       }
@@ -39,9 +41,11 @@ static void naive_linear_attention(naive_layer *a, int64_t rows, int64_t keys, b
     }
 }
 /* column `i` of the real rows of x, shortened to k; the number of rows there are then */
-static int64_t naive_shorten(const luna_linformer_config *c, const luna_tensor *e, double x[][DIM], int i, int64_t real, int64_t k,
+static int64_t naive_shorten(const luna_linformer_config *c, const luna_tensor *e, double x[][DIM], int i, int64_t real,
+                             int64_t k,
                              double *out) {
-  const int64_t w = (c->max_length + k - 1) / k, windows = c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ? k : (real + w - 1) / w;
+  const int64_t w = (c->max_length + k - 1) / k, windows =
+      c->projection == LUNA_LINFORMER_PROJECTION_LINEAR ? k : (real + w - 1) / w;
   for (int64_t r = 0; r < windows; r++) {
     out[r] = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -INFINITY : 0;
     for (int64_t t = 0; t < real; t++) {
@@ -79,7 +83,8 @@ static void naive_linformer(naive_layer *a, const luna_attention_layer *layer, i
 }
 static void check_naive(luna_attention_layer_config config, bool cross, bool lengths, const char *what) {
   const luna_init normal = {LUNA_INIT_NORMAL, 0.4f};
-  const int64_t rows = cross ? QUERIES : KEYS, shape[2] = {config.linformer.projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION ? 1 : KEYS, KEYS};
+  const int64_t rows = cross ? QUERIES : KEYS, shape[2] =
+      {config.linformer.projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION ? 1 : KEYS, KEYS};
   luna_ctx *ctx = ctx_open();
   luna_params *params = luna_params_open(ctx);
   luna_attention_layer layer;
@@ -91,7 +96,8 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
   if (config.linformer.sharing == LUNA_LINFORMER_SHARING_LAYERWISE && config.kind == LUNA_ATTENTION_LINFORMER)
     layer.e = layer.f = luna_param(params, "shared", 2, shape, normal);
   luna_begin_inference(ctx);
-  luna_tensor *x = common_tensor(ctx, 12, SOURCES, rows, DIM, 0), *context = cross ? common_tensor(ctx, 13, SOURCES, KEYS, DIM, 0) : NULL;
+  luna_tensor *x = common_tensor(ctx, 12, SOURCES, rows, DIM, 0),
+      *context = cross ? common_tensor(ctx, 13, SOURCES, KEYS, DIM, 0) : NULL;
   float *got = values_of(ctx, luna_attention_layer_forward(&layer, x, context, lengths ? key_lengths : NULL), what);
   float *expected = common_floats(SOURCES * rows * DIM);
   naive_layer *a = (naive_layer *)common_alloc(sizeof *a);
@@ -110,7 +116,8 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
     }
   }
   for (int b = 0; b < SOURCES; b++) {
-    snprintf(where, sizeof where, "%s%s%s, sequence %d, against naive loops", what, cross ? ", context" : "", lengths ? ", lengths" : "",
+    snprintf(where, sizeof where, "%s%s%s, sequence %d, against naive loops", what, cross ? ", context" : "",
+             lengths ? ", lengths" : "",
              b);
     test_close(where, got + b * rows * DIM, expected + b * rows * DIM, (size_t)(rows * DIM), 2e-6);
   }
@@ -119,12 +126,14 @@ static void check_naive(luna_attention_layer_config config, bool cross, bool len
 }
 /* Luna attention in its four sharing modes, eqs. 3-5: pack, then unpack */
 enum { PACK_HEADS = 2, MEMORY = 5 };
-static void naive_heads(double q[][DIM], double k[][DIM], double v[][DIM], double y[][DIM], int64_t rows, int64_t keys, int heads) {
+static void naive_heads(double q[][DIM], double k[][DIM], double v[][DIM], double y[][DIM], int64_t rows, int64_t keys,
+                        int heads) {
   for (int64_t t = 0; t < rows; t++)
     for (int h = 0; h < heads; h++) {
       double weight[KEYS] = {0};
       for (int64_t j = 0; j < keys; j++)
-        for (int i = h * (DIM / heads); i < (h + 1) * (DIM / heads); i++) weight[j] += q[t][i] * k[j][i] / sqrt(DIM / heads);
+        for (int i = h * (DIM / heads); i < (h + 1) * (DIM / heads); i++)
+          weight[j] += q[t][i] * k[j][i] / sqrt(DIM / heads);
       naive_softmax(weight, keys);
       for (int i = h * (DIM / heads); i < (h + 1) * (DIM / heads); i++) {
         y[t][i] = 0;
@@ -135,14 +144,16 @@ static void naive_heads(double q[][DIM], double k[][DIM], double v[][DIM], doubl
 static void naive_rows(const luna_linear_layer *layer, double x[][DIM], int64_t rows, double y[][DIM]) {
   for (int64_t t = 0; t < rows; t++) naive_linear(layer, x[t], y[t]);
 }
-static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], double p[][DIM], double context[][DIM], int64_t rows,
+static void naive_nested(const luna_nested_attention_layer *l, double x[][DIM], double p[][DIM], double context[][DIM],
+                         int64_t rows,
                          int64_t real, float *out, float *packed_context) {
   const luna_sharing sharing = l->config.sharing;
   double q[KEYS][DIM], k[KEYS][DIM], v[KEYS][DIM], y[KEYS][DIM], yp[MEMORY][DIM];
   naive_rows(&l->pq, p, MEMORY, q);
   naive_rows(&l->pv, context, KEYS, v);
   if (sharing == LUNA_SHARING_NO_KEY) memcpy(k, context, sizeof k);
-  else naive_rows(sharing == LUNA_SHARING_TIED ? &l->pv : sharing == LUNA_SHARING_QK ? &l->pq : &l->pk, context, KEYS, k);
+  else naive_rows(sharing == LUNA_SHARING_TIED ? &l->pv : sharing == LUNA_SHARING_QK ? &l->pq : &l->pk, context, KEYS,
+                  k);
   naive_heads(q, k, v, yp, MEMORY, real, PACK_HEADS);
   naive_rows(&l->q, x, rows, q);
   naive_rows(&l->v, yp, MEMORY, v);
@@ -164,14 +175,18 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   config.dim = DIM, config.heads = HEADS, config.pack_heads = PACK_HEADS, config.sharing = sharing;
-  CHECK(luna_nested_attention_layer_init(&layer, params, "", &config) == LUNA_OK, "sharing %d: %s", sharing, luna_error(ctx));
-  CHECK(luna_params_tensor_count(params) == 2 * (sharing == LUNA_SHARING_FULL ? 7 : 5), "sharing %d has %d parameters", sharing,
+  CHECK(luna_nested_attention_layer_init(&layer, params, "", &config) == LUNA_OK, "sharing %d: %s", sharing,
+        luna_error(ctx));
+  CHECK(luna_params_tensor_count(params) == 2 * (sharing == LUNA_SHARING_FULL ? 7 : 5), "sharing %d has %d parameters",
+        sharing,
         (int)luna_params_tensor_count(params));
   common_params(params, 68);
   luna_begin_inference(ctx);
-  luna_tensor *x = common_tensor(ctx, 14, SOURCES - 1, rows, DIM, 0), *p = common_tensor(ctx, 15, SOURCES - 1, MEMORY, DIM, 0),
+  luna_tensor *x = common_tensor(ctx, 14, SOURCES - 1, rows, DIM, 0),
+      *p = common_tensor(ctx, 15, SOURCES - 1, MEMORY, DIM, 0),
               *context = cross ? common_tensor(ctx, 16, SOURCES - 1, KEYS, DIM, 0) : NULL;
-  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL, &packed_context),
+  float *got = values_of(ctx, luna_nested_attention_layer_forward(&layer, x, p, context, lengths ? key_lengths : NULL,
+                                                                  &packed_context),
                          "Luna attention"),
         *got_packed = values_of(ctx, packed_context, "Y_P");
   for (int b = 0; b < SOURCES - 1; b++) {
@@ -183,10 +198,12 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
       row[2][i / DIM][i % DIM] = parameter(cross ? context : x, b * KEYS * DIM + i);
     }
     naive_nested(&layer, row[0], row[1], row[2], rows, lengths ? key_lengths[b] : KEYS, expected, expected_packed);
-    snprintf(what, sizeof what, "sharing %d, form %d%s%s, sequence %d: Y_X by eqs. 3-5", sharing, form, cross ? ", context" : "",
+    snprintf(what, sizeof what, "sharing %d, form %d%s%s, sequence %d: Y_X by eqs. 3-5", sharing, form,
+             cross ? ", context" : "",
              lengths ? ", lengths" : "", b);
     test_close(what, got + b * rows * DIM, expected, (size_t)(rows * DIM), 2e-6);
-    snprintf(what, sizeof what, "sharing %d, form %d%s%s, sequence %d: Y_P by eqs. 3-5", sharing, form, cross ? ", context" : "",
+    snprintf(what, sizeof what, "sharing %d, form %d%s%s, sequence %d: Y_P by eqs. 3-5", sharing, form,
+             cross ? ", context" : "",
              lengths ? ", lengths" : "", b);
     test_close(what, got_packed + b * MEMORY * DIM, expected_packed, MEMORY * DIM, 2e-6);
   }
@@ -194,7 +211,8 @@ static void check_sharing(luna_sharing sharing, luna_form form, bool cross, bool
   luna_close(ctx);
 }
 static void check_naives(void) {
-  static const char *const projections[] = {"linear", "mean", "max", "convolution"}, *const sharings[] = {"headwise", "key-value",
+  static const char *const projections[] = {"linear", "mean", "max", "convolution"},
+      *const sharings[] = {"headwise", "key-value",
                                                                                                           "layerwise"};
   char what[100];
   for (int i = 0; i < 4; i++) { /* cross or not, lengths or not */
@@ -210,7 +228,8 @@ static void check_naives(void) {
           config.linformer.k = 4, config.linformer.k_last_head = taper ? 2 : 0;
           config.linformer.projection = (luna_linformer_projection)projection;
           config.linformer.sharing = (luna_linformer_sharing)sharing;
-          snprintf(what, sizeof what, "Linformer, %s, %s%s", projections[projection], sharings[sharing], taper ? ", k by head" : "");
+          snprintf(what, sizeof what, "Linformer, %s, %s%s", projections[projection], sharings[sharing],
+                   taper ? ", k by head" : "");
           check_naive(config, i & 1, i & 2, what);
         }
   }
@@ -245,7 +264,8 @@ static void check_lm_trains(luna_attention_kind kind) {
   int32_t tokens[4 * 24], labels[4 * 24];
   double last = NAN;
   config.vocab = 5, config.layers = 1, config.memory = 4;
-  config.layer.dim = DIM, config.layer.heads = 2, config.layer.ffn = 20, config.layer.convolution = 4, config.layer.attention = kind;
+  config.layer.dim = DIM, config.layer.heads = 2, config.layer.ffn = 20, config.layer.convolution = 4,
+      config.layer.attention = kind;
   adamw.lr = 1e-2f;
   if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "language model %d: %s", kind, luna_error(ctx))) {
     float *before = common_parameters(params);
@@ -257,7 +277,8 @@ static void check_lm_trains(luna_attention_kind kind) {
         labels[i] = i % 24 < 2 ? -1 : pattern[(at + 1) % 9];
       }
       luna_begin_step(ctx);
-      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 4, 24, NULL }), labels);
+      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 4, 24, NULL }),
+                                             labels);
       luna_backward(loss);
       if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "language model %d: %s", kind, luna_error(ctx))) break;
       last = (double)luna_item(loss) / log(5);
@@ -297,7 +318,8 @@ static void check_linformer_refusals(void) {
   config.kind = LUNA_ATTENTION_LUNA;
   refused(ctx, luna_attention_layer_init(&layer, params, "a.", &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE,
           "an attention layer of Luna's kind");
-  CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters", (int)luna_params_tensor_count(params));
+  CHECK(luna_params_tensor_count(params) == 0, "what was refused leaves %d parameters",
+        (int)luna_params_tensor_count(params));
   luna_close(ctx); /* an init that failed stays in its context */
   ctx = ctx_open(), params = luna_params_open(ctx);
   for (int i = 0; i < 4; i++) {
@@ -307,7 +329,8 @@ static void check_linformer_refusals(void) {
     config.kind = LUNA_ATTENTION_LINFORMER, config.linformer = l;
     CHECK(luna_attention_layer_init(&layer, params, name, &config) == LUNA_OK, "%s", luna_error(ctx));
     luna_tensor *x = common_tensor(ctx, 1, 2, 9, DIM, 0), *longer = common_tensor(ctx, 1, 2, 10, DIM, 0);
-    CHECK(luna_attention_layer_forward(&layer, x, NULL, NULL) && luna_attention_layer_forward(&layer, longer, x, NULL), "9 keys: %s",
+    CHECK(luna_attention_layer_forward(&layer, x, NULL, NULL) && luna_attention_layer_forward(&layer, longer, x, NULL),
+          "9 keys: %s",
           luna_error(ctx));
     refused(ctx, !luna_attention_layer_forward(&layer, x, longer, NULL), MAX_LENGTH,
         "10 keys where Linformer has 9 (projection %d)", i);
@@ -322,9 +345,11 @@ static void check_linformer_refusals(void) {
 }
 static void check_attentions(void) {
   check_naives();
-  for (int i = 0; i < 32; i++) check_sharing((luna_sharing)(i / 8), i & 4 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, i & 1, i & 2);
+  for (int i = 0; i < 32; i++)
+    check_sharing((luna_sharing)(i / 8), i & 4 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, i & 1, i & 2);
   for (int v = 0; v < ENCODERS; v++) check_classifier_trains(v);
-  for (int kind = LUNA_ATTENTION_LUNA; kind <= LUNA_ATTENTION_LINEAR; kind++) check_lm_trains((luna_attention_kind)kind);
+  for (int kind = LUNA_ATTENTION_LUNA; kind <= LUNA_ATTENTION_LINEAR; kind++)
+    check_lm_trains((luna_attention_kind)kind);
   check_linformer_refusals();
   heap_check("attentions");
 }

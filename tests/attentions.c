@@ -1,6 +1,6 @@
-/* Other attentions: examples/attentions. tests/golden.c holds their numbers; here, for each with several options and more than one
-   block of rows: a sequence in a batch against it alone, padding, causality, threads, directional derivatives, memory, language models,
-   checkpoints, recomputation, segments, and what is refused. */
+/* Other attentions: examples/attentions. tests/golden.c holds their numbers; here, for each with several options and
+   more than one block of rows: a sequence in a batch against it alone, padding, causality, threads, directional
+   derivatives, memory, language models, checkpoints, recomputation, segments, and what is refused. */
 #include "test.h"
 #include "luna.h"
 #include "../examples/attentions/attentions.h"
@@ -12,8 +12,8 @@
 #define ROWS 150
 static const int32_t lengths[BATCH] = {ROWS, 71, 1};
 
-/* BOTH: causal and not. ROUGH: no derivatives of it by differences, for a small step may change an order or a choice. LOOKS_AHEAD:
-   a later token may change which earlier ones are attended */
+/* BOTH: causal and not. ROUGH: no derivatives of it by differences, for a small step may change an order or a choice.
+   LOOKS_AHEAD: a later token may change which earlier ones are attended */
 enum { CAUSAL = 1, FULL = 2, BOTH = 3, ROUGH = 4, LOOKS_AHEAD = 8 };
 static const struct { const char *options; int forms; } cases[] = {
   {"performer features=40", BOTH},
@@ -128,7 +128,8 @@ static float *results(const char *name, bool causal, int threads, float padding,
   float *x = common_floats(INPUTS);
   for (int64_t i = 0; i < INPUTS; i++) x[i] = i / DIM % ROWS >= lengths[i / (ROWS * DIM)] ? padding : inputs[i];
   luna_begin_step(o.ctx);
-  luna_tensor *in = luna_require_grad(one_tensor(&o, x, BATCH, ROWS)), *y = luna_mask(one_run(&o, in, lengths, &call), lengths);
+  luna_tensor *in = luna_require_grad(one_tensor(&o, x, BATCH, ROWS)),
+      *y = luna_mask(one_run(&o, in, lengths, &call), lengths);
   const int64_t size = 2 * INPUTS + luna_params_element_count(o.params);
   float *all = common_floats(size), *at = all + 2 * INPUTS;
   luna_read(y, all);
@@ -146,9 +147,12 @@ static float *results(const char *name, bool causal, int threads, float padding,
 }
 static void check_bits(const char *name, bool causal) {
   int64_t count = 0;
-  float *zero = results(name, causal, 1, 0, &count), *nan = results(name, causal, 1, NAN, &count), *three = results(name, causal, 3, 0, &count);
-  CHECK(zero && nan && memcmp(zero, nan, (size_t)count * sizeof(float)) == 0, "%s: NaN in the padding changes something", name);
-  CHECK(zero && three && memcmp(zero, three, (size_t)count * sizeof(float)) == 0, "%s: three threads change bits", name);
+  float *zero = results(name, causal, 1, 0, &count), *nan = results(name, causal, 1, NAN, &count),
+      *three = results(name, causal, 3, 0, &count);
+  CHECK(zero && nan && memcmp(zero, nan, (size_t)count * sizeof(float)) == 0,
+        "%s: NaN in the padding changes something", name);
+  CHECK(zero && three && memcmp(zero, three, (size_t)count * sizeof(float)) == 0, "%s: three threads change bits",
+        name);
   free(zero), free(nan), free(three);
 }
 
@@ -164,7 +168,8 @@ static void check_causality(const char *name) {
     for (int64_t j = 0; j < ROWS * DIM; j++) x[j] = inputs[j] + (j >= cut * DIM ? changes[i / 3] : 0);
     luna_begin_inference(o.ctx);
     luna_read(one_run(&o, one_tensor(&o, x, 1, ROWS), NULL, NULL), got);
-    CHECK(memcmp(all, got, (size_t)(cut * DIM) * sizeof(float)) == 0, "%s: a token before %d depends on it", name, (int)cut);
+    CHECK(memcmp(all, got, (size_t)(cut * DIM) * sizeof(float)) == 0, "%s: a token before %d depends on it", name,
+          (int)cut);
   }
   free(all), free(got), free(x);
   one_close(&o);
@@ -179,7 +184,8 @@ static double value(one *o, luna_tensor *shifted, const char *what, const float 
   for (int64_t i = 0; i < count; i++) x[i] = at[i] + by * direction[i];
   if (shifted) luna_write(shifted, x);
   luna_begin_step(o->ctx);
-  luna_tensor *in = luna_require_grad(one_tensor(o, shifted ? inputs : x, BATCH, ROWS)), *y = one_run(o, in, lengths, &call);
+  luna_tensor *in = luna_require_grad(one_tensor(o, shifted ? inputs : x, BATCH, ROWS)),
+      *y = one_run(o, in, lengths, &call);
   float *out = common_floats(INPUTS);
   luna_read(luna_mask(y, lengths), out);
   float *weights = common_random(INPUTS, 7, 1);
@@ -193,16 +199,21 @@ static double value(one *o, luna_tensor *shifted, const char *what, const float 
     free(out), free(weights);
   }
   if (shifted) luna_write(shifted, at);
-  if (o->layer->loss && strncmp(what, "compress", 8) == 0) sum += (double)luna_item(o->layer->loss); /* all else is constant in it */
+  /* all else is constant in it */
+  if (o->layer->loss && strncmp(what, "compress", 8) == 0) sum += (double)luna_item(o->layer->loss);
   return sum;
 }
-static void check_direction(one *o, luna_tensor *parameter, const char *what, const float *at, const float *grad, int64_t count) {
+static void check_direction(one *o, luna_tensor *parameter, const char *what, const float *at, const float *grad,
+                            int64_t count) {
   float *direction = common_random(count, 11, 1);
   double slope = 0, size = 0;
   const float by = 5e-4f; /* small: few of the relus change sides */
-  for (int64_t i = 0; i < count; i++) slope += (double)grad[i] * (double)direction[i], size += (double)grad[i] * (double)grad[i];
-  const double got = (value(o, parameter, what, at, direction, by) - value(o, parameter, what, at, direction, -by)) / (2 * (double)by);
-  CHECK(fabs(got - slope) <= 0.02 * sqrt(size) + 0.04, "%s (%s): %s changes the loss by %.5g, its gradient says %.5g of %.3g", o->name,
+  for (int64_t i = 0; i < count; i++)
+    slope += (double)grad[i] * (double)direction[i], size += (double)grad[i] * (double)grad[i];
+  const double got = (value(o, parameter, what, at, direction, by) - value(o, parameter, what, at, direction, -by)) /
+      (2 * (double)by);
+  CHECK(fabs(got - slope) <= 0.02 * sqrt(size) + 0.04,
+        "%s (%s): %s changes the loss by %.5g, its gradient says %.5g of %.3g", o->name,
         o->causal ? "causal" : "full", what, got, slope, sqrt(size));
   free(direction);
 }
@@ -232,7 +243,8 @@ static void check_derivatives(const char *name, bool causal) {
 }
 
 /* ---- in models: training in one block of the size that a measuring context found, checkpoints, recomputation ---- */
-static double train(const char *name, bool causal, luna_options *options, luna_recompute_kind recompute, int steps, float **parameters) {
+static double train(const char *name, bool causal, luna_options *options, luna_recompute_kind recompute, int steps,
+                    float **parameters) {
   int32_t tokens[2 * 48], labels[2 * 48];
   luna_classifier classifier;
   luna_lm lm;
@@ -241,7 +253,8 @@ static double train(const char *name, bool causal, luna_options *options, luna_r
   luna_ctx *ctx = luna_open(options);
   luna_params *params = luna_params_open(ctx);
   luna_layer_config layer = {0};
-  for (int i = 0; i < 2 * 48; i++) tokens[i] = (causal ? i : i + i / 48) * 7 % 11 % 5, labels[i] = causal ? (i + 1) * 7 % 11 % 5 : i % 2;
+  for (int i = 0; i < 2 * 48; i++)
+    tokens[i] = (causal ? i : i + i / 48) * 7 % 11 % 5, labels[i] = causal ? (i + 1) * 7 % 11 % 5 : i % 2;
   luna_input input = {.tokens = tokens, .batch = 2, .n = 48};
   if (!CHECK(attentions_open(&choice, name), "%s: %s", name, choice.error)) return 0;
   layer.hook = &choice.hook, layer.recompute = recompute, layer.pre_norm = true;
@@ -258,7 +271,8 @@ static double train(const char *name, bool causal, luna_options *options, luna_r
   luna_optimizer *adam = luna_adamw(params, &config);
   for (int step = 0; step < steps; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = causal ? luna_lm_loss(&lm, &input, labels) : luna_cross_entropy(luna_classifier_forward(&classifier, &input), labels);
+    luna_tensor *loss = causal ? luna_lm_loss(&lm, &input, labels) :
+        luna_cross_entropy(luna_classifier_forward(&classifier, &input), labels);
     loss = attentions_loss(&choice, loss);
     CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", name, luna_error(ctx));
     last = (double)luna_item(loss);
@@ -347,9 +361,11 @@ static void check_segments(void) {
     luna_read(one_run(&o, one_tensor(&o, inputs + segment * half * DIM, 1, half), NULL, &call), part);
     test_close("a segment", part, whole + segment * half * DIM, (size_t)(half * DIM), 2e-6);
     CHECK(call.kept[0] == o.layer->next_memory, "the next segment's memory is not handed out");
-    if (CHECK(o.layer->next_memory && luna_count(o.layer->next_memory) == half * DIM, "there is no memory for the next segment"))
+    if (CHECK(o.layer->next_memory && luna_count(o.layer->next_memory) == half * DIM,
+              "there is no memory for the next segment"))
       luna_read(o.layer->next_memory, memory);
-    CHECK(memcmp(memory, inputs + segment * half * DIM, (size_t)(half * DIM) * sizeof(float)) == 0, "a memory is not the segment's inputs");
+    CHECK(memcmp(memory, inputs + segment * half * DIM, (size_t)(half * DIM) * sizeof(float)) == 0,
+          "a memory is not the segment's inputs");
   }
   free(whole), free(part), free(memory);
   one_close(&o);
@@ -373,9 +389,11 @@ static void check_normed_memory(void) {
   for (int segment = 0; segment < 2; segment++) {
     luna_begin_inference(ctx);
     a->memory = segment ? luna_tensor_new(ctx, memory, 3, part) : NULL;
-    luna_read(luna_causal_layer_forward(&layer, luna_tensor_new(ctx, inputs + segment * size, 3, part)), y[1] + segment * size);
+    luna_read(luna_causal_layer_forward(&layer, luna_tensor_new(ctx, inputs + segment * size, 3, part)),
+              y[1] + segment * size);
     if (CHECK(a->next_memory, "there is no memory")) luna_read(a->next_memory, memory);
-    CHECK(memcmp(memory, inputs + segment * size, (size_t)size * sizeof(float)) == 0, "a memory is not the layer's input");
+    CHECK(memcmp(memory, inputs + segment * size, (size_t)size * sizeof(float)) == 0,
+          "a memory is not the layer's input");
   }
   test_close("segments of a layer with a norm", y[1], y[0], ROWS * DIM, 2e-6);
   free(y[0]), free(y[1]), free(memory);
@@ -399,7 +417,8 @@ static void check_growth(void) {
   c.vocab = 5, c.dim = DIM, c.heads = HEADS, c.layer.hook = &choice.hook, c.layer.pre_norm = true;
   CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK, "%s", luna_error(ctx));
   for (int segment = 0; segment < 5; segment++) {
-    static const int64_t memory[5] = {20, 30, 30, 30, 30}, compressed[5] = {0, 3, 8, 8, 8}; /* 10 rows leave in segment 1, then 20 */
+    /* 10 rows leave in segment 1, then 20 */
+    static const int64_t memory[5] = {20, 30, 30, 30, 30}, compressed[5] = {0, 3, 8, 8, 8};
     luna_begin_step(ctx);
     for (int l = 0; l < 2; l++) {
       attention *layer = (attention *)lm.layers[l].hook_state;
@@ -414,7 +433,8 @@ static void check_growth(void) {
       attention *layer = (attention *)lm.layers[l].hook_state;
       luna_tensor *next[2] = {layer->next_memory, layer->next_compressed};
       for (int k = 0; k < 2; k++) {
-        CHECK((next[k] ? next[k]->shape[1] : 0) == rows[k], "segment %d: memory %d has %d rows", segment, k, next[k] ? (int)next[k]->shape[1] : 0);
+        CHECK((next[k] ? next[k]->shape[1] : 0) == rows[k], "segment %d: memory %d has %d rows", segment, k,
+              next[k] ? (int)next[k]->shape[1] : 0);
         free(held[l][k]);
         held[l][k] = common_floats(luna_count(next[k]));
         if (next[k]) CHECK(luna_read(next[k], held[l][k]) == LUNA_OK, "%s", luna_error(ctx));
@@ -453,18 +473,21 @@ static void naive_arccosine(const one *o, int64_t h, const double *x, double *ph
   for (int64_t j = 0; j < ARC_FEATURES; j++) {
     double z = 0;
     for (int64_t e = 0; e < DIM / HEADS; e++)
-      z += (double)w[(h * ARC_FEATURES + j) * (DIM / HEADS) + e] * (double)sigma[h * (DIM / HEADS) + e] / 2 * x[e] / size;
+      z += (double)w[(h * ARC_FEATURES + j) * (DIM / HEADS) + e] * (double)sigma[h * (DIM / HEADS) + e] / 2 * x[e] /
+          size;
     phi[j] = z > 0 ? z / sqrt(ARC_FEATURES) : 0;
   }
 }
 static void check_arccosine(bool causal) {
-  double x[ARC_ROWS * DIM], q[ARC_ROWS * DIM], k[ARC_ROWS * DIM], v[ARC_ROWS * DIM], joined[ARC_ROWS * DIM] = {0}, want[ARC_ROWS * DIM];
+  double x[ARC_ROWS * DIM], q[ARC_ROWS * DIM], k[ARC_ROWS * DIM], v[ARC_ROWS * DIM], joined[ARC_ROWS * DIM] = {0},
+      want[ARC_ROWS * DIM];
   float got[ARC_ROWS * DIM], expected[ARC_ROWS * DIM];
   one o;
   if (!one_open(&o, "rfa features=30 kernel=arccosine tau=2", causal, NULL)) return;
   common_params(o.params, 12);
   for (int i = 0; i < ARC_ROWS * DIM; i++) x[i] = (double)inputs[i];
-  naive_linear(&o, "q_proj", x, ARC_ROWS, q), naive_linear(&o, "k_proj", x, ARC_ROWS, k), naive_linear(&o, "v_proj", x, ARC_ROWS, v);
+  naive_linear(&o, "q_proj", x, ARC_ROWS, q), naive_linear(&o, "k_proj", x, ARC_ROWS, k),
+      naive_linear(&o, "v_proj", x, ARC_ROWS, v);
   for (int64_t h = 0; h < HEADS; h++)
     for (int64_t i = 0; i < ARC_ROWS; i++) {
       const int64_t at = h * (DIM / HEADS);
@@ -489,7 +512,8 @@ static void check_arccosine(bool causal) {
 /* of the 120 rows that leave, the 30 that the tokens attend to most */
 static void check_most_used(void) {
   enum { LEFT = 120, KEPT = 30 };
-  double *x = (double *)common_alloc(3 * ROWS * DIM * sizeof(double)), *q = x + ROWS * DIM, *k = q + ROWS * DIM, usage[LEFT] = {0};
+  double *x = (double *)common_alloc(3 * ROWS * DIM * sizeof(double)), *q = x + ROWS * DIM, *k = q + ROWS * DIM,
+      usage[LEFT] = {0};
   float *got = common_floats(KEPT * DIM);
   one o;
   if (!one_open(&o, "compressive memory=30 compressed=40 rate=4 compression=most-used", true, NULL)) return;
@@ -509,7 +533,8 @@ static void check_most_used(void) {
   luna_begin_inference(o.ctx);
   one_run(&o, one_tensor(&o, inputs, 1, ROWS), NULL, NULL);
   const luna_tensor *t = o.layer->next_compressed;
-  if (CHECK(t && luna_count(t) == KEPT * DIM, "most-used keeps %d numbers", t ? (int)luna_count(t) : 0)) luna_read(t, got);
+  if (CHECK(t && luna_count(t) == KEPT * DIM, "most-used keeps %d numbers", t ? (int)luna_count(t) : 0))
+    luna_read(t, got);
   for (int64_t j = 0, next = 0; j < LEFT; j++) {
     int more = 0;
     for (int64_t i = 0; i < LEFT; i++) more += usage[i] > usage[j];
@@ -533,9 +558,11 @@ static void check_redraw(const char *name, bool orthogonal) {
     if (i) CHECK(attentions_redraw(&o.choice, i == 3 ? 5 : 4 + (uint64_t)i), "%s: %s", name, luna_error(o.ctx));
     luna_read(t, x[i]);
   }
-  CHECK(memcmp(x[0], x[1], (size_t)count * sizeof(float)) != 0 && memcmp(x[1], x[2], (size_t)count * sizeof(float)) != 0, "%s: not drawn again", name);
+  CHECK(memcmp(x[0], x[1], (size_t)count * sizeof(float)) != 0 &&
+        memcmp(x[1], x[2], (size_t)count * sizeof(float)) != 0, "%s: not drawn again", name);
   CHECK(memcmp(x[1], x[3], (size_t)count * sizeof(float)) == 0, "%s: a seed gives two draws", name);
-  for (int64_t i = 0; i < count; i++) mean += (double)x[1][i] / (double)count, square += (double)x[1][i] * (double)x[1][i] / (double)count;
+  for (int64_t i = 0; i < count; i++)
+    mean += (double)x[1][i] / (double)count, square += (double)x[1][i] * (double)x[1][i] / (double)count;
   for (int64_t e = 0; e < d; e++) across += (double)x[1][e] * (double)x[1][d + e];
   CHECK(fabs(mean) < 0.05 && fabs(square - 1) < 0.1, "%s: mean %.3f and mean square %.3f", name, mean, square);
   CHECK((fabs(across) < 1e-5) == orthogonal, "%s: the product of its first two rows is %.3g", name, across);
@@ -568,14 +595,19 @@ static void check_workspace_layers(void) {
 }
 
 static void check_refusals(void) {
-  static const char *const bad[] = {"nothing", "performer feature=3", "performer features=-1", "performer features=3x", "performer kernel=exp",
-                                    "performer eps=", "rfa gate=yes", "isab inducing", "compressive compression=conv|mean", ""};
+  static const char *const bad[] = {"nothing", "performer feature=3", "performer features=-1", "performer features=3x",
+                                    "performer kernel=exp",
+                                    "performer eps=", "rfa gate=yes", "isab inducing",
+                                        "compressive compression=conv|mean", ""};
   static const struct { const char *name; bool causal; int64_t dim; } made[] = {
-    {"performer features=0", false, DIM}, {"synthesizer terms=dot+dot", false, DIM}, {"synthesizer terms=dance", false, DIM},
-    {"synthesizer terms=factorized_dense length=10 a=3", false, DIM}, {"isab", false, DIM + 1}, {"rfa tau=0", true, DIM},
+    {"performer features=0", false, DIM}, {"synthesizer terms=dot+dot", false, DIM},
+        {"synthesizer terms=dance", false, DIM},
+    {"synthesizer terms=factorized_dense length=10 a=3", false, DIM}, {"isab", false, DIM + 1},
+        {"rfa tau=0", true, DIM},
   };
   static const struct { const char *name; bool causal; } run[] = {
-    {"isab", true}, {"workspace", true}, {"transformer_xl", false}, {"compressive", false}, {"rfa gate=true", false}, {"synthesizer length=10", true},
+    {"isab", true}, {"workspace", true}, {"transformer_xl", false}, {"compressive", false}, {"rfa gate=true", false},
+        {"synthesizer length=10", true},
   };
   luna_layer_config config = {0};
   attentions a;
@@ -587,7 +619,8 @@ static void check_refusals(void) {
     luna_params *params = luna_params_open(ctx);
     if (!CHECK(attentions_open(&a, made[i].name), "%s", a.error)) continue;
     config.dim = made[i].dim, config.heads = HEADS, config.hook = &a.hook;
-    CHECK(luna_encoder_layer_init(&layer, params, "x.", &config) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_BACKEND &&
+    CHECK(luna_encoder_layer_init(&layer, params, "x.", &config) != LUNA_OK &&
+          luna_ctx_error_id(ctx) == LUNA_ERROR_BACKEND &&
               luna_params_tensor_count(params) == 0, "%s is made: %s", made[i].name, luna_error(ctx));
     luna_close(ctx);
     attentions_close(&a);
@@ -599,7 +632,8 @@ static void check_refusals(void) {
     luna_begin_inference(o.ctx);
     memset(&call, 0, sizeof call);
     call.x = call.input = one_tensor(&o, inputs, 1, ROWS), call.causal = run[i].causal;
-    CHECK(!o.choice.hook.forward(o.layer, &call) && luna_ctx_status(o.ctx) == LUNA_UNSUPPORTED && strstr(luna_error(o.ctx), "attention "),
+    CHECK(!o.choice.hook.forward(o.layer, &call) && luna_ctx_status(o.ctx) == LUNA_UNSUPPORTED &&
+          strstr(luna_error(o.ctx), "attention "),
           "%s runs: %s", run[i].name, luna_error(o.ctx));
     one_close(&o);
   }

@@ -1,8 +1,10 @@
-/* bench.h: what the benchmarks share. Cases that belong together are run in turn, A B A B ..., the machine's multiply-add peak is measured
-   beside every run, on as many threads, or a read-only pass, and medians are told: of the time, of the share of that. One line of JSON a case goes to the
-   file that the program's argument names. In the environment: BENCH_ROWS, only cases whose name has this in it, and those that
-   belong to them; BENCH_ISA, the instruction set of layers and models, "AVX2" for instance; BENCH_TURN and BENCH_RUNS,
-   set by tests/compare.sh: two programs take turns, a run each, BENCH_RUNS after the first. A case's name, with its threads, is what tests/compare.sh knows it by. */
+/* bench.h: what the benchmarks share. Cases that belong together are run in turn, A B A B ..., the machine's
+   multiply-add peak is measured beside every run, on as many threads, or a read-only pass, and medians are told: of the
+   time, of the share of that. One line of JSON a case goes to the file that the program's argument names. In the
+   environment: BENCH_ROWS, only cases whose name has this in it, and those that belong to them; BENCH_ISA, the
+   instruction set of layers and models, "AVX2" for instance; BENCH_TURN and BENCH_RUNS, set by tests/compare.sh: two
+   programs take turns, a run each, BENCH_RUNS after the first. A case's name, with its threads, is what
+   tests/compare.sh knows it by. */
 #ifndef BENCH_H
 #define BENCH_H
 #include "luna.h"
@@ -113,7 +115,8 @@ static double bench_peak(luna_isa isa, int threads) {
   return sum;
 }
 
-/* nanoseconds until a word written by one thread is answered by another: about 100 where their cores share a cache, several times that where not */
+/* nanoseconds until a word written by one thread is answered by another: about 100 where their cores share a cache,
+   several times that where not */
 static volatile int bench_turn;
 static void *bench_answer(void *rounds) {
   for (int i = *(int *)rounds; i > 0; i--) {
@@ -168,7 +171,8 @@ typedef struct bench_case {
   int threads;                       /* 0 = 1 */
   luna_isa isa;
   double flops;                      /* of one run, or 0 */
-  const float *read;                 /* not null: the share is that of a read-only pass over `floats` of these, measured beside */
+  /* not null: the share is that of a read-only pass over `floats` of these, measured beside */
+  const float *read;
   int64_t floats;
   void (*run)(void *arg);
   void *arg;
@@ -194,7 +198,8 @@ static double bench_limit(const bench_case *c) {
   if (c->read) return bench_read(c->read, c->floats, ((int64_t)8 << 20) / c->floats + 1) / 4;
   return bench_peak(c->isa ? c->isa : bench_isa(), c->threads ? c->threads : 1);
 }
-/* The other program's turn: a byte to descriptor 4, and until one comes from 3 this one waits. At the other's end there is none to wait for. */
+/* The other program's turn: a byte to descriptor 4, and until one comes from 3 this one waits. At the other's end there
+   is none to wait for. */
 static void bench_wait_turn(void) {
   char byte;
   if (read(3, &byte, 1) < 0) exit(1);
@@ -214,13 +219,15 @@ static double bench_run(const bench_case *c, int64_t times, double *share, doubl
   return seconds;
 }
 
-/* runs the cases in turn until each had its time, and prints a line of each; where one takes a second, its first run counts */
+/* runs the cases in turn until each had its time, and prints a line of each; where one takes a second, its first run
+   counts */
 static bool bench_is_wanted(const char *name) {
   const char *part = getenv("BENCH_ROWS");
   return !part || strstr(name, part) != NULL;
 }
 static void bench_cases(bench_case *cases, int count) {
-  static double seconds[BENCH_MOST_CASES][BENCH_MOST_RUNS], shares[BENCH_MOST_CASES][BENCH_MOST_RUNS], limits[BENCH_MOST_CASES][BENCH_MOST_RUNS];
+  static double seconds[BENCH_MOST_CASES][BENCH_MOST_RUNS], shares[BENCH_MOST_CASES][BENCH_MOST_RUNS],
+      limits[BENCH_MOST_CASES][BENCH_MOST_RUNS];
   int64_t times[BENCH_MOST_CASES];
   int runs = 0, i;
   double spent = 0;
@@ -233,7 +240,8 @@ static void bench_cases(bench_case *cases, int count) {
     if ((once > 1 && !bench_turns) || cases->once) runs = 1;
   }
   while (bench_turns ? runs < (cases->once ? 2 : bench_turns)
-                     : !cases->once && runs < BENCH_MOST_RUNS && (runs < 3 || (runs < 5 && spent < 3) || spent < bench_budget * count)) {
+                     : !cases->once && runs < BENCH_MOST_RUNS && (runs < 3 || (runs < 5 && spent < 3) ||
+                                                                  spent < bench_budget * count)) {
     const double begin = bench_seconds();
     for (i = 0; i < count; i++) seconds[i][runs] = bench_run(&cases[i], times[i], &shares[i][runs], &limits[i][runs]);
     spent += bench_seconds() - begin;
@@ -258,12 +266,15 @@ static void bench_cases(bench_case *cases, int count) {
     if (c->bytes) printf("  %.1f MB", (double)c->bytes * 1e-6);
     puts("");
     if (bench_json)
-      fprintf(bench_json, "], \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"peak\": %zu}\n", rate, c->share, 1e3 * c->seconds, c->bytes);
+      fprintf(bench_json, "], \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"peak\": %zu}\n", rate, c->share,
+              1e3 * c->seconds, c->bytes);
   }
   fflush(stdout);
 }
 
-static void bench_title(const char *title) { printf("\n%s\n  %-46s %3s %10s %8s  %6s\n", title, "", "thr", "ms", "GF/s", "share"); }
+static void bench_title(const char *title) {
+  printf("\n%s\n  %-46s %3s %10s %8s  %6s\n", title, "", "thr", "ms", "GF/s", "share");
+}
 
 static void bench_start(int argc, char **argv) {
   const char *turn = getenv("BENCH_TURN"), *runs = getenv("BENCH_RUNS");

@@ -1,11 +1,13 @@
-/* bench_cuda: luna_cuda.cuh on this machine's GPU, as shares of what the same run gets out of a large device copy (bytes read + written) and a large
-   float32 product of cuBLAS, each measured beside every timed run; medians of 11 runs or more. make cuda-bench runs it; one line of JSON a row goes
-   to the file that the argument names. -DBENCH_TINY makes every size small and the runs one, to go through all of it without a GPU:
+/* bench_cuda: luna_cuda.cuh on this machine's GPU, as shares of what the same run gets out of a large device copy
+   (bytes read + written) and a large float32 product of cuBLAS, each measured beside every timed run; medians of 11
+   runs or more. make cuda-bench runs it; one line of JSON a row goes to the file that the argument names. -DBENCH_TINY
+   makes every size small and the runs one, to go through all of it without a GPU:
      g++ -std=c++17 -O1 -I. -Itests -DBENCH_TINY -x c++ tests/bench_cuda.cu -x none build/luna.o -lm -lpthread
 
-   Bytes are those that must be read once and written once. Flops a token, forward: attention core 8 l d; nested layer, each half in its cheaper form,
-   pack min(4 h l d, 2 d^2 + 4 l d) + unpack min(4 h l d, 4 d^2 + 4 l d), without the memory's own products; causal layer
-   2 h l d + 6 d^2 + 8 l d + 2 c (h l + d) in chunks of c = 64. Training counts three times that; what is computed twice counts once. */
+   Bytes are those that must be read once and written once. Flops a token, forward: attention core 8 l d; nested layer,
+   each half in its cheaper form, pack min(4 h l d, 2 d^2 + 4 l d) + unpack min(4 h l d, 4 d^2 + 4 l d), without the
+   memory's own products; causal layer 2 h l d + 6 d^2 + 8 l d + 2 c (h l + d) in chunks of c = 64. Training counts
+   three times that; what is computed twice counts once. */
 #ifndef __CUDACC__
 #include "cuda_host.h"
 #endif
@@ -19,7 +21,8 @@ static const int64_t N = 64, DIM = 64, HEADS = 4, VOCAB = 503, ROWS = 16, SIDE =
 static const int64_t BATCH = 2, LENGTH = 64, CLASSIFIER_DIM = 32, CLASSIFIER_FFN = 64;
 static const int LEAST_RUNS = 1, MOST_RUNS = 1;
 #else
-static const int64_t N = 65536, DIM = 1024, HEADS = 16, VOCAB = 50257, ROWS = 8192, SIDE = 8192, COPIED = (int64_t)1 << 30;
+static const int64_t N = 65536, DIM = 1024, HEADS = 16, VOCAB = 50257, ROWS = 8192, SIDE = 8192,
+    COPIED = (int64_t)1 << 30;
 static const int64_t BATCH = 32, LENGTH = 4096, CLASSIFIER_DIM = 256, CLASSIFIER_FFN = 1024;
 static const int LEAST_RUNS = 11, MOST_RUNS = 51;
 #endif
@@ -71,13 +74,15 @@ static void open_bench(bench *b) {
   must(cudaEventCreate(&b->end), "an event");
 }
 static void close_bench(bench *b) {
-  if (b->adam && luna_optimizer_skipped(b->adam) > 0) fail("bench_cuda", "an update was skipped: its time says nothing");
+  if (b->adam && luna_optimizer_skipped(b->adam) > 0)
+    fail("bench_cuda", "an update was skipped: its time says nothing");
   (void)cudaEventDestroy(b->begin);
   (void)cudaEventDestroy(b->end);
   luna_close(b->ctx);
 }
 
-/* values of variance 1, made where they are wanted: products of zeros would draw less power and run at a higher clock */
+/* values of variance 1, made where they are wanted: products of zeros would draw less power and run at a higher
+   clock */
 __global__ void fill_kernel(float *x, int64_t count, uint32_t seed) {
   for (int64_t i = lunacu_index(); i < count; i += lunacu_stride()) {
     uint32_t u = ((uint32_t)i ^ seed) * 2654435769u;
@@ -87,7 +92,8 @@ __global__ void fill_kernel(float *x, int64_t count, uint32_t seed) {
   }
 }
 static void fill(cudaStream_t stream, float *x, int64_t count, uint32_t seed) {
-  LUNACU_LAUNCH(fill_kernel, lunacu_blocks(count, 8 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, x, count, seed * 2654435769u);
+  LUNACU_LAUNCH(fill_kernel, lunacu_blocks(count, 8 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, x, count,
+                seed * 2654435769u);
 }
 static luna_tensor *input(bench *b, const char *name, int rank, int64_t s0, int64_t s1, int64_t s2) {
   const int64_t shape[3] = {s0, s1, s2};
@@ -111,11 +117,14 @@ struct machine {
 };
 static machine gpu;
 
-static void copy_run(bench *b) { must(cudaMemcpyAsync(gpu.to, gpu.from, (size_t)COPIED, cudaMemcpyDeviceToDevice, b->stream), "a copy"); }
+static void copy_run(bench *b) {
+  must(cudaMemcpyAsync(gpu.to, gpu.from, (size_t)COPIED, cudaMemcpyDeviceToDevice, b->stream), "a copy");
+}
 static void gemm_run(bench *) { /* as luna_linear: C = A B^T of rows, which are cuBLAS's columns */
   const float one = 1, zero = 0;
   const int side = (int)SIDE;
-  const cublasStatus_t status = cublasSgemm(gpu.blas, CUBLAS_OP_T, CUBLAS_OP_N, side, side, side, &one, gpu.b, side, gpu.a, side, &zero, gpu.c, side);
+  const cublasStatus_t status = cublasSgemm(gpu.blas, CUBLAS_OP_T, CUBLAS_OP_N, side, side, side, &one, gpu.b, side,
+                                            gpu.a, side, &zero, gpu.c, side);
   if (status != CUBLAS_STATUS_SUCCESS) fail("cublasSgemm", cublasGetStatusString(status));
 }
 static void open_machine() {
@@ -129,7 +138,8 @@ static void open_machine() {
   fill(gpu.own.stream, gpu.a, SIDE * SIDE, 1);
   fill(gpu.own.stream, gpu.b, SIDE * SIDE, 2);
   fill(gpu.own.stream, (float *)gpu.from, COPIED / 4, 3);
-  if (cublasCreate(&gpu.blas) != CUBLAS_STATUS_SUCCESS || cublasSetStream(gpu.blas, gpu.own.stream) != CUBLAS_STATUS_SUCCESS ||
+  if (cublasCreate(&gpu.blas) != CUBLAS_STATUS_SUCCESS ||
+      cublasSetStream(gpu.blas, gpu.own.stream) != CUBLAS_STATUS_SUCCESS ||
       cublasSetMathMode(gpu.blas, CUBLAS_DEFAULT_MATH) != CUBLAS_STATUS_SUCCESS)
     fail("cuBLAS", "cannot be opened");
 }
@@ -164,8 +174,9 @@ static double timed(bench *b, void (*run)(bench *), int times) {
 static double copy_bytes() { return 2.0 * (double)COPIED; }
 static double gemm_flops() { return 2.0 * (double)SIDE * (double)SIDE * (double)SIDE; }
 
-/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is reported in its own unit, and its share
-   is of the copy's or the product's rate just before each of its runs. Returns the median in ms. */
+/* Prints a row and its JSON. work: bytes or flops of one run; least: the share that is expected, or 0. The row is
+   reported in its own unit, and its share is of the copy's or the product's rate just before each of its runs. Returns
+   the median in ms. */
 static double row(const char *name, bench *b, void (*run)(bench *), double work, bool is_bytes, double minimum) {
   const bool is_machine = b == &gpu.own;
   std::vector<double> ms, shares;
@@ -176,7 +187,8 @@ static double row(const char *name, bench *b, void (*run)(bench *), double work,
     times = b->marks_itself || once >= 1 || LEAST_RUNS == 1 ? 1 : (int)std::min(100.0, 1 + 1 / once);
   }
   while ((int)ms.size() < LEAST_RUNS || ((int)ms.size() < MOST_RUNS && spent < BUDGET)) {
-    const double beside = is_machine ? 0 : is_bytes ? copy_bytes() / timed(&gpu.own, copy_run, 2) : gemm_flops() / timed(&gpu.own, gemm_run, 1);
+    const double beside = is_machine ? 0 : is_bytes ? copy_bytes() / timed(&gpu.own, copy_run, 2) :
+        gemm_flops() / timed(&gpu.own, gemm_run, 1);
     ms.push_back(timed(b, run, times));
     shares.push_back(is_machine ? 1 : work / ms.back() / beside);
     spent += ms.back() * times;
@@ -189,11 +201,15 @@ static double row(const char *name, bench *b, void (*run)(bench *), double work,
   puts("");
   fflush(stdout);
   if (json)
-    fprintf(json, "{\"name\": \"%s\", \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"bytes\": %.0f, \"memory\": %zu}\n", name, is_bytes ? 0 : rate, share, found,
+    fprintf(json,
+        "{\"name\": \"%s\", \"gflops\": %.2f, \"share\": %.4f, \"ms\": %.5f, \"bytes\": %.0f, \"memory\": %zu}\n", name,
+            is_bytes ? 0 : rate, share, found,
             is_bytes ? work : 0, memory);
   return found;
 }
-static void title(const char *text) { printf("\n%s\n  %-52s %9s %9s %-7s  %6s\n", text, "", "ms", "rate", "", "share"); }
+static void title(const char *text) {
+  printf("\n%s\n  %-52s %9s %9s %-7s  %6s\n", text, "", "ms", "rate", "", "share");
+}
 
 /* ---- attention ---- */
 static void layer_run(bench *b) {
@@ -215,7 +231,8 @@ static void layer_run(bench *b) {
 static double layer_flops(layer_kind kind, double l) {
   const double n = (double)N, d = (double)DIM, h = (double)HEADS;
   if (kind == CORE) return n * 8 * l * d;
-  if (kind == NESTED) return n * (std::min(4 * h * l * d, 2 * d * d + 4 * l * d) + std::min(4 * h * l * d, 4 * d * d + 4 * l * d));
+  if (kind == NESTED)
+    return n * (std::min(4 * h * l * d, 2 * d * d + 4 * l * d) + std::min(4 * h * l * d, 4 * d * d + 4 * l * d));
   return n * (2 * h * l * d + 6 * d * d + 8 * l * d + 2 * 64 * (h * l + d));
 }
 static void layer_row(const char *text, layer_kind kind, int64_t l, bool training, double minimum) {
@@ -245,14 +262,17 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
   if (training) b.adam = luna_adamw(b.params, &adam);
   check(&b);
   snprintf(name, sizeof name, "%s, l = %d, %s", text, (int)l, training ? "training step" : "forward");
-  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l), is_bytes, minimum);
+  row(name, &b, layer_run, is_bytes ? 12.0 * (double)(N * DIM) : (training ? 3 : 1) * layer_flops(kind, (double)l),
+      is_bytes, minimum);
   close_bench(&b);
 }
 
-/* ---- one op's backward alone: source gives values and, when the gradient comes to it, marks the end; sink gives a gradient and marks the beginning ---- */
+/* ---- one op's backward alone: source gives values and, when the gradient comes to it, marks the end; sink gives a
+   gradient and marks the beginning ---- */
 static void source_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
   const bench *b = *(const bench *const *)state;
-  must(cudaMemcpyAsync(out->data, b->values, (size_t)luna_count(out) * sizeof(float), cudaMemcpyDeviceToDevice, b->stream), "a copy");
+  must(cudaMemcpyAsync(out->data, b->values, (size_t)luna_count(out) * sizeof(float), cudaMemcpyDeviceToDevice,
+                       b->stream), "a copy");
   must(cudaEventRecord(b->begin, b->stream), "an event");
 }
 static void source_backward(luna_tensor *const *, int, const luna_tensor *, void *state) {
@@ -265,11 +285,13 @@ static void sink_forward(const luna_tensor *const *, int, luna_tensor *out, void
 }
 static void sink_backward(luna_tensor *const *in, int, const luna_tensor *, void *state) {
   const bench *b = *(const bench *const *)state;
-  must(cudaMemcpyAsync(in[0]->grad, b->slopes, (size_t)luna_count(in[0]) * sizeof(float), cudaMemcpyDeviceToDevice, b->stream), "a copy");
+  must(cudaMemcpyAsync(in[0]->grad, b->slopes, (size_t)luna_count(in[0]) * sizeof(float), cudaMemcpyDeviceToDevice,
+                       b->stream), "a copy");
   must(cudaEventRecord(b->begin, b->stream), "an event");
 }
 static luna_tensor *gate(bench *b, luna_tensor *in, int rank, const int64_t *shape, bool is_source) {
-  const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward, &b, sizeof b, 0, false};
+  const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward,
+                              &b, sizeof b, 0, false};
   return luna_custom_op(&in, 1, rank, shape, &custom);
 }
 
@@ -314,11 +336,13 @@ static void cross_entropy_row() {
   b.values = input(&b, "logits", 2, ROWS, VOCAB, 1)->data;
   for (int64_t i = 0; i < ROWS; i++) b.labels.push_back((int32_t)(i * 7919 % VOCAB));
   snprintf(name, sizeof name, "cross-entropy, %d x %d, forward and backward", (int)ROWS, (int)VOCAB);
-  row(name, &b, cross_entropy_run, 12.0 * (double)(ROWS * VOCAB), true, 0.85); /* logits twice: the loss is there before its gradient; and theirs */
+  /* logits twice: the loss is there before its gradient; and theirs */
+  row(name, &b, cross_entropy_run, 12.0 * (double)(ROWS * VOCAB), true, 0.85);
   close_bench(&b);
 }
 
-static void adamw_run(bench *b) { luna_optimizer_advance(b->adam), luna_optimizer_apply(b->adam); } /* a step wants a backward before it */
+/* a step wants a backward before it */
+static void adamw_run(bench *b) { luna_optimizer_advance(b->adam), luna_optimizer_apply(b->adam); }
 static void adamw_row() {
   bench b = {};
   char name[96];
@@ -331,7 +355,8 @@ static void adamw_row() {
   luna_backward(mean(b.x));          /* so that there is a gradient; the updates leave zeros */
   check(&b);
   snprintf(name, sizeof name, "AdamW, %.1fM parameters", (double)(N * DIM) * 1e-6);
-  row(name, &b, adamw_run, 36.0 * (double)(N * DIM), true, 0.85); /* value, gradient, two moments, read and written; before it the norm reads the gradient */
+  /* value, gradient, two moments, read and written; before it the norm reads the gradient */
+  row(name, &b, adamw_run, 36.0 * (double)(N * DIM), true, 0.85);
   close_bench(&b);
 }
 
@@ -363,7 +388,8 @@ static void classifier_row() {
   for (int64_t i = 0; i < BATCH * LENGTH; i++) b.tokens.push_back((int32_t)(i * 7919 % 256));
   for (int64_t i = 0; i < BATCH; i++) b.labels.push_back((int32_t)(i % 2)), b.lengths.push_back((int32_t)LENGTH);
   snprintf(name, sizeof name, "classifier, batch %d, n = %d, training step", (int)BATCH, (int)LENGTH);
-  const double ms = row(name, &b, classifier_run, 3 * 4 * tokens * (8 * 4 * 16 * d + 4 * d * (double)CLASSIFIER_FFN), false, 0);
+  const double ms = row(name, &b, classifier_run, 3 * 4 * tokens * (8 * 4 * 16 * d + 4 * d * (double)CLASSIFIER_FFN),
+                        false, 0);
   printf("    %.0f tokens/s, %.1f MB at most\n", 1e3 * tokens / ms, (double)luna_memory(b.ctx).peak * 1e-6);
   close_bench(&b);
 }
@@ -387,9 +413,11 @@ int main(int argc, char **argv) {
   title(text);
   for (int i = 0; i < 3; i++) layer_row("attention core, tied", CORE, slots[i], false, i ? 0.50 : 0.60);
   for (int i = 0; i < 3; i++)
-    for (int training = 0; training < 2; training++) layer_row("nested attention layer", NESTED, slots[i], training, 0.65);
+    for (int training = 0; training < 2; training++)
+      layer_row("nested attention layer", NESTED, slots[i], training, 0.65);
   for (int i = 0; i < 2; i++)
-    for (int training = 0; training < 2; training++) layer_row("causal attention layer", CAUSAL, slots[i], training, causal[i]);
+    for (int training = 0; training < 2; training++)
+      layer_row("causal attention layer", CAUSAL, slots[i], training, causal[i]);
 
   title("what only moves memory");
   norm_row(false);
@@ -397,7 +425,8 @@ int main(int argc, char **argv) {
   adamw_row();
   cross_entropy_row();
 
-  snprintf(text, sizeof text, "4-layer byte classifier, d = %d, 4 heads, ffn %d, l = 16", (int)CLASSIFIER_DIM, (int)CLASSIFIER_FFN);
+  snprintf(text, sizeof text, "4-layer byte classifier, d = %d, 4 heads, ffn %d, l = 16", (int)CLASSIFIER_DIM,
+           (int)CLASSIFIER_FFN);
   title(text);
   classifier_row();
   close_machine();

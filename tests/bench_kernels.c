@@ -1,6 +1,6 @@
 /* bench_kernels: products against the multiply-add peak, for the instruction sets that a user's machine would run;
-   sliding-window attention beside full attention; one row of decoding against the memory: a read-only pass over the same
-   bytes. */
+   sliding-window attention beside full attention; one row of decoding against the memory: a read-only pass over the
+   same bytes. */
 #include "bench.h"
 
 typedef struct product_bench {

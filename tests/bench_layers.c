@@ -1,6 +1,6 @@
-/* bench_layers: layers and models against the machine's multiply-add peak. Flops a token, forward: folded Luna 8hld + 4d ffn, unfolded
-   6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64; a training step counts three times that, and
-   what is computed twice counts once. */
+/* bench_layers: layers and models against the machine's multiply-add peak. Flops a token, forward: folded Luna 8hld +
+   4d ffn, unfolded 6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64; a training
+   step counts three times that, and what is computed twice counts once. */
 #include "bench.h"
 
 #define DIM 256
@@ -24,7 +24,8 @@ static void layer_run(void *arg) {
   const int64_t flat[1] = {-1};
   if (b->training) luna_begin_step(b->ctx);
   else luna_begin_inference(b->ctx);
-  y = b->is_causal ? luna_causal_layer_forward(&b->causal, b->x) : luna_encoder_layer_forward(&b->encoder, b->x, &p, NULL);
+  y = b->is_causal ? luna_causal_layer_forward(&b->causal, b->x) :
+      luna_encoder_layer_forward(&b->encoder, b->x, &p, NULL);
   if (b->training) {
     luna_backward(luna_mean(luna_reshape(y, 1, flat), 0));
     luna_optimizer_step(b->adam);
@@ -59,12 +60,15 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, b
 
 static double folded_flops(double n, double l) { return n * (8 * HEADS * l * DIM + 4. * DIM * FFN); }
 static double plain_flops(double n, double l) { return n * (6. * DIM * DIM + 8 * l * DIM + 4. * DIM * FFN); }
-static double encoder_flops(double n, double l) { return folded_flops(n, l) < plain_flops(n, l) ? folded_flops(n, l) : plain_flops(n, l); }
+static double encoder_flops(double n, double l) {
+  return folded_flops(n, l) < plain_flops(n, l) ? folded_flops(n, l) : plain_flops(n, l);
+}
 static double causal_flops(double n, double l) {
   return n * (2 * HEADS * l * DIM + 6. * DIM * DIM + 8 * l * DIM + 2 * 64 * (HEADS * l + DIM) + 4. * DIM * FFN);
 }
 
-static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal, int threads, double forward, double training) {
+static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal, int threads, double forward,
+                       double training) {
   layer_bench b[4];
   bench_case c[4];
   const double trip = threads > 1 ? bench_round_trip() : 0;
@@ -76,7 +80,8 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
     layer_open(&b[i], t, n, memory, causal, i / 2);
     snprintf(c[count].name, sizeof c[count].name, "%s, %s", name, i / 2 ? "training step" : "forward");
     c[count].threads = t;
-    c[count].flops = (i / 2 ? 3 : 1) * (causal ? causal_flops((double)n, (double)memory) : encoder_flops((double)n, (double)memory));
+    c[count].flops = (i / 2 ? 3 : 1) * (causal ? causal_flops((double)n, (double)memory) :
+                                        encoder_flops((double)n, (double)memory));
     c[count].run = layer_run;
     c[count].arg = &b[i];
     c[count].ctx = b[i].ctx;
@@ -141,16 +146,19 @@ static void neighbour_rows(void) {
       const double median = bench_median(seconds[i], RUNS);
       printf("  %-46s %3d %10.3f\n", name[i], threads[row][i], 1e3 * median);
       if (bench_json)
-        fprintf(bench_json, "{\"name\": \"%s\", \"threads\": %d, \"ms\": %.5f}\n", name[i], threads[row][i], 1e3 * median);
+        fprintf(bench_json, "{\"name\": \"%s\", \"threads\": %d, \"ms\": %.5f}\n", name[i], threads[row][i],
+                1e3 * median);
       luna_close(b[i].ctx);
       seconds[i][0] = median;
     }
-    printf("    %d threads take %.2f times the time of %d (at most %.2f)\n", threads[row][1], seconds[1][0] / seconds[0][0],
+    printf("    %d threads take %.2f times the time of %d (at most %.2f)\n", threads[row][1],
+           seconds[1][0] / seconds[0][0],
            threads[row][0], row ? 1.1 : 1.05);
   }
 }
 
-/* A byte classifier's whole training step. The mean pooled, every layer has a gradient; the memory pooled, the last layer computes P alone. */
+/* A byte classifier's whole training step. The mean pooled, every layer has a gradient; the memory pooled, the last
+   layer computes P alone. */
 typedef struct classifier_bench {
   luna_ctx *ctx;
   luna_classifier model;
@@ -161,16 +169,19 @@ typedef struct classifier_bench {
 static void classifier_run(void *arg) {
   classifier_bench *b = (classifier_bench *)arg;
   luna_begin_step(b->ctx);
-  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &(luna_input){ b->tokens, b->lengths, b->batch, b->n, NULL }), b->labels));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model,
+      &(luna_input){ b->tokens, b->lengths, b->batch, b->n, NULL }), b->labels));
   luna_optimizer_step(b->adam);
   if (luna_ctx_status(b->ctx) != LUNA_OK) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
   }
 }
-static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute, luna_pooling pooling) {
+static void classifier_open(classifier_bench *b, int threads, int64_t batch, int64_t n, luna_recompute_kind recompute,
+                            luna_pooling pooling) {
   luna_options options = {.threads = threads, .isa = bench_isa()};
-  luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_classifier_config config = {.classes = 2, .pooling = pooling,
+                                   .encoder = {.layers = 4, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.vocab = 256;
@@ -196,7 +207,8 @@ static void classifier_rows(int64_t batch, int threads, luna_pooling pooling) {
     const int t = i % 2 ? threads : 1;
     if (i % 2 && threads == 1) continue;
     classifier_open(&b[count], t, batch, 4096, kinds[i / 2], pooling);
-    snprintf(c[count].name, sizeof c[count].name, "batch %d, %s pooled%s", (int)batch, memory ? "memory" : "mean", i / 2 ? ", feed-forward recomputed" : "");
+    snprintf(c[count].name, sizeof c[count].name, "batch %d, %s pooled%s", (int)batch, memory ? "memory" : "mean",
+             i / 2 ? ", feed-forward recomputed" : "");
     c[count].threads = t;
     c[count].flops = memory ? 0 : 3 * 4 * folded_flops((double)(batch * 4096), 16);
     c[count].run = classifier_run;

@@ -25,13 +25,16 @@ static void stream_run(void *arg) {
 }
 static void stream_open(stream_bench *b) {
   luna_options options = {.threads = 1, .isa = bench_isa()};
-  luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16, .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}};
+  luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16,
+                           .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}};
   b->ctx = luna_open(&options);
-  if (luna_lm_init(&b->model, luna_params_open(b->ctx), &config) != LUNA_OK || (b->stream = luna_stream_open(&b->model, NULL)) == NULL) exit(1);
+  if (luna_lm_init(&b->model, luna_params_open(b->ctx), &config) != LUNA_OK ||
+      (b->stream = luna_stream_open(&b->model, NULL)) == NULL) exit(1);
 }
 static void stream_row(void) {
   stream_bench b;
-  const int64_t weights = LAYERS * (HEADS * 16 * DIM + 3 * DIM * DIM + 2 * DIM * FFN) + 256 * DIM; /* folded pack, q, v, out, feed-forward; the output */
+  /* folded pack, q, v, out, feed-forward; the output */
+  const int64_t weights = LAYERS * (HEADS * 16 * DIM + 3 * DIM * DIM + 2 * DIM * FFN) + 256 * DIM;
   float *same = (float *)malloc((size_t)weights * sizeof(float));
   bench_case row;
   memset(&row, 0, sizeof row);
@@ -95,7 +98,8 @@ static void gpt_run(void *arg) {
   gpt_bench *b = (gpt_bench *)arg;
   const luna_input input = {b->tokens, NULL, b->batch, b->n, NULL};
   luna_begin_step(b->ctx);
-  luna_backward(b->lm_loss ? luna_lm_loss(&b->model, &input, b->tokens + 1) : luna_cross_entropy(luna_lm_forward(&b->model, &input), b->tokens + 1));
+  luna_backward(b->lm_loss ? luna_lm_loss(&b->model, &input, b->tokens + 1) :
+                luna_cross_entropy(luna_lm_forward(&b->model, &input), b->tokens + 1));
   luna_optimizer_step(b->adam);
   must(b->ctx);
 }
@@ -109,7 +113,10 @@ static void gpt_rows(int threads) {
     luna_options options = {.threads = i == THREADED ? threads : 1, .isa = bench_isa()};
     luna_lm_config config = {.vocab = VOCAB, .layers = LAYERS, .positions = LUNA_POSITIONS_LEARNED, .max_length = T};
     luna_params *params;
-    config.layer = (luna_layer_config){.dim = DIM, .heads = HEADS, .ffn = FFN, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .attention = LUNA_ATTENTION_SOFTMAX};
+    config.layer = (luna_layer_config){
+      .dim = DIM, .heads = HEADS, .ffn = FFN, .activation = LUNA_ACTIVATION_GELU, .pre_norm = true,
+          .attention = LUNA_ATTENTION_SOFTMAX
+    };
     b[i].ctx = luna_open(&options);
     b[i].batch = B;
     b[i].n = T;
@@ -119,7 +126,8 @@ static void gpt_rows(int threads) {
     b[i].adam = luna_adamw(params, &(luna_optimizer_config){.lr = 1e-4f});
     b[i].tokens = (int32_t *)malloc((B * T + 1) * sizeof(int32_t));
     for (int64_t t = 0; t <= B * T; t++) b[i].tokens[t] = (int32_t)(t * 7919 % VOCAB);
-    snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens%s", b[i].lm_loss ? ", luna_lm_loss" : "");
+    snprintf(c[i].name, sizeof c[i].name, "4 layers, d 256, vocabulary 50257, 4 x 1024 tokens%s",
+             b[i].lm_loss ? ", luna_lm_loss" : "");
     c[i].threads = options.threads;
     c[i].flops = 3.0 * B * T * (LAYERS * (24.0 * DIM * DIM + 2.0 * T * DIM) + 2.0 * VOCAB * DIM);
     c[i].run = gpt_run;
@@ -127,7 +135,8 @@ static void gpt_rows(int threads) {
     c[i].ctx = b[i].ctx;
   }
   bench_cases(c, threads > 1 ? CASES : THREADED);
-  printf("    %.2f thousand tokens/s on one thread, %.2f on %d\n", B * T / c[LOGITS].seconds * 1e-3, B * T / c[THREADED].seconds * 1e-3, threads);
+  printf("    %.2f thousand tokens/s on one thread, %.2f on %d\n", B * T / c[LOGITS].seconds * 1e-3,
+         B * T / c[THREADED].seconds * 1e-3, threads);
   for (int i = 0; i < CASES; i++) {
     free(b[i].tokens);
     luna_close(b[i].ctx);
@@ -155,9 +164,11 @@ static void model_run(void *arg) {
   }
   must(b->ctx);
 }
-static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention, luna_pooling pooling, bool training) {
+static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention,
+                       luna_pooling pooling, bool training) {
   luna_options options = {.threads = threads, .isa = bench_isa()};
-  luna_classifier_config config = {.classes = 2, .pooling = pooling, .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
+  luna_classifier_config config = {.classes = 2, .pooling = pooling,
+                                   .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
   memset(b, 0, sizeof *b);
   config.encoder.layer.attention = attention;
@@ -203,7 +214,8 @@ static void transformer_rows(void) {
     }
     printf("    Luna takes %.2f of the activations' bytes (%.2f computed, were the scores stored), and is %.2f times as fast (2.2 to 4.9 at 1K to 4K by\n"
            "    the attentions' flops: here %.1f; the paper's Table 2, against stored scores: %.1f)\n",
-           bytes[0] / bytes[1], bytes[0] / (bytes[1] + 4.0 * LAYERS * HEADS * (double)(n * n)), c[1].seconds / c[0].seconds, flop_ratio[i], paper[i]);
+           bytes[0] / bytes[1], bytes[0] / (bytes[1] + 4.0 * LAYERS * HEADS * (double)(n * n)),
+               c[1].seconds / c[0].seconds, flop_ratio[i], paper[i]);
   }
 }
 

@@ -1,6 +1,6 @@
-/* The causal product and causal Luna attention, forward and backward, against loops in double and the reference; streaming in pieces
-   of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any number of threads and any place in
-   the batch. */
+/* The causal product and causal Luna attention, forward and backward, against loops in double and the reference;
+   streaming in pieces of any size, also a billion tokens on; exact causality whatever a token is. The same bits for any
+   number of threads and any place in the batch. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -42,7 +42,8 @@ static void push(double *to, int64_t row, int64_t n, int64_t d, const double *fr
   for (int64_t i = 0; i < n * d; i++) to[i / d * row + i % d] = (add ? to[i / d * row + i % d] : 0) + from[i];
 }
 /* f = eq. 7 of x, y [n, p] and z [n, q]; f may be null, and so may df and with it the gradients */
-static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, const double *y, const double *z, double *f, const double *df,
+static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, const double *y, const double *z, double *f,
+                          const double *df,
                           double *dx, double *dy, double *dz) {
   double *state = doubles(p * q), *later = doubles(p * q);
   for (int64_t t = 0; t < n; t++)
@@ -65,9 +66,12 @@ static void product_exact(int64_t n, int64_t p, int64_t q, const double *x, cons
 /* ---- the product ---- */
 enum { P_OUT, P_X, P_Y, P_Z };
 static void product_reference(const lunai_causal *c, int64_t b, int64_t h, double **want) {
-  const int64_t n = c->rows, p = c->dim, q = c->value_dim, xy_at = b * c->xy_batch + h * c->xy_head, z_at = b * c->z_batch + h * c->z_head;
-  double *x = pull(c->x + xy_at, c->xy_row, n, p), *y = pull(c->y + xy_at, c->xy_row, n, p), *z = pull(c->z + z_at, c->z_row, n, q);
-  double *df = pull(c->grad_out + z_at, c->z_row, n, q), *f = doubles(n * q), *dx = doubles(n * p), *dy = doubles(n * p),
+  const int64_t n = c->rows, p = c->dim, q = c->value_dim, xy_at = b * c->xy_batch + h * c->xy_head,
+      z_at = b * c->z_batch + h * c->z_head;
+  double *x = pull(c->x + xy_at, c->xy_row, n, p), *y = pull(c->y + xy_at, c->xy_row, n, p),
+      *z = pull(c->z + z_at, c->z_row, n, q);
+  double *df = pull(c->grad_out + z_at, c->z_row, n, q), *f = doubles(n * q), *dx = doubles(n * p),
+      *dy = doubles(n * p),
     *dz = doubles(n * q);
   product_exact(n, p, q, x, y, z, f, df, dx, dy, dz);
   push(want[P_OUT] + z_at, c->z_row, n, q, f, false);
@@ -84,7 +88,8 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   c.xy_head = dim + dim % 2, c.xy_row = heads * c.xy_head + 1, c.xy_batch = rows * c.xy_row; /* gaps in some */
   c.z_head = value_dim, c.z_row = heads * value_dim + value_dim % 3, c.z_batch = rows * c.z_row;
   const int64_t xy = batch * c.xy_batch, zs = batch * c.z_batch;
-  float *x = random_floats(xy, 1), *y = random_floats(xy, 1), *z = random_floats(zs, 1), *grad_out = random_floats(zs, 1);
+  float *x = random_floats(xy, 1), *y = random_floats(xy, 1), *z = random_floats(zs, 1),
+      *grad_out = random_floats(zs, 1);
   for (int64_t i = 0; i < xy; i++) y[i] += 0.2f; /* sums that grow */
   c.x = x, c.y = y, c.z = z, c.grad_out = grad_out;
   c.out = outputs_add(&o, "out", false, zs);
@@ -93,7 +98,8 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
   c.grad_z = outputs_add(&o, "grad_z", true, zs);
   for (int64_t b = 0; b < batch; b++)
     for (int64_t h = 0; h < heads; h++) product_reference(&c, b, h, o.want);
-  snprintf(sentence, sizeof sentence, "product, batch %d, rows %d, heads %d, dim %d, %d", (int)batch, (int)rows, (int)heads, (int)dim,
+  snprintf(sentence, sizeof sentence, "product, batch %d, rows %d, heads %d, dim %d, %d", (int)batch, (int)rows,
+           (int)heads, (int)dim,
            (int)value_dim);
   outputs_check(&o, sentence, product_both, &c);
   float *out = c.out = zeros(zs), *reference = zeros(zs); /* the public call, without scratch, takes these strides */
@@ -108,13 +114,15 @@ static void check_product(int64_t batch, int64_t rows, int64_t heads, int64_t di
 
 /* ---- causal Luna ---- */
 enum { L_OUT, L_W, L_Q, L_K, L_V, L_S };
-typedef struct luna_call { lunai_causal_luna c; float *q, *k, *v, *s; int64_t dims, slots; } luna_call; /* dims, slots: floats of q, of s */
+/* dims, slots: floats of q, of s */
+typedef struct luna_call { lunai_causal_luna c; float *q, *k, *v, *s; int64_t dims, slots; } luna_call;
 
 static luna_call luna_open_call(int64_t batch, int64_t rows, int64_t heads, int64_t dim, int64_t slots, int omega) {
   luna_call l;
   memset(&l, 0, sizeof l);
   l.dims = batch * rows * heads * dim, l.slots = batch * rows * heads * slots;
-  l.c.q = l.q = random_floats(l.dims, 1), l.c.k = l.k = random_floats(l.dims, 1), l.c.v = l.v = random_floats(l.dims, 1), l.c.s = l.s = random_floats(l.slots, 1);
+  l.c.q = l.q = random_floats(l.dims, 1), l.c.k = l.k = random_floats(l.dims, 1),
+      l.c.v = l.v = random_floats(l.dims, 1), l.c.s = l.s = random_floats(l.slots, 1);
   for (int64_t i = 0; i < l.dims; i++) l.q[i] += 0.2f, l.k[i] += 0.3f, l.v[i] += 0.1f;
   l.c.batch = batch, l.c.rows = rows, l.c.heads = heads, l.c.head_dim = dim, l.c.slots = slots, l.c.activation = omega;
   l.c.scale = (float)(2 / sqrt((double)dim));
@@ -124,13 +132,16 @@ static void luna_close_call(const luna_call *l) { release(l->q), release(l->k), 
 
 /* one head of one batch row, of whose slots `real` count; the weights of the others are 0 */
 static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int64_t real, double **want) {
-  const int64_t n = c->rows, d = c->head_dim, l = c->slots, row_d = c->heads * d, row_l = c->heads * l, at = b * n * row_d + h * d,
+  const int64_t n = c->rows, d = c->head_dim, l = c->slots, row_d = c->heads * d, row_l = c->heads * l,
+      at = b * n * row_d + h * d,
     s_at = b * n * row_l + h * l;
   double *q = pull(c->q + at, row_d, n, d), *k = pull(c->k + at, row_d, n, d), *v = pull(c->v + at, row_d, n, d),
     *s = pull(c->s + s_at, row_l, n, real);
-  double *g = pull(c->grad_out + at, row_d, n, d), *a = doubles(n * real), *w = doubles(n * real), *out = doubles(n * d),
+  double *g = pull(c->grad_out + at, row_d, n, d), *a = doubles(n * real), *w = doubles(n * real),
+      *out = doubles(n * d),
     *none = doubles(n * l);
-  double *dq = doubles(n * d), *dk = doubles(n * d), *dv = doubles(n * d), *da = doubles(n * real), *dw = doubles(n * real);
+  double *dq = doubles(n * d), *dk = doubles(n * d), *dv = doubles(n * d), *da = doubles(n * real),
+      *dw = doubles(n * real);
   for (int64_t i = 0; i < n * d; i++) q[i] *= (double)c->scale;
   for (int64_t i = 0; i < n * real; i++) a[i] = naive_activation(c->activation, s[i]);
   product_exact(n, d, real, q, k, a, w, NULL, NULL, NULL, NULL);
@@ -146,9 +157,11 @@ static void luna_reference(const lunai_causal_luna *c, int64_t b, int64_t h, int
   for (int64_t i = 0; i < n * real; i++) da[i] *= naive_slope(c->activation, s[i]);
   push(want[L_W] + s_at, row_l, n, l, none, false);
   push(want[L_OUT] + at, row_d, n, d, out, false), push(want[L_W] + s_at, row_l, n, real, w, false);
-  push(want[L_Q] + at, row_d, n, d, dq, true), push(want[L_K] + at, row_d, n, d, dk, true), push(want[L_V] + at, row_d, n, d, dv, true);
+  push(want[L_Q] + at, row_d, n, d, dq, true), push(want[L_K] + at, row_d, n, d, dk, true),
+      push(want[L_V] + at, row_d, n, d, dv, true);
   push(want[L_S] + s_at, row_l, n, real, da, true);
-  free(q), free(k), free(v), free(s), free(g), free(a), free(w), free(out), free(none), free(dq), free(dk), free(dv), free(da), free(dw);
+  free(q), free(k), free(v), free(s), free(g), free(a), free(w), free(out), free(none), free(dq), free(dk), free(dv),
+      free(da), free(dw);
 }
 /* the last sequence alone: the same bits */
 static void luna_alone(const lunai_causal_luna *all, const outputs *o) {
@@ -179,8 +192,10 @@ static void check_luna(int64_t batch, int64_t rows, int64_t heads, int64_t dim, 
   l.c.grad_q = outputs_add(&o, "grad_q", true, l.dims), l.c.grad_k = outputs_add(&o, "grad_k", true, l.dims);
   l.c.grad_v = outputs_add(&o, "grad_v", true, l.dims), l.c.grad_s = outputs_add(&o, "grad_s", true, l.slots);
   for (int64_t b = 0; b < batch; b++)
-    for (int64_t h = 0; h < heads; h++) luna_reference(&l.c, b, h, masked && lengths[b] < slots ? lengths[b] : slots, o.want);
-  snprintf(sentence, sizeof sentence, "batch %d, rows %d, heads %d, dim %d, slots %d%s, activation %d", (int)batch, (int)rows, (int)heads,
+    for (int64_t h = 0; h < heads; h++)
+      luna_reference(&l.c, b, h, masked && lengths[b] < slots ? lengths[b] : slots, o.want);
+  snprintf(sentence, sizeof sentence, "batch %d, rows %d, heads %d, dim %d, slots %d%s, activation %d", (int)batch,
+           (int)rows, (int)heads,
            (int)dim, (int)slots, masked ? ", some masked" : "",
            omega);
   outputs_check(&o, sentence, luna_both, &l.c);
@@ -210,7 +225,8 @@ static double state_error(const double *a, const double *b, int64_t n) {
   return sqrt(difference / size);
 }
 static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots, int32_t length) {
-  const int64_t whole[1] = {rows}, odd[5] = {1, 63, 64, 17, 130}, one[1] = {1}, *const sizes[3] = {whole, odd, one}, counts[3] = {1, 5, 1};
+  const int64_t whole[1] = {rows}, odd[5] = {1, 63, 64, 17, 130}, one[1] = {1}, *const sizes[3] = {whole, odd, one},
+      counts[3] = {1, 5, 1};
   luna_call l = luna_open_call(1, rows, heads, dim, slots, LUNA_ACTIVATION_SOFTPLUS2);
   const int64_t n = heads * dim * slots, at = (rows - 1) * heads * dim;
   float *expected = zeros(l.dims), *out[3];
@@ -222,14 +238,18 @@ static void check_stream(int64_t rows, int64_t heads, int64_t dim, int64_t slots
     s[i].ka = doubles(n), s[i].av = doubles(n), out[i] = zeros(l.dims);
     for (int64_t j = 0; j < n; j++) s[i].ka[j] = s[i].av[j] = NAN; /* at position 0 a state is set, never read */
     stream(&l.c, sizes[i], (int)counts[i], out[i], &s[i]);
-    const double error = test_error(out[i], expected, (size_t)l.dims), last = test_error(out[i] + at, expected + at, (size_t)(heads * dim));
-    CHECK(error <= 1e-6 && last <= 1e-6, "%s: a stream of %d rows in pieces of %d, ...: error %.3g, of the last row %.3g", kernels_name,
+    const double error = test_error(out[i], expected, (size_t)l.dims),
+        last = test_error(out[i] + at, expected + at, (size_t)(heads * dim));
+    CHECK(error <= 1e-6 && last <= 1e-6,
+          "%s: a stream of %d rows in pieces of %d, ...: error %.3g, of the last row %.3g", kernels_name,
           (int)rows, (int)sizes[i][0], error, last);
     const double ka = state_error(s[i].ka, s[0].ka, n), av = state_error(s[i].av, s[0].av, n);
-    CHECK(ka <= 1e-6 && av <= 1e-6, "%s: after %d rows in pieces of %d, ... the state is off by %.3g and %.3g", kernels_name, (int)rows,
+    CHECK(ka <= 1e-6 && av <= 1e-6, "%s: after %d rows in pieces of %d, ... the state is off by %.3g and %.3g",
+          kernels_name, (int)rows,
           (int)sizes[i][0], ka, av);
   }
-  CHECK(same(out[0], expected, l.dims), "%s: a stream of %d rows at once has other bits than no stream", kernels_name, (int)rows);
+  CHECK(same(out[0], expected, l.dims), "%s: a stream of %d rows at once has other bits than no stream", kernels_name,
+        (int)rows);
   for (int i = 0; i < 3; i++) free(s[i].ka), free(s[i].av), release(out[i]);
   release(expected), luna_close_call(&l);
 }
@@ -273,13 +293,16 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
   for (int i = 0; i < FAR_STATE; i++) got.av[i] -= before[i], want.av[i] -= before[i];
   const double change = state_error(got.av, want.av, FAR_STATE), error = test_error(out, want_out, (size_t)l.dims);
   CHECK(error <= 1e-6 && ka <= max && change <= 5e-6,
-        "%s: from token %lld on, pieces of %d: error %.3g, of the state %.3g over %.3g, of its change %.3g", kernels_name,
+        "%s: from token %lld on, pieces of %d: error %.3g, of the state %.3g over %.3g, of its change %.3g",
+            kernels_name,
           (long long)position,
         (int)sizes[0], error, ka, max, change);
-  release(out), release(want_out), free(exact), free(got.ka), free(got.av), free(want.ka), free(want.av), luna_close_call(&l);
+  release(out), release(want_out), free(exact), free(got.ka), free(got.av), free(want.ka), free(want.av),
+      luna_close_call(&l);
 }
 
-/* ---- causality: what a token is, in one head, changes no bit before it nor in the other head; a NaN is not lost ---- */
+/* ---- causality: what a token is, in one head, changes no bit before it nor in the other head; a NaN is not lost
+   ---- */
 enum { FACTORS = 7 }; /* x, y, z of the product; q, k, v, s of Luna */
 typedef struct causality {
   int64_t n, d, l;
@@ -317,33 +340,41 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
   memset(&c, 0, sizeof c);
   c.n = n, c.d = d, c.l = l, c.u = luna_open_call(1, n, 2, d, l, LUNA_ACTIVATION_SOFTPLUS2);
   for (int64_t i = 0; i < c.u.dims && tiny; i++) c.u.v[i] *= 1e-38f, c.u.q[i] *= 1e-22f, c.u.k[i] *= i % 2 ? 0 : 1e-22f;
-  float *const factors[FACTORS] = {copied(c.u.q, c.u.dims), copied(c.u.k, c.u.dims), copied(c.u.v, c.u.dims), c.u.q, c.u.k, c.u.v, c.u.s};
+  float *const factors[FACTORS] = {copied(c.u.q, c.u.dims), copied(c.u.k, c.u.dims), copied(c.u.v, c.u.dims), c.u.q,
+                                   c.u.k, c.u.v, c.u.s};
   memcpy(c.factor, factors, sizeof factors);
-  c.product = zeros(c.u.dims), c.product2 = zeros(c.u.dims), c.out = zeros(c.u.dims), c.out2 = zeros(c.u.dims), c.w = zeros(c.u.slots),
+  c.product = zeros(c.u.dims), c.product2 = zeros(c.u.dims), c.out = zeros(c.u.dims), c.out2 = zeros(c.u.dims),
+      c.w = zeros(c.u.slots),
     c.w2 = zeros(c.u.slots);
-  c.p.x = factors[0], c.p.y = factors[1], c.p.z = factors[2], c.p.batch = 1, c.p.rows = n, c.p.heads = 2, c.p.dim = c.p.value_dim = d;
+  c.p.x = factors[0], c.p.y = factors[1], c.p.z = factors[2], c.p.batch = 1, c.p.rows = n, c.p.heads = 2,
+      c.p.dim = c.p.value_dim = d;
   c.p.xy_row = c.p.z_row = 2 * d, c.p.xy_head = c.p.z_head = d;
   c.p.out = c.product, c.u.c.out = c.out, c.u.c.w = c.w;
   run_product(&c.p, kernels, 1, false), run_luna(&c.u.c, kernels, 1, false);
   c.p.out = c.product2, c.u.c.out = c.out2, c.u.c.w = c.w2;
   for (int r = 0; r < 5 && rows[r] < n; r++)
     for (int f = 0; f < FACTORS; f++)
-      for (int o = 0; o < 6; o++) causality_try(&c, f, rows[r], odd[o], false), causality_try(&c, f, rows[r], odd[o], true);
+      for (int o = 0; o < 6; o++)
+        causality_try(&c, f, rows[r], odd[o], false), causality_try(&c, f, rows[r], odd[o], true);
   CHECK(c.wrong == 0 && c.lost == 0,
         "%s: causality of %d rows, dim %d, slots %d%s: %d times what is before or beside a token changed, %d times a NaN was lost",
           kernels_name, (int)n, (int)d,
         (int)l, tiny ? ", tiny values" : "", c.wrong, c.lost);
   float *grads[4] = {zeros(c.u.dims), zeros(c.u.dims), zeros(c.u.dims), zeros(c.u.slots)};
-  c.u.q[n / 2 * d] = (float)NAN, c.u.v[n / 3 * d] = (float)INFINITY, c.u.s[n / 4 * l] = 1e38f; /* backward too must come to its end */
-  c.u.c.grad_out = factors[0], c.u.c.grad_q = grads[0], c.u.c.grad_k = grads[1], c.u.c.grad_v = grads[2], c.u.c.grad_s = grads[3];
+  /* backward too must come to its end */
+  c.u.q[n / 2 * d] = (float)NAN, c.u.v[n / 3 * d] = (float)INFINITY, c.u.s[n / 4 * l] = 1e38f;
+  c.u.c.grad_out = factors[0], c.u.c.grad_q = grads[0], c.u.c.grad_k = grads[1], c.u.c.grad_v = grads[2],
+      c.u.c.grad_s = grads[3];
   luna_both(&c.u.c, kernels, 1);
   for (int i = 0; i < 4; i++) release(grads[i]);
   for (int i = 0; i < 3; i++) release(factors[i]);
-  release(c.product), release(c.product2), release(c.out), release(c.out2), release(c.w), release(c.w2), luna_close_call(&c.u);
+  release(c.product), release(c.product2), release(c.out), release(c.out2), release(c.w), release(c.w2),
+      luna_close_call(&c.u);
 }
 
 int main(void) {
-  const int64_t rows[9] = {0, 1, 2, 63, 64, 65, 129, 200, 515}, positions[3] = {1000, 1000000000, (int64_t)1 << 40}, one[1] = {1},
+  const int64_t rows[9] = {0, 1, 2, 63, 64, 65, 129, 200, 515}, positions[3] = {1000, 1000000000, (int64_t)1 << 40},
+      one[1] = {1},
     mixed[4] = {64, 1, 100, 7}, whole[1] = {1000};
   const int omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   for (int at = 0; kernels_next(&at);) {
@@ -352,14 +383,18 @@ int main(void) {
         check_product(1, rows[i], 1, 65, 70);
       check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], false), check_luna(4, rows[i], 2, 7, 5, omegas[i % 3], true),
         check_luna(5, rows[i], 1, 16, 16, omegas[(i + 1) % 3], true);
-      check_luna(1, rows[i], 3, 32, 16, LUNA_ACTIVATION_SOFTPLUS2, false), check_luna(1, rows[i], 1, 1, 1, LUNA_ACTIVATION_SOFTPLUS2, false),
+      check_luna(1, rows[i], 3, 32, 16, LUNA_ACTIVATION_SOFTPLUS2, false),
+          check_luna(1, rows[i], 1, 1, 1, LUNA_ACTIVATION_SOFTPLUS2, false),
         check_luna(1, rows[i], 1, 65, 66, LUNA_ACTIVATION_ELU1, true);
     }
-    check_product(0, 5, 2, 3, 3), check_product(1, 5, 0, 3, 3), check_product(1, 70, 2, 0, 3), check_product(1, 70, 2, 3, 0);
-    check_luna(1, 100, 1, 300, 16, LUNA_ACTIVATION_SOFTPLUS2, false), check_luna(1, 130, 1, 16, 300, LUNA_ACTIVATION_SOFTPLUS2, true),
+    check_product(0, 5, 2, 3, 3), check_product(1, 5, 0, 3, 3), check_product(1, 70, 2, 0, 3),
+        check_product(1, 70, 2, 3, 0);
+    check_luna(1, 100, 1, 300, 16, LUNA_ACTIVATION_SOFTPLUS2, false),
+        check_luna(1, 130, 1, 16, 300, LUNA_ACTIVATION_SOFTPLUS2, true),
       check_luna(1, 5000, 1, 24, 8, LUNA_ACTIVATION_SOFTPLUS2, false);
     check_stream(300, 2, 16, 8, 0), check_stream(300, 3, 17, 9, 5);
-    for (int i = 0; i < 3; i++) check_far(one, 1, positions[i]), check_far(mixed, 4, positions[i]), check_far(whole, 1, positions[i]);
+    for (int i = 0; i < 3; i++)
+      check_far(one, 1, positions[i]), check_far(mixed, 4, positions[i]), check_far(whole, 1, positions[i]);
     check_causality(100, 16, 8, false), check_causality(100, 7, 1, false), check_causality(130, 20, 17, false),
       check_causality(64, 33, 16, false);
     check_causality(100, 16, 8, true), check_causality(5, 3, 2, true);

@@ -1,6 +1,7 @@
-/* No output before token t changes a bit when token t does: to another value, 1e38, Inf or NaN, all of it or one number. Attention
-   with the causal mask, causal product, short convolution, causal Luna attention, its layers, the language model, and the kernel
-   with a stream's state; at the first and last token, the edges of chunks and of longer blocks; on every instruction set. */
+/* No output before token t changes a bit when token t does: to another value, 1e38, Inf or NaN, all of it or one
+   number. Attention with the causal mask, causal product, short convolution, causal Luna attention, its layers, the
+   language model, and the kernel with a stream's state; at the first and last token, the edges of chunks and of longer
+   blocks; on every instruction set. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -91,13 +92,16 @@ static void change(float *row, int64_t n, int kind) {
     row[i] = kind == 0 ? 1.5f - row[i] : value;
   }
 }
-static bool same_bits(const float *a, const float *b, int64_t n) { return n <= 0 || memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
+static bool same_bits(const float *a, const float *b, int64_t n) {
+  return n <= 0 || memcmp(a, b, (size_t)n * sizeof(float)) == 0;
+}
 
 /* changes token t of the second sequence: the first one and all before t keep their bits; from t on something moves */
 static void check_net(net *m, int which, int64_t n, bool training, const char *what) {
   static const int64_t places[] = {0, 1, 62, 63, 64, 65, 127, 128, 255, 256, 511, 512, 513, 1023, 1024, 1025};
   const int64_t size = n * DIM;
-  float *x = common_random(BATCH * size, 3, 1), *changed = common_floats(BATCH * size), *before = common_floats(BATCH * size),
+  float *x = common_random(BATCH * size, 3, 1), *changed = common_floats(BATCH * size),
+      *before = common_floats(BATCH * size),
         *after = common_floats(BATCH * size);
   if (net_values(m, nets[which].run, x, n, training, before))
     for (size_t p = 0; p <= sizeof places / sizeof places[0]; p++) {
@@ -107,19 +111,23 @@ static void check_net(net *m, int which, int64_t n, bool training, const char *w
         memcpy(changed, x, (size_t)(BATCH * size) * sizeof(float));
         change(changed + size + t * DIM, DIM, kind);
         if (!net_values(m, nets[which].run, changed, n, training, after)) break;
-        CHECK(same_bits(before, after, size), "%s: %s, n = %lld: token %lld of one sequence, made %s, reached another", what,
+        CHECK(same_bits(before, after, size), "%s: %s, n = %lld: token %lld of one sequence, made %s, reached another",
+              what,
               nets[which].name, (long long)n, (long long)t, change_names[kind]);
-        CHECK(same_bits(before + size, after + size, t * DIM), "%s: %s, n = %lld: token %lld, made %s, reached an earlier one", what,
+        CHECK(same_bits(before + size, after + size, t * DIM),
+              "%s: %s, n = %lld: token %lld, made %s, reached an earlier one", what,
               nets[which].name, (long long)n, (long long)t, change_names[kind]);
         CHECK(!same_bits(before + size + t * DIM, after + size + t * DIM, DIM),
-              "%s: %s, n = %lld: token %lld, made %s, does not show at its own place", what, nets[which].name, (long long)n, (long long)t,
+              "%s: %s, n = %lld: token %lld, made %s, does not show at its own place", what, nets[which].name,
+                  (long long)n, (long long)t,
               change_names[kind]);
       }
     }
   free(x), free(changed), free(before), free(after);
 }
 
-/* ---- the language model: the token's embedding row is what becomes 1e38, Inf, NaN; its own column of the logits then is, too ---- */
+/* ---- the language model: the token's embedding row is what becomes 1e38, Inf, NaN; its own column of the logits then
+   is, too ---- */
 static void check_lm(luna_isa isa, bool pre_norm) {
   enum { VOCAB = 11, N = 130, SPECIAL = VOCAB - 1 };
   static const int64_t places[] = {0, 1, 63, 64, 65, N - 1};
@@ -161,27 +169,33 @@ static void check_lm(luna_isa isa, bool pre_norm) {
         if (r < at) earlier = earlier && same;
         else own_place = same;
       }
-      CHECK(earlier, "%s: language model: token %lld with a row of %s reached an earlier one", luna_isa_name(isa), (long long)places[p],
+      CHECK(earlier, "%s: language model: token %lld with a row of %s reached an earlier one", luna_isa_name(isa),
+            (long long)places[p],
             change_names[kind]);
-      CHECK(!own_place, "%s: language model: token %lld with a row of %s does not show at its own place", luna_isa_name(isa),
+      CHECK(!own_place, "%s: language model: token %lld with a row of %s does not show at its own place",
+            luna_isa_name(isa),
             (long long)places[p], change_names[kind]);
     }
   free(tokens), free(before);
   luna_close(ctx);
 }
 
-/* ---- streaming: the kernel goes on from a state; the outputs before t of that call, and of the other sequence, keep their bits ---- */
+/* ---- streaming: the kernel goes on from a state; the outputs before t of that call, and of the other sequence, keep
+   their bits ---- */
 static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
   const int64_t d = DIM / HEADS, qn = rows * DIM, sn = rows * HEADS * SLOTS, mean = HEADS * d * SLOTS;
   const lunai_kernels *kernels = lunai_kernels_of(isa);
   float *in[4], *changed[4], *before = common_floats(BATCH * qn), *after = common_floats(BATCH * qn);
-  double *state = (double *)common_alloc((size_t)(4 * BATCH * mean) * sizeof(double)), *random_floats = state + 2 * BATCH * mean;
+  double *state = (double *)common_alloc((size_t)(4 * BATCH * mean) * sizeof(double)),
+      *random_floats = state + 2 * BATCH * mean;
   lunai_causal_luna c;
   memset(&c, 0, sizeof c);
-  c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_ACTIVATION_SOFTPLUS2,
+  c.batch = BATCH, c.rows = rows, c.heads = HEADS, c.head_dim = d, c.slots = SLOTS, c.scale = 0.4f,
+      c.activation = LUNA_ACTIVATION_SOFTPLUS2,
   c.position = position;
   for (int i = 0; i < 4; i++)
-    in[i] = common_random(BATCH * (i < 3 ? qn : sn), 20 + (uint64_t)i, 1), changed[i] = common_floats(BATCH * (i < 3 ? qn : sn));
+    in[i] = common_random(BATCH * (i < 3 ? qn : sn), 20 + (uint64_t)i, 1),
+        changed[i] = common_floats(BATCH * (i < 3 ? qn : sn));
   for (int64_t i = 0; i < 2 * BATCH * mean; i++) random_floats[i] = position ? common_number(30, (uint64_t)i) : 0;
   char *scratch = (char *)common_alloc(kernels->causal_luna_scratch(&c, 1, false) + 64);
   c.mean_ka = state, c.mean_av = state + BATCH * mean;
@@ -198,9 +212,11 @@ static void check_kernel(luna_isa isa, int64_t rows, int64_t position) {
       if (t < 0) continue;
       bool kept = true;
       for (int64_t i = 0; i < mean; i++) kept = kept && isfinite(c.mean_ka[i]) && isfinite(c.mean_av[i]);
-      CHECK(same_bits(before, after, qn) && kept, "%s: stream at %lld: token %lld of one sequence, made %s, reached another",
+      CHECK(same_bits(before, after, qn) && kept,
+            "%s: stream at %lld: token %lld of one sequence, made %s, reached another",
             luna_isa_name(isa), (long long)position, (long long)t, change_names[kind]);
-      CHECK(same_bits(before + qn, after + qn, t * DIM), "%s: stream at %lld, %lld rows: token %lld, made %s, reached an earlier one",
+      CHECK(same_bits(before + qn, after + qn, t * DIM),
+            "%s: stream at %lld, %lld rows: token %lld, made %s, reached an earlier one",
             luna_isa_name(isa), (long long)position, (long long)rows, (long long)t, change_names[kind]);
     }
   }
@@ -235,19 +251,23 @@ static void check_stream(luna_isa isa) {
     int32_t step[2];
     const float *a = NULL, *b = NULL;
     tokens[N + 40] = VOCAB - 1;
-    if (round == 0) a = luna_stream_prefill(pair, &(luna_input){ tokens, NULL, 0, N, NULL }), b = luna_stream_prefill(alone, &(luna_input){ tokens, NULL, 0, N, NULL });
+    if (round == 0)
+      a = luna_stream_prefill(pair, &(luna_input){ tokens, NULL, 0, N, NULL }),
+          b = luna_stream_prefill(alone, &(luna_input){ tokens, NULL, 0, N, NULL });
     for (int i = 0; round == 1 && i < N; i++) {
       step[0] = tokens[i], step[1] = tokens[N + i];
       a = luna_stream_step(pair, step), b = luna_stream_step(alone, step);
     }
     if (!CHECK(a && b, "stream: %s", luna_stream_error(pair))) break;
-    CHECK(same_bits(a, b, VOCAB - 1) && isfinite(a[0]), "%s: a NaN in one sequence of a stream reached the other", luna_isa_name(isa));
+    CHECK(same_bits(a, b, VOCAB - 1) && isfinite(a[0]), "%s: a NaN in one sequence of a stream reached the other",
+          luna_isa_name(isa));
     CHECK(!isfinite(a[VOCAB]), "%s: the NaN did not show in its own sequence", luna_isa_name(isa));
     luna_stream_reset(pair), luna_stream_reset(alone);
     step[0] = 3, step[1] = 3;
     a = luna_stream_step(pair, step);
     memcpy(first, a, sizeof first);
-    CHECK(same_bits(first, a + VOCAB, VOCAB - 1) && isfinite(a[VOCAB]), "%s: a reset does not heal a stream that met a NaN",
+    CHECK(same_bits(first, a + VOCAB, VOCAB - 1) && isfinite(a[VOCAB]),
+          "%s: a reset does not heal a stream that met a NaN",
           luna_isa_name(isa));
     luna_stream_reset(pair);
   }

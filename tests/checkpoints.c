@@ -1,6 +1,6 @@
-/* Checkpoints through bytes, callbacks and paths: what is saved comes back bit for bit; every file that is not as it should be is
-   refused with a sentence that names what is wrong, and then no parameter has changed; borrowed and shared sets; every allocation made
-   to fail in turn. */
+/* Checkpoints through bytes, callbacks and paths: what is saved comes back bit for bit; every file that is not as it
+   should be is refused with a sentence that names what is wrong, and then no parameter has changed; borrowed and shared
+   sets; every allocation made to fail in turn. */
 #define _FILE_OFFSET_BITS 64 /* for readdir on 32-bit machines */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -100,7 +100,8 @@ static const int64_t matrix[2] = {2, 3}, vector[1] = {4};
 static luna_params *set_open(luna_ctx *ctx, const char *second) {
   luna_params *params = luna_params_open(ctx);
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  CHECK(luna_param(params, "first", 2, matrix, normal) && luna_param(params, second, 1, vector, normal), "%s", luna_error(ctx));
+  CHECK(luna_param(params, "first", 2, matrix, normal) && luna_param(params, second, 1, vector, normal), "%s",
+        luna_error(ctx));
   return params;
 }
 static float *values_of(const luna_params *params) {
@@ -146,7 +147,8 @@ static void check_round_trip(void) {
   lunai_st_text text;
   memcpy(luna_params_find(from, "first")->data, special, sizeof special);
   luna_params_set(from, odd_pairs[0][0], "replaced");
-  for (int i = 0; i < ODD_PAIRS; i++) CHECK(luna_params_set(from, odd_pairs[i][0], odd_pairs[i][1]) == LUNA_OK, "%s", luna_error(a));
+  for (int i = 0; i < ODD_PAIRS; i++)
+    CHECK(luna_params_set(from, odd_pairs[i][0], odd_pairs[i][1]) == LUNA_OK, "%s", luna_error(a));
   float *values = values_of(from);
   buffer file = saved(from), again;
   for (int way = 0; way < 2; way++) {
@@ -156,10 +158,12 @@ static void check_round_trip(void) {
     CHECK(status == LUNA_OK && unchanged(to, values), "way %d: %s", way, luna_error(b));
   }
   for (int i = 0; i < ODD_PAIRS; i++) {
-    CHECK(strcmp(luna_params_get(from, odd_pairs[i][0]), odd_pairs[i][1]) == 0, "the pair %s is not kept", odd_pairs[i][0]);
+    CHECK(strcmp(luna_params_get(from, odd_pairs[i][0]), odd_pairs[i][1]) == 0, "the pair %s is not kept",
+          odd_pairs[i][0]);
     const char *loaded = luna_params_get(to, odd_pairs[i][0]);
     CHECK(loaded && strcmp(loaded, odd_pairs[i][1]) == 0, "the pair %s was not loaded", odd_pairs[i][0]);
-    CHECK(!lunai_st_open(&st, file.at, file.size) && lunai_st_meta(&st, odd_pairs[i][0], &text) && lunai_st_equal(text, odd_pairs[i][1]),
+    CHECK(!lunai_st_open(&st, file.at, file.size) && lunai_st_meta(&st, odd_pairs[i][0], &text) &&
+          lunai_st_equal(text, odd_pairs[i][1]),
           "the pair %s is not in the file", odd_pairs[i][0]);
   }
   again = saved(to);
@@ -211,7 +215,8 @@ static const struct {
 } wrong_files[] = {
     {"{" FIRST "}", 24, LUNA_MISMATCH, LUNA_ERROR_FILE_TENSOR_MISSING},
     {"{}", 0, LUNA_MISMATCH, LUNA_ERROR_FILE_TENSOR_MISSING},
-    {"{" FIRST "," SECOND("F32", "4", 40) ",\"third\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[40,44]}}", 44, LUNA_MISMATCH,
+    {"{" FIRST "," SECOND("F32", "4", 40) ",\"third\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[40,44]}}", 44,
+     LUNA_MISMATCH,
      LUNA_ERROR_FILE_TENSOR_EXTRA},
     {"{" FIRST ",\"Second\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[24,40]}}", 40, LUNA_MISMATCH,
      LUNA_ERROR_FILE_TENSOR_EXTRA},
@@ -306,14 +311,18 @@ static void check_many(void) {
     const luna_tensor *t = luna_params_at(params, i, &name);
     right += t && t == luna_params_find(params, name) && atoi(name + 7) == i;
   }
-  CHECK(right == MANY && !luna_params_at(params, MANY, NULL) && !luna_params_at(params, -1, NULL), "%d of %d parameters are found", right, MANY);
+  CHECK(right == MANY && !luna_params_at(params, MANY, NULL) && !luna_params_at(params, -1, NULL),
+        "%d of %d parameters are found", right, MANY);
   common_params(params, 3);
-  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK && unchanged(params, values), "luna_load_bytes: %s", luna_error(ctx));
+  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK && unchanged(params, values), "luna_load_bytes: %s",
+        luna_error(ctx));
   common_params(params, 3);
-  CHECK(luna_load_matching_bytes(params, file.at, file.size, &match) == LUNA_OK && match.loaded == MANY && unchanged(params, values), "luna_load_matching: %s", luna_error(ctx));
+  CHECK(luna_load_matching_bytes(params, file.at, file.size, &match) == LUNA_OK && match.loaded == MANY &&
+        unchanged(params, values), "luna_load_matching: %s", luna_error(ctx));
   CHECK(luna_save_training_io(adam, &io) == LUNA_OK, "luna_save_training: %s", luna_error(ctx));
   common_params(params, 3);
-  CHECK(luna_load_training_bytes(adam, training.at, training.size) == LUNA_OK && unchanged(params, values), "luna_load_training: %s", luna_error(ctx));
+  CHECK(luna_load_training_bytes(adam, training.at, training.size) == LUNA_OK && unchanged(params, values),
+        "luna_load_training: %s", luna_error(ctx));
   if (common_little_endian()) {
     CHECK(luna_load_borrowed(borrowed, file.at, file.size) == LUNA_OK, "luna_load_borrowed: %s", luna_error(ctx));
     many_open(borrowed);
@@ -322,7 +331,8 @@ static void check_many(void) {
   again = saved(params);
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "saved again, the file has other bytes");
   free(file.at), free(training.at), free(again.at), free(values), ctx_close(ctx, &h);
-  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d tensors take %.0f s", MANY, (double)(clock() - start) / CLOCKS_PER_SEC);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d tensors take %.0f s", MANY,
+        (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 /* pairs replace those of their key in the set; a key with a zero, which no string is, stays with the file */
 static void check_many_pairs(void) {
@@ -332,20 +342,24 @@ static void check_many_pairs(void) {
   luna_params *params = luna_params_open(ctx);
   char *json = (char *)common_alloc(MANY * 40 + 100), *end = json;
   luna_params_set(params, "own", "kept"), luna_params_set(params, "key7", "old");
-  end += sprintf(end, "{\"__metadata__\":{\"zero\":\"one\",\"zero\\u0000\":\"two\",\"luna.step\":\"3\",\"\\u006cuna.kind\":\"4\"");
+  end += sprintf(end,
+      "{\"__metadata__\":{\"zero\":\"one\",\"zero\\u0000\":\"two\",\"luna.step\":\"3\",\"\\u006cuna.kind\":\"4\"");
   for (int i = 0; i < MANY; i++) end += sprintf(end, ",\"key%d\":\"%d\"", i, i);
   sprintf(end, "}}");
   buffer file = forged(json, 0, 0), first, second;
   CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "%s", luna_error(ctx));
   first = saved(params);
-  CHECK(luna_load_bytes(params, first.at, first.size) == LUNA_OK && luna_load_bytes(params, file.at, file.size) == LUNA_OK, "saved pairs do not load: %s", luna_error(ctx));
+  CHECK(luna_load_bytes(params, first.at, first.size) == LUNA_OK &&
+        luna_load_bytes(params, file.at, file.size) == LUNA_OK, "saved pairs do not load: %s", luna_error(ctx));
   second = saved(params);
   CHECK(first.size == second.size && memcmp(first.at, second.at, first.size) == 0, "loaded again, pairs are others");
-  CHECK(strcmp(luna_params_get(params, "own"), "kept") == 0 && strcmp(luna_params_get(params, "key7"), "7") == 0 && strcmp(luna_params_get(params, "zero"), "one") == 0 &&
+  CHECK(strcmp(luna_params_get(params, "own"), "kept") == 0 && strcmp(luna_params_get(params, "key7"), "7") == 0 &&
+        strcmp(luna_params_get(params, "zero"), "one") == 0 &&
             !luna_params_get(params, "luna.step") && !luna_params_get(params, "luna.kind"),
         "pairs are not those of the file");
   free(json), free(file.at), free(first.at), free(second.at), ctx_close(ctx, &h);
-  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d pairs take %.0f s", MANY, (double)(clock() - start) / CLOCKS_PER_SEC);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d pairs take %.0f s", MANY,
+        (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
 /* ---- paths ---- */
@@ -355,7 +369,9 @@ static int leftovers(void) {
   int count = 0;
   struct dirent *entry;
   DIR *dir = opendir(folder);
-  while (dir && (entry = readdir(dir)) != NULL) count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && strcmp(entry->d_name, "model.safetensors") != 0;
+  while (dir && (entry = readdir(dir)) != NULL)
+    count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
+        strcmp(entry->d_name, "model.safetensors") != 0;
   if (dir) closedir(dir);
   return count;
 }
@@ -400,7 +416,8 @@ static void check_names(void) {
         "a parameter named __metadata__");
   CHECK(luna_params_set(params, "key", "\xc0\x80") != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_UTF8,
       "\"%s\"", luna_error(ctx));
-  CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_tensor_count(params) == 3, "1023 characters: \"%s\"", luna_error(ctx));
+  CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_tensor_count(params) == 3,
+        "1023 characters: \"%s\"", luna_error(ctx));
   buffer file = saved(params);
   CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "1023 characters do not load: \"%s\"", luna_error(ctx));
   free(file.at), ctx_close(ctx, &h);
@@ -413,7 +430,8 @@ static void check_paths(void) {
   buffer old = saved(params), empty = {NULL, 0, 0, 0, 0};
   char long_path[5000], below[400];
   CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "luna_save: %s", luna_error(ctx));
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "over an older file: %s", luna_error(ctx));
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "over an older file: %s",
+        luna_error(ctx));
   common_params(params, 5);
   CHECK(luna_load(params, path) == LUNA_OK && unchanged(params, values), "luna_load: %s", luna_error(ctx));
   snprintf(below, sizeof below, "%s/none/model.safetensors", folder);
@@ -422,13 +440,15 @@ static void check_paths(void) {
   refused(params, ctx, luna_load(params, below), LUNA_CANNOT_READ, LUNA_ERROR_CANNOT_OPEN, values,
       "a file that is not there");
   snprintf(below, sizeof below, "%s/model.safetensors", path);
-  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, WINDOWS ? LUNA_ERROR_SAVE_TEMPORARY : LUNA_ERROR_SAVE_LOOKUP, values,
+  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE,
+          WINDOWS ? LUNA_ERROR_SAVE_TEMPORARY : LUNA_ERROR_SAVE_LOOKUP, values,
       "a file for a folder");
   CHECK(holds(path, &old), "the file taken for a folder has changed");
   refused(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_IRREGULAR, values,
       "saving onto a folder");
   CHECK(leftovers() == 0, "saves that fail leave a temporary file");
-  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ, WINDOWS ? LUNA_ERROR_CANNOT_OPEN : LUNA_ERROR_READ_IRREGULAR, values,
+  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ,
+          WINDOWS ? LUNA_ERROR_CANNOT_OPEN : LUNA_ERROR_READ_IRREGULAR, values,
       "loading a folder");
   memset(long_path, 'x', sizeof long_path - 1);
   long_path[sizeof long_path - 1] = 0;
@@ -460,7 +480,8 @@ static void write_text(const char *name, const char *text) {
   FILE *file = fopen(name, "wb");
   CHECK(file && fputs(text, file) >= 0 && fclose(file) == 0, "the test cannot write %s", name);
 }
-/* names that a save may choose for its file, taken by links to another's file: that one stays as it is, and so do the links */
+/* names that a save may choose for its file, taken by links to another's file: that one stays as it is, and so do the
+   links */
 static void check_planted(luna_params *params, luna_ctx *ctx, const buffer *want) {
   char names[4][320], victim[320];
   buffer text = {(uint8_t *)(uintptr_t)"another's", 9, 0, 0, 0};
@@ -473,21 +494,26 @@ static void check_planted(luna_params *params, luna_ctx *ctx, const buffer *want
     if (i == 1) CHECK(link(victim, names[i]) == 0, "no link");
     else CHECK(symlink("victim", names[i]) == 0, "no link");
   }
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && !is_link_to(path, "victim"), "beside planted links: %s", luna_error(ctx));
+  CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && !is_link_to(path, "victim"),
+        "beside planted links: %s", luna_error(ctx));
   CHECK(holds(victim, &text), "saving writes through a planted link");
-  for (int i = 0; i < 4; i++) CHECK(i == 1 ? exists(names[i]) : is_link_to(names[i], "victim"), "%s was not luna.h's and is gone", names[i]), remove(names[i]);
+  for (int i = 0; i < 4; i++)
+    CHECK(i == 1 ? exists(names[i]) : is_link_to(names[i], "victim"), "%s was not luna.h's and is gone", names[i]),
+        remove(names[i]);
   write_text(names[3], "another's"); /* a file of the name that temporary files once had */
   CHECK(luna_save(params, path) == LUNA_OK && holds(names[3], &text), "saving overwrites another's file");
   remove(names[3]), remove(victim);
 }
 static void check_links(luna_params *params, luna_ctx *ctx, const buffer *want) {
   char a[320], b[320], target[320];
-  snprintf(a, sizeof a, "%s/a", folder), snprintf(b, sizeof b, "%s/b", folder), snprintf(target, sizeof target, "%s/below", folder);
+  snprintf(a, sizeof a, "%s/a", folder), snprintf(b, sizeof b, "%s/b", folder),
+      snprintf(target, sizeof target, "%s/below", folder);
   mkdir(target, 0777);
   snprintf(target, sizeof target, "%s/below/target", folder);
   CHECK(symlink("b", a) == 0 && symlink("below/target", b) == 0, "no links");
   for (int twice = 0; twice < 2; twice++) { /* a link to a link to nothing yet; then to a file */
-    CHECK(luna_save(params, a) == LUNA_OK && holds(target, want) && is_link_to(a, "b") && is_link_to(b, "below/target"), "through links: %s", luna_error(ctx));
+    CHECK(luna_save(params, a) == LUNA_OK && holds(target, want) && is_link_to(a, "b") && is_link_to(b, "below/target"),
+          "through links: %s", luna_error(ctx));
     write_text(target, "older");
   }
   remove(target), remove(b);
@@ -501,10 +527,12 @@ static void check_modes(luna_params *params, luna_ctx *ctx) {
   static const int modes[] = {0600, 0644, 0640, 0400, 0666};
   const mode_t mask = umask(022);
   remove(path);
-  CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == 0644, "a new file has mode %o: %s", (unsigned)mode_of(path), luna_error(ctx));
+  CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == 0644, "a new file has mode %o: %s",
+        (unsigned)mode_of(path), luna_error(ctx));
   for (int i = 0; i < 5; i++) {
     chmod(path, (mode_t)modes[i]);
-    CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == modes[i], "mode %o becomes %o: %s", (unsigned)modes[i], (unsigned)mode_of(path), luna_error(ctx));
+    CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == modes[i], "mode %o becomes %o: %s", (unsigned)modes[i],
+          (unsigned)mode_of(path), luna_error(ctx));
   }
   umask(mask);
 }
@@ -516,7 +544,8 @@ static void check_no_files(luna_params *params, luna_ctx *ctx) {
   CHECK(luna_save(params, fifo) == LUNA_CANNOT_WRITE && luna_ctx_error_id(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
       stat(fifo, &s) == 0 && S_ISFIFO(s.st_mode), "onto a fifo: %s", luna_error(ctx));
 #ifdef __linux__
-  if (mknod(device, S_IFCHR | 0666, 0x103) == 0) /* a null device of our own, where one may be made: a wrong save as root replaces it */
+  /* a null device of our own, where one may be made: a wrong save as root replaces it */
+  if (mknod(device, S_IFCHR | 0666, 0x103) == 0)
     CHECK(luna_save(params, device) == LUNA_CANNOT_WRITE && luna_ctx_error_id(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
         stat(device, &s) == 0 && S_ISCHR(s.st_mode), "onto a device: %s", luna_error(ctx));
 #endif
@@ -549,7 +578,8 @@ static void check_savers(luna_params *params, luna_ctx *ctx) {
     running--;
   }
   CHECK(failures == 0, "%d of %d saves at once fail", failures, SAVERS * SAVES);
-  CHECK(torn == 0 && leftovers() == 0, "beside saves at once: %d times no file of theirs, %d files left", torn, leftovers());
+  CHECK(torn == 0 && leftovers() == 0, "beside saves at once: %d times no file of theirs, %d files left", torn,
+        leftovers());
   for (int i = 0; i <= SAVERS; i++) free(values[i]);
 }
 /* threads of one process, each with a context of its own */
@@ -576,7 +606,8 @@ static void check_threads(void) {
   }
   CHECK(leftovers() == 0, "threads that save leave %d files", leftovers());
 }
-/* processes in the middle of a save: the file of one that is killed goes with the next save, that of one which lives stays */
+/* processes in the middle of a save: the file of one that is killed goes with the next save, that of one which lives
+   stays */
 static luna_status save_half(const void *ready, const luna_io *io) {
   io->write(io->user, "half", 4);
   CHECK(write(*(const int *)ready, "", 1) == 1, "no pipe");
@@ -596,9 +627,12 @@ static void check_killed(luna_params *params, luna_ctx *ctx, const buffer *want)
   }
   CHECK(leftovers() == 2, "%d files while two are saving", leftovers());
   kill(child[0], SIGKILL), waitpid(child[0], &status, 0);
-  for (int i = 0; i < 2; i++) CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 1, "beside one that saves: %s, %d files left", luna_error(ctx), leftovers());
+  for (int i = 0; i < 2; i++)
+    CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 1,
+          "beside one that saves: %s, %d files left", luna_error(ctx), leftovers());
   kill(child[1], SIGKILL), waitpid(child[1], &status, 0);
-  CHECK(leftovers() == 1 && luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 0, "after a killed save: %s, %d files left", luna_error(ctx), leftovers());
+  CHECK(leftovers() == 1 && luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 0,
+        "after a killed save: %s, %d files left", luna_error(ctx), leftovers());
   close(ready[0]), close(ready[1]);
 }
 /* a disk that is full, at every byte: the old file stays, and nothing besides */
@@ -613,7 +647,8 @@ static void check_full(luna_params *params, const buffer *want) {
       if (setrlimit(RLIMIT_FSIZE, &max) != 0) _exit(99);
       _exit((int)luna_save(params, path));
     }
-    good += waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == LUNA_CANNOT_WRITE && holds(path, want) && leftovers() == 0;
+    good += waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == LUNA_CANNOT_WRITE &&
+        holds(path, want) && leftovers() == 0;
   }
   CHECK(good >= 39, "a full disk: only %d saves fail as they should", good);
 }
@@ -639,7 +674,8 @@ static luna_lm_config lm_config(void) {
   luna_lm_config c;
   memset(&c, 0, sizeof c);
   c.vocab = 11, c.layers = 2, c.memory = 3;
-  c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 12, c.layer.convolution = 3, c.layer.pre_norm = true, c.layer.sharing = LUNA_SHARING_FULL;
+  c.layer.dim = 8, c.layer.heads = 2, c.layer.ffn = 12, c.layer.convolution = 3, c.layer.pre_norm = true,
+      c.layer.sharing = LUNA_SHARING_FULL;
   c.layer.activation = LUNA_ACTIVATION_GELU, c.layer.omega = LUNA_ACTIVATION_ELU1;
   return c;
 }
@@ -658,22 +694,27 @@ static buffer lm_file(void) {
 static void lm_logits(const luna_lm *model, luna_ctx *ctx, float out[2 * 5 * 11]) {
   int32_t *tokens = common_tokens(10, 3, 11);
   luna_begin_inference(ctx);
-  CHECK(luna_read(luna_lm_forward(model, &(luna_input){ tokens, NULL, 2, 5, NULL }), out) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_read(luna_lm_forward(model, &(luna_input){ tokens, NULL, 2, 5, NULL }), out) == LUNA_OK, "%s",
+        luna_error(ctx));
   free(tokens);
 }
 static bool lm_same_config(const luna_lm_config *a, const luna_lm_config *b) {
   return a->vocab == b->vocab && a->layers == b->layers && a->memory == b->memory && a->layer.dim == b->layer.dim &&
-         a->layer.heads == b->layer.heads && a->layer.ffn == b->layer.ffn && a->layer.convolution == b->layer.convolution &&
-         a->layer.pre_norm == b->layer.pre_norm && a->layer.sharing == b->layer.sharing && a->layer.activation == b->layer.activation &&
+         a->layer.heads == b->layer.heads && a->layer.ffn == b->layer.ffn &&
+             a->layer.convolution == b->layer.convolution &&
+         a->layer.pre_norm == b->layer.pre_norm && a->layer.sharing == b->layer.sharing &&
+             a->layer.activation == b->layer.activation &&
          a->layer.omega == b->layer.omega;
 }
-/* owned from bytes and from a path, borrowed before init and by luna_lm_load_bytes, shared: the same model, logits and file */
+/* owned from bytes and from a path, borrowed before init and by luna_lm_load_bytes, shared: the same model, logits and
+   file */
 static void check_lm(void) {
   const luna_lm_config config = lm_config();
   buffer file = lm_file();
   float want[110], got[110];
   FILE *out = fopen(path, "wb");
-  CHECK(out && fwrite(file.at, 1, file.size, out) == file.size && fclose(out) == 0, "the test cannot write its own file");
+  CHECK(out && fwrite(file.at, 1, file.size, out) == file.size && fclose(out) == 0,
+        "the test cannot write its own file");
   for (int way = 0; way < 5; way++) {
     if (!common_little_endian() && (way == 2 || way == 3)) continue; /* nothing can be borrowed here */
     heap h, hs;
@@ -685,18 +726,21 @@ static void check_lm(void) {
       status = way == 1   ? luna_lm_load(&model, params, path)
                : way == 2 ? luna_lm_init(&model, params, &config)
                           : luna_lm_load_bytes(&model, params, file.at, file.size);
-    if (!CHECK(status == LUNA_OK && lm_same_config(&model.config, &config), "way %d: %s", way, luna_error(ctx))) exit(1);
+    if (!CHECK(status == LUNA_OK && lm_same_config(&model.config, &config), "way %d: %s", way, luna_error(ctx)))
+      exit(1);
     lm_logits(&model, ctx, way ? got : want);
     if (way == 4) {
       shared = luna_params_share(sharer, params);
-      CHECK(luna_lm_init(&other, shared, &config) == LUNA_OK && other.embedding->data == model.embedding->data, "sharing: %s",
+      CHECK(luna_lm_init(&other, shared, &config) == LUNA_OK && other.embedding->data == model.embedding->data,
+            "sharing: %s",
             luna_error(sharer));
       lm_logits(&other, sharer, got);
       params = shared;
     }
     CHECK(way == 0 || memcmp(got, want, sizeof want) == 0, "way %d: other logits", way);
     buffer again = saved(params);
-    CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "way %d: saved again, the file has other bytes", way);
+    CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0,
+          "way %d: saved again, the file has other bytes", way);
     free(again.at), ctx_close(sharer, &hs), ctx_close(ctx, &h);
   }
   remove(path), free(file.at);
@@ -715,7 +759,8 @@ static void check_gated(void) {
   luna_lm model, other;
   float want[110], got[110] = {0};
   CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_find(params, "layers.0.fc3.weight") &&
-        !luna_params_find(params, "layers.0.final_layer_norm.bias") && !luna_params_find(params, "layer_norm.bias"), "%s", luna_error(ctx));
+        !luna_params_find(params, "layers.0.final_layer_norm.bias") && !luna_params_find(params, "layer_norm.bias"),
+            "%s", luna_error(ctx));
   buffer file = saved(params);
   CHECK(luna_lm_load_bytes(&other, loaded, file.at, file.size) == LUNA_OK && other.config.layer.gated &&
         other.config.layer.norm == LUNA_NORM_RMS, "gated: %s", luna_error(second));
@@ -727,7 +772,8 @@ static void check_gated(void) {
   double worst = 0;
   for (int t = 0; t < 5; t++) {
     const float *logits = luna_stream_step(stream, (int32_t[]){tokens[t], tokens[5 + t]});
-    for (int i = 0; i < 22 && logits; i++) worst = fmax(worst, fabs((double)(logits[i] - want[(i / 11 * 5 + t) * 11 + i % 11])));
+    for (int i = 0; i < 22 && logits; i++)
+      worst = fmax(worst, fabs((double)(logits[i] - want[(i / 11 * 5 + t) * 11 + i % 11])));
     if (!logits) worst = INFINITY;
   }
   CHECK(worst < 1e-5, "a gated model's stream is off by %g: %s", worst, luna_error(ctx));
@@ -745,23 +791,28 @@ static void check_deep(void) {
   luna_ctx *ctx = ctx_open(&h);
   luna_params *params = luna_params_open(ctx);
   memset(&config, 0, sizeof config);
-  config.vocab = 3, config.layers = 1024, config.memory = 1, config.layer.dim = 2, config.layer.heads = 1, config.layer.ffn = 1, config.layer.convolution = 2;
-  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_tensor_count(params) > MANY, "%s", luna_error(ctx));
+  config.vocab = 3, config.layers = 1024, config.memory = 1, config.layer.dim = 2, config.layer.heads = 1,
+      config.layer.ffn = 1, config.layer.convolution = 2;
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_params_tensor_count(params) > MANY, "%s",
+        luna_error(ctx));
   buffer file = saved(params);
   params = luna_params_open(ctx);
-  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK && model.config.layers == 1024, "%s", luna_error(ctx));
+  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK && model.config.layers == 1024, "%s",
+        luna_error(ctx));
   const size_t size = luna_stream_size(file.at, file.size, NULL, &error);
   CHECK(size > 0, "luna_stream_size: %s", error);
   void *memory = common_alloc(size);
   const luna_stream *stream = size ? luna_stream_open_bytes(file.at, file.size, NULL, memory, size, &error) : NULL;
   CHECK((stream != NULL) == common_little_endian(), "luna_stream_open_bytes: %s", error);
   free(memory), free(file.at), ctx_close(ctx, &h);
-  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "1024 layers take %.0f s", (double)(clock() - start) / CLOCKS_PER_SEC);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "1024 layers take %.0f s",
+        (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
 /* what a stream of single steps takes, with pointers of 64 bits: d 64, 2 layers, l 16; d 32, 1 layer, l 8 */
 static void check_stream_bytes(void) {
-  static const struct { int64_t vocab, layers, memory, dim; size_t max; } row[2] = {{256, 2, 16, 64, 119000}, {64, 1, 8, 32, 28000}};
+  static const struct { int64_t vocab, layers, memory, dim; size_t max; } row[2] =
+      {{256, 2, 16, 64, 119000}, {64, 1, 8, 32, 28000}};
   for (int i = 0; i < 2; i++) {
     heap h;
     luna_lm model;
@@ -773,7 +824,8 @@ static void check_stream_bytes(void) {
     CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
     buffer file = saved(params);
     const size_t size = luna_stream_size(file.at, file.size, &(luna_stream_config){.chunk = 1}, &error);
-    CHECK(size > 0 && size <= row[i].max, "a stream of %d dimensions takes %lu bytes: %s", (int)row[i].dim, (unsigned long)size, error);
+    CHECK(size > 0 && size <= row[i].max, "a stream of %d dimensions takes %lu bytes: %s", (int)row[i].dim,
+          (unsigned long)size, error);
     free(file.at), ctx_close(ctx, &h);
   }
 }
@@ -797,7 +849,8 @@ static buffer edited(const buffer *file, const char *from, const char *to) {
   free(json);
   return b;
 }
-/* Claims are only claims: refused, with nothing left behind, and without having taken much more memory than the file itself has. */
+/* Claims are only claims: refused, with nothing left behind, and without having taken much more memory than the file
+   itself has. */
 static const char *const lm_claims[][2] = {
     {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"16777216\""},
     {"\"luna.vocab\":\"11\"", "\"luna.vocab\":\"12\""},
@@ -845,11 +898,14 @@ static void check_claims(void) {
     buffer wrong = edited(&file, lm_claims[i][0], lm_claims[i][1]);
     const int64_t before = h.live;
     const luna_status status = luna_lm_load_bytes(&model, params, wrong.at, wrong.size);
-    CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] && luna_params_tensor_count(params) == 0 &&
+    CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] &&
+          luna_params_tensor_count(params) == 0 &&
               !luna_params_get(params, "luna.kind"),
-          "%s: %s, \"%s\", %d parameters left", lm_claims[i][1], luna_status_text(status), luna_error(ctx), (int)luna_params_tensor_count(params));
+          "%s: %s, \"%s\", %d parameters left", lm_claims[i][1], luna_status_text(status), luna_error(ctx),
+              (int)luna_params_tensor_count(params));
     CHECK(h.live == before, "%s: %d bytes more than before stay in use", lm_claims[i][1], (int)(h.live - before));
-    CHECK(h.max - before <= 8 * (int64_t)wrong.size + 100000, "%s: a file of %d bytes made luna.h take %d", lm_claims[i][1],
+    CHECK(h.max - before <= 8 * (int64_t)wrong.size + 100000, "%s: a file of %d bytes made luna.h take %d",
+          lm_claims[i][1],
           (int)wrong.size, (int)(h.max - before));
     free(wrong.at), ctx_close(ctx, &h);
   }
@@ -864,11 +920,13 @@ static void check_lm_cuts(void) {
   const int64_t before = h.live;
   int refusals = 0;
   for (size_t cut = 0; cut < file.size; cut++) {
-    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE && luna_params_tensor_count(params) == 0 && h.live == before;
+    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE &&
+        luna_params_tensor_count(params) == 0 && h.live == before;
     luna_begin_inference(ctx);
   }
   CHECK(refusals == (int)file.size, "a language model cut short is refused %d times of %d", refusals, (int)file.size);
-  CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_INIT_ZEROS, 0}) != NULL, "%s", luna_error(ctx));
+  CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_INIT_ZEROS, 0}) != NULL, "%s",
+        luna_error(ctx));
   CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) != LUNA_OK && luna_params_tensor_count(params) == 1,
         "a language model is loaded into a set that has its names");
   CHECK(luna_lm_load_bytes(NULL, params, file.at, file.size) == LUNA_BAD_ARGUMENT &&
@@ -916,11 +974,13 @@ static void check_borrowed(void) {
   memcpy(odd + 1, file.at, file.size);
   refused(late, ctx, luna_load_borrowed(late, odd + 1, file.size), LUNA_MISMATCH, LUNA_ERROR_BORROW_FORMAT, own,
       "borrowing at an odd address");
-  CHECK(luna_load_borrowed(late, file.at, file.size) == LUNA_OK && unchanged(late, values), "borrowing after init: %s", luna_error(ctx));
+  CHECK(luna_load_borrowed(late, file.at, file.size) == LUNA_OK && unchanged(late, values), "borrowing after init: %s",
+        luna_error(ctx));
   CHECK(luna_load_borrowed(early, file.at, file.size) == LUNA_OK && luna_param(early, "second", 1, vector, normal) &&
             luna_param(early, "first", 2, matrix, normal),
         "before: %s", luna_error(ctx));
-  CHECK(luna_param(shared, "first", 2, matrix, normal) && luna_param(shared, "second", 1, vector, normal) && unchanged(shared, values),
+  CHECK(luna_param(shared, "first", 2, matrix, normal) && luna_param(shared, "second", 1, vector, normal) &&
+        unchanged(shared, values),
         "sharing: %s", luna_error(sharer));
   for (int i = 0; i < 2; i++) {
     const uint8_t *data = (const uint8_t *)luna_params_find(i ? late : early, "first")->data;
@@ -949,7 +1009,8 @@ static void check_borrowed(void) {
           "borrowing into a shared set");
   CHECK(!luna_params_share(sharer, NULL) && file.size == copy.size && memcmp(file.at, copy.at, file.size) == 0,
         "sharing nothing, or the borrowed file has changed");
-  free(file.at), free(copy.at), free(half.at), free(odd), free(values), free(own), ctx_close(sharer, &hs), ctx_close(ctx, &h);
+  free(file.at), free(copy.at), free(half.at), free(odd), free(values), free(own), ctx_close(sharer, &hs),
+      ctx_close(ctx, &h);
 }
 /* an optimiser made before the set was borrowed must not write into the file */
 static void check_borrowed_while_training(void) {
@@ -962,7 +1023,8 @@ static void check_borrowed_while_training(void) {
   luna_optimizer *adam = luna_adamw(params, &config);
   buffer file = saved(params), copy = saved(params);
   for (int step = 0; step < 3; step++) {
-    if (step == 1) CHECK(luna_load_borrowed(params, file.at, file.size) == LUNA_OK || luna_error(ctx)[0], "no sentence");
+    if (step == 1)
+      CHECK(luna_load_borrowed(params, file.at, file.size) == LUNA_OK || luna_error(ctx)[0], "no sentence");
     luna_begin_step(ctx);
     luna_tensor *loss = luna_sum(luna_mul(luna_params_find(params, "second"), luna_params_find(params, "second")), 0);
     if (loss) luna_backward(loss);
@@ -1008,10 +1070,12 @@ static void check_allocations(void) {
         refused(params, ctx, status, LUNA_OUT_OF_MEMORY, LUNA_ERROR_NO_MEMORY, values, "an allocation that fails");
         CHECK(!luna_params_get(params, "a new key") && (way != SAVE_PATH || (!exists(path) && leftovers() == 0)),
               "a failed call leaves something behind");
-      } else CHECK(unchanged(params, values) == (way != LOAD_IO && way != LOAD_PATH), "what is loaded has no effect, or what is saved has");
+      } else CHECK(unchanged(params, values) == (way != LOAD_IO && way != LOAD_PATH),
+                   "what is loaded has no effect, or what is saved has");
       free(file.at), free(values), ctx_close(ctx, &h), remove(path);
     }
-    CHECK(status == LUNA_OK && failures > 0, "way %d: after %d failed allocations: %s", way, failures, luna_status_text(status));
+    CHECK(status == LUNA_OK && failures > 0, "way %d: after %d failed allocations: %s", way, failures,
+          luna_status_text(status));
   }
 }
 static void check_lm_allocations(void) {
@@ -1026,12 +1090,15 @@ static void check_lm_allocations(void) {
     const int64_t before = h.live;
     h.fail_at = h.calls + fail, h.fail_end = fail % 2 ? INT64_MAX : h.fail_at + 1;
     status = luna_lm_load_bytes(&model, params, file.at, file.size);
-    CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0] && luna_params_tensor_count(params) == 0 && h.live == before),
-          "allocation %d: %s, \"%s\", %d parameters", fail, luna_status_text(status), luna_error(ctx), (int)luna_params_tensor_count(params));
+    CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0] &&
+                                luna_params_tensor_count(params) == 0 && h.live == before),
+          "allocation %d: %s, \"%s\", %d parameters", fail, luna_status_text(status), luna_error(ctx),
+              (int)luna_params_tensor_count(params));
     if (status != LUNA_OK) {
       h.fail_end = 0;
       luna_begin_inference(ctx);
-      CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK, "a second try fails: %s", luna_error(ctx));
+      CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK, "a second try fails: %s",
+            luna_error(ctx));
     }
     ctx_close(ctx, &h);
   }
@@ -1057,11 +1124,14 @@ static void see_tensor(void *user, const luna_file_tensor *entry) {
   if (entry->count > 64 || !luna_file_tensor_read(entry, values)) return;
   s->readable++;
   for (int64_t i = 0; i < entry->count; i++) s->sum += (double)values[i];
-  if (s->tensors == 1) snprintf(s->text + strlen(s->text), sizeof s->text - strlen(s->text), " %s %s %d %d", entry->name, entry->dtype, entry->rank, (int)entry->shape[0]);
+  if (s->tensors == 1)
+    snprintf(s->text + strlen(s->text), sizeof s->text - strlen(s->text), " %s %s %d %d", entry->name, entry->dtype,
+             entry->rank, (int)entry->shape[0]);
 }
 static void check_inspect(void) {
   /* two numbers as F32, one as F16, one whole number; a pair with an escape */
-  static const char header[] = "{\"__metadata__\":{\"who\":\"a \\\"b\\\"\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
+  static const char header[] =
+      "{\"__metadata__\":{\"who\":\"a \\\"b\\\"\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]},"
                                "\"h\":{\"dtype\":\"F16\",\"shape\":[1,1],\"data_offsets\":[8,10]},\"n\":{\"dtype\":\"I32\",\"shape\":[],\"data_offsets\":[10,14]}}";
   const uint8_t data[14] = {0, 0, 0x80, 0x3F, 0, 0, 0x20, 0xC1, 0, 0x3C, 7, 0, 0, 0}; /* 1, -10; 1; 7 */
   uint8_t bytes[8 + sizeof header + sizeof data];
@@ -1074,15 +1144,18 @@ static void check_inspect(void) {
   memcpy(bytes + 8, header, size);
   memcpy(bytes + 8 + size, data, sizeof data);
   inspection.pair = see_pair, inspection.tensor = see_tensor, inspection.user = &s;
-  CHECK(luna_inspect_bytes(ctx, bytes, 8 + size + sizeof data, &inspection) == LUNA_OK, "inspecting: %s", luna_error(ctx));
-  CHECK(s.pairs == 1 && s.tensors == 3 && s.readable == 2 && s.sum == -8, "%d pairs, %d tensors, %d readable, sum %g", s.pairs, s.tensors, s.readable, s.sum);
+  CHECK(luna_inspect_bytes(ctx, bytes, 8 + size + sizeof data, &inspection) == LUNA_OK, "inspecting: %s",
+        luna_error(ctx));
+  CHECK(s.pairs == 1 && s.tensors == 3 && s.readable == 2 && s.sum == -8, "%d pairs, %d tensors, %d readable, sum %g",
+        s.pairs, s.tensors, s.readable, s.sum);
   CHECK(strcmp(s.text, "who=a \"b\" x F32 1 2") == 0, "seen: %s", s.text);
   for (size_t cut = 0; cut < 8 + size + sizeof data; cut++)
     CHECK(luna_inspect_bytes(ctx, bytes, cut, &inspection) == LUNA_BAD_FILE &&
         luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_SAFETENSORS, "a file cut to %d bytes is inspected", (int)cut);
   CHECK(luna_inspect(ctx, "no/such/file", &inspection) == LUNA_CANNOT_READ &&
       luna_ctx_error_id(ctx) == LUNA_ERROR_CANNOT_OPEN, "a missing file: %s", luna_error(ctx));
-  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to report, no function to report it to");
+  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT &&
+        luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to report, no function to report it to");
   ctx_close(ctx, &h);
 }
 
@@ -1107,11 +1180,15 @@ static void check_dropout(void) {
     uint8_t *at = bytes;
     io.write = memory_write, io.user = &at;
     config.vocab = 5, config.encoder.layers = 1, config.encoder.dim = 8, config.encoder.heads = 2;
-    config.encoder.layer.dropout = values[i], config.encoder.layer.attention_dropout = values[(i + 1) % 4], config.encoder.layer.activation_dropout = values[(i + 2) % 4];
-    CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "saving: %s", luna_error(ctx));
-    CHECK(luna_load_model_bytes(&loaded, luna_params_open(ctx), bytes, (size_t)(at - bytes)) == LUNA_OK, "loading: %s", luna_error(ctx));
+    config.encoder.layer.dropout = values[i], config.encoder.layer.attention_dropout = values[(i + 1) % 4],
+        config.encoder.layer.activation_dropout = values[(i + 2) % 4];
+    CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "saving: %s",
+          luna_error(ctx));
+    CHECK(luna_load_model_bytes(&loaded, luna_params_open(ctx), bytes, (size_t)(at - bytes)) == LUNA_OK, "loading: %s",
+          luna_error(ctx));
     const luna_layer_config *a = &model.config.encoder.layer, *b = &loaded.masked_lm.config.encoder.layer;
-    CHECK(loaded.kind == LUNA_MODEL_MASKED_LM && a->dropout == b->dropout && a->attention_dropout == b->attention_dropout && a->activation_dropout == b->activation_dropout,
+    CHECK(loaded.kind == LUNA_MODEL_MASKED_LM && a->dropout == b->dropout &&
+          a->attention_dropout == b->attention_dropout && a->activation_dropout == b->activation_dropout,
           "dropout %.9g comes back as %.9g", (double)a->dropout, (double)b->dropout);
     ctx_close(ctx, &h);
   }

@@ -8,7 +8,8 @@
 /* ---- classifier: a sequence of a padded batch gives what it gives alone, whatever stands in the padding ---- */
 static float *classified(classifier *c, const int32_t *tokens, const int32_t *lengths, int64_t batch, int64_t n) {
   luna_begin_inference(c->ctx);
-  return values_of(c->ctx, luna_classifier_forward(&c->model, &(luna_input){ tokens, lengths, batch, n, NULL }), "luna_classifier_forward");
+  return values_of(c->ctx, luna_classifier_forward(&c->model, &(luna_input){ tokens, lengths, batch, n, NULL }),
+                   "luna_classifier_forward");
 }
 static void check_alone(int v, luna_form form, luna_pooling pooling) {
   luna_classifier_config config = {0};
@@ -22,20 +23,24 @@ static void check_alone(int v, luna_form form, luna_pooling pooling) {
     for (int32_t pad = 0; pad < VOCAB; pad += VOCAB - 1) {
       int32_t *other = padded_tokens(BATCH, N, lengths_of_5, 1, pad);
       float *got = classified(&c, other, lengths_of_5, BATCH, N);
-      CHECK(same_bits(got, batch, BATCH * 3), "%s, pooling %d, form %d: logits change with the tokens in the padding", encoder_names[v],
+      CHECK(same_bits(got, batch, BATCH * 3), "%s, pooling %d, form %d: logits change with the tokens in the padding",
+            encoder_names[v],
             pooling, form);
       free(other), free(got);
     }
     float all[2][BATCH * 3]; /* each by itself; each by itself with padding */
     for (int b = 0; b < BATCH; b++) {
       const int32_t length = lengths_of_5[b], more = length < N ? 1 : 0;
-      float *alone = classified(&c, tokens + b * N, NULL, 1, length), *longer = classified(&c, tokens + b * N, &length, 1, length + more);
+      float *alone = classified(&c, tokens + b * N, NULL, 1, length),
+          *longer = classified(&c, tokens + b * N, &length, 1, length + more);
       memcpy(all[0] + 3 * b, alone, 3 * sizeof(float)), memcpy(all[1] + 3 * b, longer, 3 * sizeof(float));
       free(alone), free(longer);
     }
-    snprintf(what, sizeof what, "%s, pooling %d, form %d: sequences alone and in a batch", encoder_names[v], pooling, form);
+    snprintf(what, sizeof what, "%s, pooling %d, form %d: sequences alone and in a batch", encoder_names[v], pooling,
+             form);
     test_close(what, batch, all[0], BATCH * 3, 2e-6);
-    snprintf(what, sizeof what, "%s, pooling %d, form %d: sequences in a batch and alone with padding", encoder_names[v], pooling, form);
+    snprintf(what, sizeof what, "%s, pooling %d, form %d: sequences in a batch and alone with padding",
+             encoder_names[v], pooling, form);
     test_close(what, batch, all[1], BATCH * 3, 2e-6);
     free(tokens), free(batch);
   }
@@ -50,10 +55,12 @@ static void check_padding(int v) {
     int32_t *tokens = common_tokens(BATCH * N, 1, VOCAB);
     const bool kept = c.model.encoder.config.keep_padding;
     luna_begin_inference(c.ctx);
-    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder, &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }, NULL), "luna_encoder_forward");
+    float *x = values_of(c.ctx, luna_encoder_forward(&c.model.encoder,
+        &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }, NULL), "luna_encoder_forward");
     for (int64_t i = 0; i < BATCH * N; i++) {
       const bool padding = i % N >= lengths_of_5[i / N];
-      CHECK((length_of(x + i * DIM, DIM) == 0) == (padding && !kept), "%s: place %d of sequence %d, %s, holds %.3g", encoder_names[v],
+      CHECK((length_of(x + i * DIM, DIM) == 0) == (padding && !kept), "%s: place %d of sequence %d, %s, holds %.3g",
+            encoder_names[v],
             (int)(i % N), (int)(i / N), padding ? "padding" : "a token", length_of(x + i * DIM, DIM));
     }
     free(tokens), free(x);
@@ -73,7 +80,8 @@ static double *hand_features(classifier *c, const int32_t *tokens, const int32_t
   float *x = values_of(c->ctx, memory ? p : tx, "luna_encoder_forward");
   for (int64_t b = 0; b < batch; b++) {
     const int64_t length = lengths ? lengths[b] : n, count = pooling == LUNA_POOLING_CLS                             ? 1
-                                                             : pooling == LUNA_POOLING_MEMORY_BATCH || length > rows ? rows
+                                                             : pooling == LUNA_POOLING_MEMORY_BATCH ||
+                                                                 length > rows ? rows
                                                                                                                   : length;
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < DIM; j++) f[b * DIM + j] += (double)x[(b * rows + i) * DIM + j] / (double)count;
@@ -90,7 +98,8 @@ static float *hand_logits(const classifier *c, const double *f, int64_t batch, i
     double h[64];
     for (int64_t i = 0; i < inner; i++) {
       h[i] = pre->weight ? parameter(pre->bias, i) : f[b * width + i];
-      for (int64_t j = 0; pre->weight && j < width; j++) h[i] += parameter(pre->weight, i * width + j) * f[b * width + j];
+      for (int64_t j = 0; pre->weight && j < width; j++)
+        h[i] += parameter(pre->weight, i * width + j) * f[b * width + j];
       if (pre->weight) h[i] *= 0.5 * (1 + erf(h[i] / sqrt(2)));
     }
     for (int64_t i = 0; i < 3; i++) {
@@ -101,7 +110,8 @@ static float *hand_logits(const classifier *c, const double *f, int64_t batch, i
   }
   return out;
 }
-static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /* n below SLOTS: a batch that has not all slots */
+/* n below SLOTS: a batch that has not all slots */
+static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) {
   luna_classifier_config config = {0};
   classifier c;
   char what[160];
@@ -122,16 +132,20 @@ static void check_pooling(int v, luna_pooling pooling, bool pair, int64_t n) { /
     float *expected = hand_logits(&c, f, BATCH, width);
     luna_begin_inference(c.ctx);
     float *got = values_of(c.ctx,
-                           pair ? luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL }, &(luna_input){ second, lengths_of_5, BATCH, N, NULL })
+                           pair ? luna_classifier_forward_pair(&c.model,
+                               &(luna_input){ tokens, lengths, BATCH, n, NULL },
+                                   &(luna_input){ second, lengths_of_5, BATCH, N, NULL })
                                 : luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL }),
                            "logits");
-    snprintf(what, sizeof what, "%s, pooling %d of %d tokens%s: logits against the definition", encoder_names[v], pooling, (int)n,
+    snprintf(what, sizeof what, "%s, pooling %d of %d tokens%s: logits against the definition", encoder_names[v],
+             pooling, (int)n,
              pair ? ", pairs" : "");
     test_close(what, got, expected, BATCH * 3, 2e-6);
     luna_begin_inference(c.ctx);
     refused_at(__LINE__, c.ctx,
             pair ? !luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL })
-                 : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL }, &(luna_input){ second, lengths_of_5, BATCH, N, NULL }),
+                 : !luna_classifier_forward_pair(&c.model, &(luna_input){ tokens, lengths, BATCH, n, NULL },
+                                                 &(luna_input){ second, lengths_of_5, BATCH, N, NULL }),
             pair ? LUNA_ERROR_CLASSIFIER_PAIR : LUNA_ERROR_CLASSIFIER_SINGLE, "the other number of sequences");
     free(tokens), free(second), free(a), free(b), free(f), free(expected), free(got);
   }
@@ -156,7 +170,8 @@ static void check_classifier_refusals(void) {
   config.encoder.heads = 2, config.encoder.layers = 100000;
   refused(ctx, luna_classifier_init(&model, params, &config) == LUNA_BAD_ARGUMENT, VALUE_RANGE, "100000 layers");
   refused(ctx, luna_classifier_init(NULL, params, &config) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
-  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "refused inits leave %d parameters",
+  CHECK(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"),
+        "refused inits leave %d parameters",
         (int)luna_params_tensor_count(params));
   luna_close(ctx);
 }
@@ -229,7 +244,8 @@ static void check_own_memory(void) {
     if (!classifier_open(&c, own ? 5 : 0, LUNA_FORM_CHEAPEST, config)) return;
     int32_t *tokens = common_tokens(BATCH * N, 4, VOCAB);
     luna_begin_step(c.ctx);
-    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model, &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }), labels)) == LUNA_OK, "%s",
+    CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model,
+        &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }), labels)) == LUNA_OK, "%s",
           luna_error(c.ctx));
     for (int i = 0; i < 2; i++) {
       snprintf(name, sizeof name, "encoder.layers.%d.projected_embeddings", i);
@@ -242,11 +258,13 @@ static void check_own_memory(void) {
     const luna_tensor *first = luna_params_find(c.params, "encoder.layers.0.self_atten_proj_layer_norm.weight"),
                       *last = luna_params_find(c.params, "encoder.layers.1.self_atten_proj_layer_norm.weight");
     CHECK(gradient_size(last) > 1e-4 && (own ? gradient_size(first) == 0 : gradient_size(first) > 1e-4),
-          "own memory %d: what only P' of the first layer can bring has a gradient of %.3g, of the last %.3g", own, gradient_size(first),
+          "own memory %d: what only P' of the first layer can bring has a gradient of %.3g, of the last %.3g", own,
+              gradient_size(first),
           gradient_size(last));
     if (own) {
       luna_begin_inference(c.ctx);
-      luna_tensor *x = common_tensor(c.ctx, 5, BATCH, N, DIM, 0), *none = NULL, *some = common_tensor(c.ctx, 6, BATCH, SLOTS, DIM, 0),
+      luna_tensor *x = common_tensor(c.ctx, 5, BATCH, N, DIM, 0), *none = NULL,
+          *some = common_tensor(c.ctx, 6, BATCH, SLOTS, DIM, 0),
                   *before = some;
       float *a = values_of(c.ctx, luna_encoder_layer_forward(&c.model.encoder.layers[1], x, &none, NULL), "layer"),
             *b = values_of(c.ctx, luna_encoder_layer_forward(&c.model.encoder.layers[1], x, &some, NULL), "layer");
@@ -265,14 +283,17 @@ static void check_classifiers(void) {
   for (int v = 0; v < ENCODERS; v++) {
     const bool memory = has_memory(v);
     check_padding(v);
-    for (luna_form form = LUNA_FORM_CHEAPEST; form <= (memory ? LUNA_FORM_FOLDED : LUNA_FORM_CHEAPEST); form = (luna_form)(form + 1))
+    for (luna_form form = LUNA_FORM_CHEAPEST; form <= (memory ? LUNA_FORM_FOLDED : LUNA_FORM_CHEAPEST); form =
+         (luna_form)(form + 1))
       check_alone(v, form, LUNA_POOLING_DEFAULT);
     check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOLING_CLS);
     check_alone(v, LUNA_FORM_CHEAPEST, LUNA_POOLING_MEAN);
-    for (luna_pooling pooling = LUNA_POOLING_DEFAULT; pooling <= (memory ? LUNA_POOLING_MEMORY_BATCH : LUNA_POOLING_MEAN);
+    for (luna_pooling pooling = LUNA_POOLING_DEFAULT; pooling <=
+         (memory ? LUNA_POOLING_MEMORY_BATCH : LUNA_POOLING_MEAN);
          pooling = (luna_pooling)(pooling + 1)) {
       check_pooling(v, pooling, false, N);
-      if (v < 2 || v == 5 || v == 9) check_pooling(v, pooling, true, SLOTS - 2), check_pooling(v, pooling, false, SLOTS - 2);
+      if (v < 2 || v == 5 || v == 9)
+        check_pooling(v, pooling, true, SLOTS - 2), check_pooling(v, pooling, false, SLOTS - 2);
     }
   }
   check_classifier_refusals();

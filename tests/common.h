@@ -1,5 +1,5 @@
-/* What several tests share; include it after luna.h and test.h. Numbers come from a hash of (seed, index), so that every test
-   is the same on every machine. */
+/* What several tests share; include it after luna.h and test.h. Numbers come from a hash of (seed, index), so that
+   every test is the same on every machine. */
 #ifndef COMMON_H
 #define COMMON_H
 #include <stdlib.h>
@@ -58,7 +58,8 @@ TEST_UNUSED static int32_t *common_tokens(int64_t n, uint64_t seed, int32_t voca
 }
 
 /* a random tensor of up to four axes (0: no such axis) in the context, from the given seed */
-TEST_UNUSED static luna_tensor *common_tensor(luna_ctx *ctx, uint64_t seed, int64_t a, int64_t b, int64_t c, int64_t d) {
+TEST_UNUSED static luna_tensor *common_tensor(luna_ctx *ctx, uint64_t seed, int64_t a, int64_t b, int64_t c,
+                                              int64_t d) {
   const int64_t shape[4] = {a, b, c, d};
   int rank = 0;
   int64_t count = 1;
@@ -98,7 +99,8 @@ TEST_UNUSED static void common_params(luna_params *params, uint64_t seed) {
     luna_tensor *p = luna_params_at(params, i, NULL);
     const double scale = p->rank > 1 ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5;
     for (int64_t j = 0; j < luna_count(p); j++)
-      p->data[j] = (float)((p->rank > 1 ? 0 : (double)p->data[j]) + scale * common_number(seed + (uint64_t)i, (uint64_t)j));
+      p->data[j] = (float)((p->rank > 1 ? 0 : (double)p->data[j]) + scale *
+                           common_number(seed + (uint64_t)i, (uint64_t)j));
   }
 }
 

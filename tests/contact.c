@@ -1,5 +1,5 @@
-/* First contact: mistakes that a newcomer makes. Each must end in a sentence that names the call, the argument and the remedy, and in
-   nothing else. */
+/* First contact: mistakes that a newcomer makes. Each must end in a sentence that names the call, the argument and the
+   remedy, and in nothing else. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -25,11 +25,13 @@ static void check_stale(luna_options options) {
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
   float values[64];
-  CHECK(luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 }) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_lm_init(&model, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 16, .heads = 2 }) == LUNA_OK, "%s",
+        luna_error(ctx));
   for (int way = 0; way < 8; way++) {
     luna_begin_step(ctx);
     const int64_t shape[2] = {4, 4}, flat[1] = {16};
-    luna_tensor *x = luna_require_grad(luna_scale(luna_tensor_new(ctx, NULL, 2, shape), 2)), *view = luna_reshape(x, 1, flat);
+    luna_tensor *x = luna_require_grad(luna_scale(luna_tensor_new(ctx, NULL, 2, shape), 2)),
+        *view = luna_reshape(x, 1, flat);
     luna_tensor *loss = luna_add(loss_of(&model, 600), luna_sum(luna_mul(view, view), 0));
     CHECK(luna_backward(loss) == LUNA_OK && isfinite(luna_item(loss)), "%s", luna_error(ctx));
     if (way % 2) luna_begin_inference(ctx);
@@ -37,14 +39,17 @@ static void check_stale(luna_options options) {
     luna_tensor *now = way % 4 < 2 ? NULL : loss_of(&model, 30); /* at once, and after as much work again */
     switch (way / 4) {
       case 0:
-        CHECK(isnan(luna_item(loss)) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "a loss of the last step is read: %s", luna_error(ctx));
+        CHECK(isnan(luna_item(loss)) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+              "a loss of the last step is read: %s", luna_error(ctx));
         SAYS(ctx, "luna_item", "a new step began");
-        CHECK(luna_read(x, values) != LUNA_OK && luna_read(view, values) != LUNA_OK && luna_read_grad(x, values) != LUNA_OK,
+        CHECK(luna_read(x, values) != LUNA_OK && luna_read(view, values) != LUNA_OK &&
+              luna_read_grad(x, values) != LUNA_OK,
               "a tensor of the last step is read");
         CHECK(!x->data && !luna_keep(x), "a tensor of the last step is kept");
         break;
       default:
-        if (way % 2 == 0) CHECK(luna_backward(loss) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "%s", luna_error(ctx));
+        if (way % 2 == 0)
+          CHECK(luna_backward(loss) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "%s", luna_error(ctx));
         luna_begin_step(ctx);
         luna_begin_inference(ctx); /* two steps later it may be another tensor, and is never another thing */
         (void)luna_item(loss);
@@ -55,7 +60,8 @@ static void check_stale(luna_options options) {
     luna_begin_step(ctx);
     loss = loss_of(&model, 600);
     luna_begin_step(ctx);
-    CHECK(!luna_scale(loss, 2) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op takes a tensor of the last step: %s", luna_error(ctx));
+    CHECK(!luna_scale(loss, 2) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+          "an op takes a tensor of the last step: %s", luna_error(ctx));
     luna_params_zero_grad(params);
   }
   luna_close(ctx);
@@ -79,7 +85,8 @@ static void check_hook_init(luna_options options) {
   luna_lm model;
   for (int i = 0; i < 3; i++) {
     if (i) luna_begin_step(ctx);
-    CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &hook }) != LUNA_OK, "a null hook");
+    CHECK(luna_causal_layer_init(&layer, params, "a.", 0,
+        &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &hook }) != LUNA_OK, "a null hook");
     CHECK(luna_params_tensor_count(params) == 0, "a failed init leaves parameters");
   }
   luna_close(ctx);
@@ -90,7 +97,8 @@ static void check_hook_init(luna_options options) {
   const int64_t shape[1] = {3};
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
   const luna_attention_hook again = {hook_init, hook_forward, ctx};
-  CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1, .hook = &again }) != LUNA_OK, "a null hook");
+  CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1,
+      .hook = &again }) != LUNA_OK, "a null hook");
   CHECK(x && luna_add_scalar(x, 1), "%s", luna_error(ctx));
   luna_close(ctx);
 }
@@ -140,7 +148,8 @@ static void save_to(buffer *b, const luna_params *params) {
 }
 static luna_classifier_config classifier_config(int change) {
   luna_classifier_config c = { .vocab = VOCAB, .classes = 3, .pooling = LUNA_POOLING_MEAN,
-                               .encoder = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .layer = { .dropout = 0.1f } } };
+                               .encoder = { .layers = 1, .dim = 8, .heads = 2, .memory = 4,
+                                           .layer = { .dropout = 0.1f } } };
   switch (change) {
     case 1: c.encoder.heads = 4; break;
     case 2: c.pooling = LUNA_POOLING_CLS; break;
@@ -158,9 +167,12 @@ static luna_classifier_config classifier_config(int change) {
   return c;
 }
 static void check_load(void) {
-  static const char *const field[11][3] = {{"", "", ""}, {"luna.heads", "is 2 in", "and 4 in"}, {"luna.pooling", "is 2 in", "and 1 in"},
-    {"luna.positions", "is 2 in", "and 1 in"}, {"luna.activation", "is 1 in", "and 2 in"}, {"luna.pre_norm", "is 0 in", "and 1 in"},
-    {"luna.attention", "is 0 in", "and 1 in"}, {"luna.layers", "is 1 in", "and 2 in"}, {"luna.norm", "is 0 in", "and 1 in"},
+  static const char *const field[11][3] = {{"", "", ""}, {"luna.heads", "is 2 in", "and 4 in"},
+                                           {"luna.pooling", "is 2 in", "and 1 in"},
+    {"luna.positions", "is 2 in", "and 1 in"}, {"luna.activation", "is 1 in", "and 2 in"},
+        {"luna.pre_norm", "is 0 in", "and 1 in"},
+    {"luna.attention", "is 0 in", "and 1 in"}, {"luna.layers", "is 1 in", "and 2 in"},
+        {"luna.norm", "is 0 in", "and 1 in"},
     {"luna.per_step", "is 0 in", "and 1 in"}, {"luna.pack_heads", "is 2 in", "and 1 in"}};
   static buffer file, before, after;
   luna_ctx *ctx = luna_open(NULL);
@@ -181,13 +193,16 @@ static void check_load(void) {
     if (change == 0 || change == 11) {
       CHECK(status == LUNA_OK, "the same model is not loaded: %s", luna_error(other));
     } else {
-      CHECK(status == LUNA_MISMATCH && luna_ctx_error_id(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s", change, luna_error(other));
+      CHECK(status == LUNA_MISMATCH && luna_ctx_error_id(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s",
+            change, luna_error(other));
       if (change == 12) SAYS(other, "luna_load_bytes", "luna.kind", "classifier", "causal_lm", "luna_load_model");
       else SAYS(other, "luna_load_bytes", field[change][0], field[change][1], field[change][2], "luna_load_model");
       if (change < 12) save_to(&after, set);
-      CHECK(change == 12 || (after.size == before.size && memcmp(after.at, before.at, after.size) == 0), "%d: a failed load changes something", change);
+      CHECK(change == 12 || (after.size == before.size && memcmp(after.at, before.at, after.size) == 0),
+            "%d: a failed load changes something", change);
       if (common_little_endian())
-        CHECK(luna_load_borrowed(set, file.at, file.size) == LUNA_MISMATCH, "change %d is borrowed: %s", change, luna_error(other));
+        CHECK(luna_load_borrowed(set, file.at, file.size) == LUNA_MISMATCH, "change %d is borrowed: %s", change,
+              luna_error(other));
     }
     luna_close(other);
   }
@@ -207,8 +222,10 @@ static luna_status load_kind(int kind, luna_model *m, luna_params *params, const
 static luna_tensor *kind_logits(int kind, const luna_model *m) {
   static const int32_t tokens[6] = {1, 2, 3, 4, 5, 6};
   const luna_input in = { .tokens = tokens, .batch = 1, .n = 6 };
-  return kind == LUNA_MODEL_LM ? luna_lm_forward(&m->lm, &in) : kind == LUNA_MODEL_CLASSIFIER ? luna_classifier_forward(&m->classifier, &in) :
-         kind == LUNA_MODEL_MASKED_LM ? luna_masked_lm_forward(&m->masked_lm, &in) : luna_seq2seq_forward(&m->seq2seq, &in, &in);
+  return kind == LUNA_MODEL_LM ? luna_lm_forward(&m->lm, &in) : kind == LUNA_MODEL_CLASSIFIER ?
+      luna_classifier_forward(&m->classifier, &in) :
+         kind == LUNA_MODEL_MASKED_LM ? luna_masked_lm_forward(&m->masked_lm, &in) :
+             luna_seq2seq_forward(&m->seq2seq, &in, &in);
 }
 static void check_kinds(void) {
   static const char *const names[] = {"", "causal_lm", "classifier", "masked_lm", "seq2seq"};
@@ -220,9 +237,12 @@ static void check_kinds(void) {
     luna_model m = {0}, loaded;
     float want[6 * 256], got[6 * 256];
     if (kind == LUNA_MODEL_LM) luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
-    if (kind == LUNA_MODEL_CLASSIFIER) luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
-    if (kind == LUNA_MODEL_MASKED_LM) luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e });
-    if (kind == LUNA_MODEL_SEQ2SEQ) luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_CLASSIFIER)
+      luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_MASKED_LM)
+      luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e });
+    if (kind == LUNA_MODEL_SEQ2SEQ)
+      luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e });
     save_to(&file, params);
     luna_begin_inference(ctx);
     const luna_tensor *logits = kind_logits(kind, &m);
@@ -234,10 +254,12 @@ static void check_kinds(void) {
       const luna_status status = load_kind(call, &loaded, set, &file);
       if (call == 0 || call == kind) {
         luna_begin_inference(other);
-        CHECK(status == LUNA_OK && luna_read(kind_logits(kind, &loaded), got) == LUNA_OK && memcmp(got, want, bytes) == 0, "%s by call %d: %s",
+        CHECK(status == LUNA_OK && luna_read(kind_logits(kind, &loaded), got) == LUNA_OK &&
+              memcmp(got, want, bytes) == 0, "%s by call %d: %s",
               names[kind], call, luna_error(other));
       } else {
-        CHECK(status == LUNA_BAD_FILE && luna_ctx_error_id(other) == LUNA_ERROR_FILE_KIND && luna_params_tensor_count(set) == 0, "%s by call %d: %s",
+        CHECK(status == LUNA_BAD_FILE && luna_ctx_error_id(other) == LUNA_ERROR_FILE_KIND &&
+              luna_params_tensor_count(set) == 0, "%s by call %d: %s",
               names[kind], call, luna_error(other));
         SAYS(other, names[kind], names[call], "luna_load_model");
       }
@@ -254,13 +276,17 @@ static void check_inputs(void) {
   luna_classifier classifier;
   luna_seq2seq seq2seq;
   luna_lm detector;
-  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .positions = LUNA_POSITIONS_LEARNED, .max_length = N };
-  static const int32_t good[2 * N] = {0}, labels[2 * N] = {0}, bad[2 * N] = {0, 1, 2, VOCAB}, lengths[2] = {N, N + 1}, four[2 * N] = {0, 0, 0, 0, 0, VOCAB};
+  const luna_encoder_config e = { .layers = 1, .dim = 8, .heads = 2, .memory = 4, .positions = LUNA_POSITIONS_LEARNED,
+                                 .max_length = N };
+  static const int32_t good[2 * N] = {0}, labels[2 * N] = {0}, bad[2 * N] = {0, 1, 2, VOCAB}, lengths[2] = {N, N + 1},
+      four[2 * N] = {0, 0, 0, 0, 0, VOCAB};
   float x[2 * N * 3] = {0};
   luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
-  luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8, .heads = 2 });
+  luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8,
+                                                                   .heads = 2 });
   luna_classifier_init(&classifier, luna_params_open(ctx), &(luna_classifier_config){ .vocab = VOCAB, .encoder = e });
-  CHECK(luna_seq2seq_init(&seq2seq, luna_params_open(ctx), &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_seq2seq_init(&seq2seq, luna_params_open(ctx), &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }) ==
+        LUNA_OK, "%s", luna_error(ctx));
   const luna_input features = { .features = x, .batch = 2, .n = N }, tokens = { .tokens = good, .batch = 2, .n = N },
                    outside = { .tokens = bad, .batch = 2, .n = N }, longer = { .tokens = good, .batch = 1, .n = N + 1 },
                    ragged = { .tokens = good, .lengths = lengths, .batch = 2, .n = N };
@@ -272,26 +298,33 @@ static void check_inputs(void) {
   FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &features), "luna_seq2seq_forward: ", "target.tokens");
   FAILS(luna_lm_forward(&detector, &tokens), "luna_lm_forward: ", "input.features", "in place of tokens");
   FAILS(luna_lm_forward(&lm, &outside), "luna_lm_forward: ", "input.tokens[3] is 11, outside 0..10");
-  FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &outside), "luna_seq2seq_forward: ", "target.tokens[3] is 11, outside 0..10");
-  FAILS(luna_classifier_forward(&classifier, &ragged), "luna_classifier_forward: ", "input.lengths[1] is 13, outside 0..12");
+  FAILS(luna_seq2seq_forward(&seq2seq, &tokens, &outside), "luna_seq2seq_forward: ",
+        "target.tokens[3] is 11, outside 0..10");
+  FAILS(luna_classifier_forward(&classifier, &ragged), "luna_classifier_forward: ",
+        "input.lengths[1] is 13, outside 0..12");
   FAILS(luna_classifier_forward(&classifier, &longer), "luna_classifier_forward: ", "13", "max_length 12");
   FAILS(luna_lm_loss(&lm, &tokens, four), "luna_lm_loss: labels[5] is 11; there are 11 classes");
   const int64_t five[5] = {1, 1, 1, 1, 1};
   FAILS(luna_tensor_new(ctx, NULL, 5, five), "luna_tensor_new: rank is 5, outside 0..4");
   luna_begin_inference(ctx);
-  CHECK(luna_input_layer_fit(&lm.input, &features) == LUNA_BAD_ARGUMENT && luna_input_layer_fit(&classifier.encoder.input, &features) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_input_layer_fit(&lm.input, &features) == LUNA_BAD_ARGUMENT &&
+        luna_input_layer_fit(&classifier.encoder.input, &features) == LUNA_BAD_ARGUMENT,
         "features are fitted to a model of tokens");
   SAYS(ctx, "luna_input_layer_fit: ", "tokens", "config");
   x[7] = INFINITY;
-  FAILS(luna_lm_forward(&detector, &features), "luna_lm_forward: ", "input.features[7] is Inf", "NaN where a number is missing");
+  FAILS(luna_lm_forward(&detector, &features), "luna_lm_forward: ", "input.features[7] is Inf",
+        "NaN where a number is missing");
   FAILS(luna_input_layer_forward(&detector.input, &features), "luna_input_layer_forward: ", "features[7] is Inf");
 #undef FAILS
   const int32_t some[2] = {2, N};                                  /* padding may hold anything */
   luna_begin_inference(ctx);
   x[7] = 0, x[2 * 3] = -INFINITY;
-  CHECK(luna_lm_forward(&detector, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }), "%s", luna_error(ctx));
-  CHECK(luna_input_layer_fit(&detector.input, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }) == LUNA_OK, "%s", luna_error(ctx));
-  CHECK(!luna_adamw(lm.params, &(luna_optimizer_config){ .schedule = { .decay = LUNA_DECAY_COSINE } }), "a cosine without an end");
+  CHECK(luna_lm_forward(&detector, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }), "%s",
+        luna_error(ctx));
+  CHECK(luna_input_layer_fit(&detector.input, &(luna_input){ .features = x, .lengths = some, .batch = 2, .n = N }) ==
+        LUNA_OK, "%s", luna_error(ctx));
+  CHECK(!luna_adamw(lm.params, &(luna_optimizer_config){ .schedule = { .decay = LUNA_DECAY_COSINE } }),
+        "a cosine without an end");
   SAYS(ctx, "luna_adamw: schedule.total is 0", "number of steps");
   luna_close(ctx);
 }
@@ -302,21 +335,27 @@ static void check_stream(void) {
   luna_lm lm, detector;
   const int32_t token = 1;
   luna_lm_init(&lm, luna_params_open(ctx), &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
-  CHECK(luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8, .heads = 2 }) == LUNA_OK, "%s",
+  CHECK(luna_lm_init(&detector, luna_params_open(ctx), &(luna_lm_config){ .features = 3, .outputs = 2, .dim = 8,
+      .heads = 2 }) == LUNA_OK, "%s",
         luna_error(ctx));
   const float scale[3] = {1, 100, 1};
   luna_write(detector.input.scale, scale);
-  luna_stream *of_tokens = luna_stream_open(&lm, NULL), *a = luna_stream_open(&detector, NULL), *b = luna_stream_open(&detector, NULL);
+  luna_stream *of_tokens = luna_stream_open(&lm, NULL), *a = luna_stream_open(&detector, NULL),
+      *b = luna_stream_open(&detector, NULL);
   for (int t = 0; t < 20; t++) {
     float x[2][3] = {{(float)t, 1, t % 3 ? NAN : 2}, {INFINITY, 0, 0}};
     if (t % 3 == 1) x[1][0] = 0, x[1][2] = -INFINITY;
     if (t % 3 == 2) x[1][0] = 0, x[1][1] = 3e38f;                    /* finite, but not once it is standardised */
-    CHECK(!luna_stream_step_features(a, x[1]) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_FEATURE && strstr(luna_stream_error(a), "NaN"), "Inf is read");
-    CHECK(!luna_stream_prefill(a, &(luna_input){ .features = x[0], .n = 2 }) && luna_stream_position(a) == t, "Inf is read in a prefill");
+    CHECK(!luna_stream_step_features(a, x[1]) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_FEATURE &&
+          strstr(luna_stream_error(a), "NaN"), "Inf is read");
+    CHECK(!luna_stream_prefill(a, &(luna_input){ .features = x[0], .n = 2 }) && luna_stream_position(a) == t,
+          "Inf is read in a prefill");
     const float *y = luna_stream_step_features(a, x[0]), *z = luna_stream_step_features(b, x[0]);
-    CHECK(y && z && memcmp(y, z, 2 * sizeof(float)) == 0 && isfinite(y[0]), "step %d: refused numbers leave a trace: %s", t, luna_stream_error(a));
+    CHECK(y && z && memcmp(y, z, 2 * sizeof(float)) == 0 && isfinite(y[0]),
+          "step %d: refused numbers leave a trace: %s", t, luna_stream_error(a));
   }
-  CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") && strstr(luna_stream_error(a), "features"),
+  CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") &&
+        strstr(luna_stream_error(a), "features"),
         "a token in a stream of features: %s", luna_stream_error(a));
   CHECK(!luna_stream_step_features(of_tokens, scale) && strstr(luna_stream_error(of_tokens), "luna_stream_step or"),
         "features in a stream of tokens: %s", luna_stream_error(of_tokens));

@@ -1,6 +1,7 @@
-/* luna_cuda.cuh against the CPU: every op, layer and model with its gradients, the authors' golden files, training, checkpoints, a step as a graph, the
-   rounded modes, failures, also of streams. Links with cuda_device.cu: on a machine without a GPU (make test) kernels run through cuda_host.h, in three orders, and
-   whatever it finds is a failure; make cuda-test is the same on a GPU. */
+/* luna_cuda.cuh against the CPU: every op, layer and model with its gradients, the authors' golden files, training,
+   checkpoints, a step as a graph, the rounded modes, failures, also of streams. Links with cuda_device.cu: on a machine
+   without a GPU (make test) kernels run through cuda_host.h, in three orders, and whatever it finds is a failure; make
+   cuda-test is the same on a GPU. */
 #include "test.h"
 #include <stdbool.h>
 static bool cuda_separate; /* each tensor on the device in an allocation of its own */
@@ -32,7 +33,8 @@ static void check_custom(void) {
   float *a = common_random(n, 1, 1), *b = common_random(n, 2, 1), got[3][COUNT];
   luna_ctx *ctx = device_open(&cuda, 1);
   luna_begin_step(ctx);
-  luna_tensor *in[2] = {luna_require_grad(luna_tensor_new(ctx, a, 1, &n)), luna_require_grad(luna_tensor_new(ctx, b, 1, &n))};
+  luna_tensor *in[2] = {luna_require_grad(luna_tensor_new(ctx, a, 1, &n)),
+                        luna_require_grad(luna_tensor_new(ctx, b, 1, &n))};
   luna_tensor *y = luna_custom_op(in, 2, 1, &n, &cuda_square);
   luna_read(y, got[0]);
   CHECK(luna_backward(luna_sum(y, 0)) == LUNA_OK, "a custom op has no backward: %s", luna_error(ctx));
@@ -40,7 +42,8 @@ static void check_custom(void) {
   luna_read_grad(in[1], got[2]);
   for (int64_t i = 0; i < n; i++) {
     const float square = 0.5f * a[i] * b[i] * b[i], da = 0.5f * b[i] * b[i], db = a[i] * b[i];
-    if (fabsf(got[0][i] - square) > 1e-6f || fabsf(got[1][i] - da) > 1e-6f || fabsf(got[2][i] - db) > 1e-6f) CHECK(0, "element %d of a custom op is %g", (int)i, (double)got[0][i]);
+    if (fabsf(got[0][i] - square) > 1e-6f || fabsf(got[1][i] - da) > 1e-6f || fabsf(got[2][i] - db) > 1e-6f)
+      CHECK(0, "element %d of a custom op is %g", (int)i, (double)got[0][i]);
   }
   luna_close(ctx);
   free(a), free(b);
@@ -86,10 +89,13 @@ static void graph_run(bool graphed, int kind, graph_results *results) {
     CHECK(luna_graph_end(graph) == LUNA_OK, "step %d in a graph: %s", step, luna_error(r.ctx));
     const cuda_counts is = cuda_counted();
     const bool whole = graph && (step == 4 || step >= GRAPH_STEPS - 2);
-    CHECK((*luna_graph_reason(graph) == 0) == (graph && is.replays == 1), "step %d: %ld graphs run, the reason is: %s", step,
+    CHECK((*luna_graph_reason(graph) == 0) == (graph && is.replays == 1), "step %d: %ld graphs run, the reason is: %s",
+          step,
           is.replays, luna_graph_reason(graph));
-    CHECK(!whole || !cuda_emulated() || (is.replays == 1 && is.launches == 0 && is.copies == 1 && is.synchronisations == 0),
-          "optimiser %d, step %d is %ld graphs, %ld launches, %ld copies, %ld waits: %s", kind, step, is.replays, is.launches,
+    CHECK(!whole || !cuda_emulated() || (is.replays == 1 && is.launches == 0 && is.copies == 1 &&
+                                         is.synchronisations == 0),
+          "optimiser %d, step %d is %ld graphs, %ld launches, %ld copies, %ld waits: %s", kind, step, is.replays,
+              is.launches,
           is.copies, is.synchronisations, luna_graph_reason(graph));
     results->losses[step] = luna_item(loss);
   }
@@ -119,16 +125,20 @@ static void check_graph(void) {
 }
 
 /* what makes a step run by itself: a custom op that does not say that it may be recorded, and reading before the end */
-static void graph_square(luna_ctx *ctx, luna_graph *graph, const luna_custom *custom, bool reads, float value, bool whole) {
+static void graph_square(luna_ctx *ctx, luna_graph *graph, const luna_custom *custom, bool reads, float value,
+                         bool whole) {
   const int64_t one = 1;
   luna_graph_begin(graph);
   luna_begin_step(ctx);
   luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, &value, 1, &one)), *both[2] = {x, x};
   luna_tensor *y = luna_scale(luna_custom_op(both, 2, 1, &one, custom), 3);
-  if (reads) CHECK(luna_item(y) == 1.5f * value * value * value, "read before the end, a custom op's result is %g", (double)luna_item(y));
+  if (reads)
+    CHECK(luna_item(y) == 1.5f * value * value * value, "read before the end, a custom op's result is %g",
+          (double)luna_item(y));
   CHECK(luna_backward(y) == LUNA_OK && luna_graph_end(graph) == LUNA_OK, "a custom op in a graph: %s", luna_error(ctx));
   CHECK((*luna_graph_reason(graph) == 0) == whole, "a custom op: %s", luna_graph_reason(graph));
-  CHECK(luna_item(y) == 1.5f * value * value * value, "a custom op of %g in a graph is %g", (double)value, (double)luna_item(y));
+  CHECK(luna_item(y) == 1.5f * value * value * value, "a custom op of %g in a graph is %g", (double)value,
+        (double)luna_item(y));
 }
 /* logits whose gradient is made by parts, from an op that another one leaves it to */
 static void check_graph_logits(void) {
@@ -164,13 +174,15 @@ static void check_graph_reasons(void) {
   for (int step = 0; step < 5; step++) graph_square(ctx, graph, &custom, false, 2, false);
   CHECK(strstr(luna_graph_reason(graph), "custom op"), "a custom op: %s", luna_graph_reason(graph));
   custom.recordable = true;
-  for (int step = 0; step < 6; step++) graph_square(ctx, graph, &custom, step == 4, (float)step, step != 0 && step != 4);
+  for (int step = 0; step < 6; step++)
+    graph_square(ctx, graph, &custom, step == 4, (float)step, step != 0 && step != 4);
   CHECK(luna_graph_begin(graph) == LUNA_OK && luna_graph_begin(other) == LUNA_BAD_ARGUMENT &&
             luna_graph_end(other) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_GRAPH_ORDER,
         "two graphs at a time: %s", luna_error(ctx));
   luna_graph_close(graph);           /* one that has begun */
   CHECK(luna_begin_step(ctx) == LUNA_OK && luna_graph_end(NULL) == LUNA_OK, "after a graph: %s", luna_error(ctx));
-  CHECK(luna_graph_begin(other) == LUNA_OK && luna_graph_end(other) == LUNA_OK, "a graph of nothing: %s", luna_error(ctx));
+  CHECK(luna_graph_begin(other) == LUNA_OK && luna_graph_end(other) == LUNA_OK, "a graph of nothing: %s",
+        luna_error(ctx));
   CHECK(!luna_graph_open(host) && luna_ctx_status(host) == LUNA_OK && *luna_graph_reason(NULL), "the CPU has graphs");
   luna_close(ctx);
   luna_close(host);
@@ -194,11 +206,14 @@ static void check_stream_graphs(void) {
         cuda_counted();
         const float *got = luna_stream_step(s[1], tokens + at * batch);
         const cuda_counts is = cuda_counted();
-        CHECK(expected && got && memcmp(expected, got, (size_t)row * sizeof(float)) == 0, "kind %d, token %d has other bits in a graph", kind, at);
+        CHECK(expected && got && memcmp(expected, got, (size_t)row * sizeof(float)) == 0,
+              "kind %d, token %d has other bits in a graph", kind, at);
         CHECK(at < 3 || !cuda_emulated() || (is.replays == 1 && is.launches + is.copies == 2), /* inputs, logits */
               "kind %d, token %d is %ld graphs, %ld launches, %ld copies, %ld waits", kind, at, is.replays, is.launches,
               is.copies, is.synchronisations);
-        if (at == 4) CHECK(luna_stream_prefill(s[0], &(luna_input){ tokens, NULL, 0, 2, NULL }) && luna_stream_prefill(s[1], &(luna_input){ tokens, NULL, 0, 2, NULL }), "a prefill fails");
+        if (at == 4)
+          CHECK(luna_stream_prefill(s[0], &(luna_input){ tokens, NULL, 0, 2, NULL }) &&
+                luna_stream_prefill(s[1], &(luna_input){ tokens, NULL, 0, 2, NULL }), "a prefill fails");
       }
       luna_stream_close(s[0]), luna_stream_close(s[1]);
       free(tokens);
@@ -222,7 +237,8 @@ static void check_shared_graph(void) {
       luna_graph_begin(graph);
       luna_begin_inference(ctx);
       luna_tensor *y = luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 20, NULL });
-      CHECK(luna_graph_end(graph) == LUNA_OK && luna_read(y, i ? got : expected) == LUNA_OK, "a shared set: %s", luna_error(ctx));
+      CHECK(luna_graph_end(graph) == LUNA_OK && luna_read(y, i ? got : expected) == LUNA_OK, "a shared set: %s",
+            luna_error(ctx));
       CHECK(i == 0 || memcmp(got, expected, sizeof got) == 0, "inference %d of a shared set has other bits", i);
     }
     CHECK(*luna_graph_reason(graph) == 0, "a shared set's inference is not recorded: %s", luna_graph_reason(graph));
@@ -231,12 +247,14 @@ static void check_shared_graph(void) {
   luna_close(owner.ctx);
 }
 
-/* ---- what luna_memory says is what the device gives, but for 10%, and a steady step takes no more; copies are few ---- */
+/* ---- what luna_memory says is what the device gives, but for 10%, and a steady step takes no more; copies are few
+   ---- */
 static void check_memory(void) {
   enum { N = 256, BATCH = 2, VOCAB = 64 };
   const size_t opened = cuda.backend->opened;
   luna_classifier model;
-  luna_classifier_config config = {.vocab = VOCAB, .classes = 3, .encoder = {.layers = 2, .dim = 48, .heads = 2, .ffn = 192}};
+  luna_classifier_config config = {.vocab = VOCAB, .classes = 3,
+                                   .encoder = {.layers = 2, .dim = 48, .heads = 2, .ffn = 192}};
   int32_t *tokens = common_tokens(N * BATCH, 3, VOCAB);
   const int32_t labels[BATCH] = {1, 2};
   const luna_input input = {tokens, NULL, BATCH, N, NULL};
@@ -295,7 +313,8 @@ static void check_logits_bytes(void) {
   free(tokens);
 }
 
-/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; a few launches whatever their number ---- */
+/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; a few launches whatever their number
+   ---- */
 enum { MANY = 90 };
 static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) {
   luna_params *params = luna_params_open(ctx);
@@ -376,7 +395,8 @@ static void check_foreign_errors(void) {
   luna_ctx *ctx = device_open(&cuda, 1);
   luna_begin_inference(ctx);
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &n), *both[2] = {x, x};
-  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_ctx_status(ctx) == LUNA_OK, "a custom op: %s", luna_error(ctx));
+  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_ctx_status(ctx) == LUNA_OK, "a custom op: %s",
+        luna_error(ctx));
   CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && luna_ctx_error_id(ctx) == LUNA_ERROR_BACKEND &&
       strstr(luna_error(ctx), "invalid configuration"),
         "a custom op that cannot be launched: %s", luna_error(ctx));
@@ -387,7 +407,8 @@ static void check_foreign_errors(void) {
   cuda_fail(CUDA_NO_MEMORY, 1); /* given out again by the device after what was kept is released */
   device_step(&r, 0);
   left = cuda_left_error();
-  CHECK(luna_ctx_status(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0, "a failure that was made good stays: %s, %s",
+  CHECK(luna_ctx_status(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0,
+        "a failure that was made good stays: %s, %s",
         left, luna_error(r.ctx));
   luna_close(r.ctx);
 }
@@ -437,7 +458,8 @@ static void check_math(void) {
   static const double limit[3] = {1e-6, 2e-3, 2e-2}, min[3] = {0, 1e-6, 1e-5};
   enum { M = 70, N = 50, K = 60 };
   const int64_t sizes[4] = {M, K, N, K};
-  float *x = common_random(M * K, 1, 1), *w = common_random(N * K, 2, 1), *exact = common_floats(M * N), *got = common_floats(M * N);
+  float *x = common_random(M * K, 1, 1), *w = common_random(N * K, 2, 1), *exact = common_floats(M * N),
+      *got = common_floats(M * N);
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++) {
       double sum = 0;
@@ -449,18 +471,21 @@ static void check_math(void) {
     d.backend = cuda_backend(0, (cuda_math)math);
     luna_ctx *ctx = device_open(&d, 1);
     luna_begin_inference(ctx);
-    CHECK(luna_read(luna_linear(luna_tensor_new(ctx, x, 2, sizes), luna_tensor_new(ctx, w, 2, sizes + 2), NULL), got) == LUNA_OK, "mode %d: %s", math, luna_error(ctx));
+    CHECK(luna_read(luna_linear(luna_tensor_new(ctx, x, 2, sizes), luna_tensor_new(ctx, w, 2, sizes + 2), NULL), got) ==
+          LUNA_OK, "mode %d: %s", math, luna_error(ctx));
     const double error = common_error(got, exact, M * N, 1e-6);
     CHECK(error <= limit[math] && error >= min[math], "a product in mode %d is off by %.3g", math, error);
     luna_close(ctx);
   }
-  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3), "an invalid backend exists");
+  CHECK(!cuda_backend(16, CUDA_F32) && !cuda_backend(-1, CUDA_F32) && !cuda_backend(0, (cuda_math)3),
+        "an invalid backend exists");
   free(x), free(w), free(exact), free(got);
 }
 
 /* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
 static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
-  CHECK((!ctx || luna_ctx_status(ctx) != LUNA_OK) && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what, luna_error(ctx));
+  CHECK((!ctx || luna_ctx_status(ctx) != LUNA_OK) && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what,
+        luna_error(ctx));
 }
 static void check_failures(void) {
   device_run r, on_host;
@@ -481,7 +506,8 @@ static void check_failures(void) {
     luna_close(ctx);
     cuda_mend();
   }
-  /* each allocation fails in turn, later each fifth: opening (null without memory for the context), parameters, moments, steps */
+  /* each allocation fails in turn, later each fifth: opening (null without memory for the context), parameters,
+     moments, steps */
   for (int at = 1; at < 500; at += at < 60 ? 1 : 5) {
     cuda_fail(CUDA_NO_MEMORY, at);
     const bool open = device_run_open(&r, &cuda, 2, 1);
@@ -512,7 +538,8 @@ static void check_failures(void) {
       cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
       const float loss = device_step(&r, 0);
       const luna_status status = luna_read(r.lm.embedding, all);
-      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails without an error", kind ? "kernel" : "launch", at);
+      CHECK(loss != loss || status != LUNA_OK, "%s %d of a step fails without an error", kind ? "kernel" : "launch",
+            at);
       expect_error(r.ctx, kind ? "a fault" : "a launch", "CUDA device 0");
       const float next = device_step(&on_host, 1);
       CHECK(first == first && next == next && next != first, "the CPU's context suffers");
@@ -527,7 +554,8 @@ static void check_failures(void) {
 /* streams: memory that ends while one is opened, and a device that fails in a step */
 static luna_stream *open_stream(device_models *m, luna_seq2seq *decoder, bool decodes) {
   static const int32_t source[6] = {3, 1, 4, 1, 5, 9};
-  return decodes ? luna_seq2seq_stream_open(decoder, &(luna_input){ source, NULL, 2, 3, NULL }, 2) : luna_stream_open(&m->lm[1], &m->config);
+  return decodes ? luna_seq2seq_stream_open(decoder, &(luna_input){ source, NULL, 2, 3, NULL }, 2) :
+      luna_stream_open(&m->lm[1], &m->config);
 }
 static void check_stream_failures(void) {
   static const int32_t tokens[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
@@ -571,15 +599,19 @@ static void check_stream_failures(void) {
         luna_stream *s = open_stream(&m, &decoder, decodes);
         const size_t size = luna_stream_state_size(s);
         char *state = (char *)common_alloc(size);
-        CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK, "a stream does not begin: %s", luna_stream_error(s));
+        CHECK(luna_stream_step(s, tokens) && luna_stream_state_save(s, state, size) == LUNA_OK,
+              "a stream does not begin: %s", luna_stream_error(s));
         cuda_fail(kind ? CUDA_FAULT : CUDA_NO_LAUNCH, at);
-        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3, NULL }), "%s %d of a prefill fails without an error", kind ? "kernel" : "launch", at);
+        CHECK(!luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 3, NULL }),
+              "%s %d of a prefill fails without an error", kind ? "kernel" : "launch", at);
         CHECK(luna_stream_error_id(s) == LUNA_ERROR_BACKEND && strstr(luna_stream_error(s), "CUDA device 0"),
             "a device's failure in a stream: %s", luna_stream_error(s));
         snprintf(sentence, sizeof sentence, "%s", luna_stream_error(s));
         luna_stream_reset(s);
-        CHECK(!luna_stream_step(s, tokens) && strcmp(luna_stream_error(s), sentence) == 0, "after a failure a stream goes on: %s", luna_stream_error(s));
-        CHECK(luna_stream_reorder(s, order) != LUNA_OK && luna_stream_state_save(s, state, size) != LUNA_OK && luna_stream_state_load(s, state, size) != LUNA_OK, "after a failure a state is there");
+        CHECK(!luna_stream_step(s, tokens) && strcmp(luna_stream_error(s), sentence) == 0,
+              "after a failure a stream goes on: %s", luna_stream_error(s));
+        CHECK(luna_stream_reorder(s, order) != LUNA_OK && luna_stream_state_save(s, state, size) != LUNA_OK &&
+              luna_stream_state_load(s, state, size) != LUNA_OK, "after a failure a state is there");
         luna_stream_close(s);
         free(state);
         luna_close(m.ctx[0]), luna_close(m.ctx[1]);

@@ -5,16 +5,21 @@
 #include "luna_cuda.cuh"
 #include "cuda_device.h"
 
-extern "C" const luna_backend *cuda_backend(int device, cuda_math math) { return luna_cuda_backend_with(device, (luna_cuda_math)math); }
+extern "C" const luna_backend *cuda_backend(int device, cuda_math math) {
+  return luna_cuda_backend_with(device, (luna_cuda_math)math);
+}
 
 __global__ void poke_kernel(float *at, float value) { *at = value; }
-extern "C" void cuda_poke(luna_ctx *ctx, float *at, float value) { LUNACU_LAUNCH(poke_kernel, 1, 1, 0, luna_cuda_stream(ctx), at, value); }
+extern "C" void cuda_poke(luna_ctx *ctx, float *at, float value) {
+  LUNACU_LAUNCH(poke_kernel, 1, 1, 0, luna_cuda_stream(ctx), at, value);
+}
 
 __global__ void square_kernel(int64_t n, float factor, const float *a, const float *b, float *y) {
   const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = factor * a[i] * b[i] * b[i];
 }
-__global__ void square_slope_kernel(int64_t n, float factor, const float *a, const float *b, const float *dy, float *da, float *db) {
+__global__ void square_slope_kernel(int64_t n, float factor, const float *a, const float *b, const float *dy, float *da,
+                                    float *db) {
   const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n && da) da[i] += factor * dy[i] * b[i] * b[i];
   if (i < n && db) db[i] += 2 * factor * dy[i] * a[i] * b[i];
@@ -22,15 +27,18 @@ __global__ void square_slope_kernel(int64_t n, float factor, const float *a, con
 static void square_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out);
   (void)count;
-  LUNACU_LAUNCH(square_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state, in[0]->data, in[1]->data, out->data);
+  LUNACU_LAUNCH(square_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state,
+                in[0]->data, in[1]->data, out->data);
 }
 static void square_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const int64_t n = luna_count(out);
   (void)count;
-  LUNACU_LAUNCH(square_slope_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state, in[0]->data, in[1]->data, out->grad, in[0]->grad, in[1]->grad);
+  LUNACU_LAUNCH(square_slope_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n,
+                *(const float *)state, in[0]->data, in[1]->data, out->grad, in[0]->grad, in[1]->grad);
 }
 static const float square_factor = 0.5f;
-extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0, false};
+extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0,
+                                            false};
 
 static void overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out) + 1;
@@ -43,7 +51,8 @@ static void unlaunched_forward(const luna_tensor *const *in, int count, luna_ten
   (void)LUNACU_START(square_kernel, 1, 4096, 0, luna_cuda_stream(out->ctx), luna_count(out), *(const float *)state,
                      in[0]->data, in[0]->data, out->data);
 }
-extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0, false};
+extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0,
+                                             false};
 extern "C" const luna_custom cuda_unlaunched = {unlaunched_forward, square_backward, &square_factor,
                                                 sizeof square_factor, 0, false};
 

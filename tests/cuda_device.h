@@ -1,4 +1,5 @@
-/* The test's view of the device, by functions in C: cuda_device.cu has them both for a GPU and for cuda_host.h, where the device can be made to fail. */
+/* The test's view of the device, by functions in C: cuda_device.cu has them both for a GPU and for cuda_host.h, where
+   the device can be made to fail. */
 #ifndef CUDA_DEVICE_H
 #define CUDA_DEVICE_H
 #include "luna.h"
@@ -25,7 +26,8 @@ typedef enum cuda_failure {
 } cuda_failure;
 bool cuda_emulated(void);
 void cuda_seed(unsigned seed);
-void cuda_fail(cuda_failure what, int at); /* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes */
+/* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes */
+void cuda_fail(cuda_failure what, int at);
 void cuda_mend(void);
 /* Device 1 of two: a copy of the table, before whose entries the other device becomes the current one. `exact`:
    allocations have just the bytes asked for, and are given back at once. */
@@ -37,7 +39,8 @@ typedef struct cuda_counts {               /* since they were last read */
   size_t max_allocated;
 } cuda_counts;
 cuda_counts cuda_counted(void);
-unsigned long long cuda_errors(const char **message); /* what the emulator found wrong with kernels and their launches */
+/* what the emulator found wrong with kernels and their launches */
+unsigned long long cuda_errors(const char **message);
 #ifdef __cplusplus
 }
 #endif

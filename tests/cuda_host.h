@@ -1,6 +1,7 @@
 /* cuda_host.h - CUDA C++ without a GPU: kernels run on the CPU, and what a GPU would leave to luck is an error here.
 
-   A test includes this file first (it defines LUNA_CUDA_HOST), then luna_cuda.cuh, and is compiled by g++ or clang++ as C++17:
+   A test includes this file first (it defines LUNA_CUDA_HOST), then luna_cuda.cuh, and is compiled by g++ or clang++ as
+   C++17:
 
      #include "cuda_host.h"
      #include "luna_cuda.cuh"
@@ -20,16 +21,19 @@
      Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches of float32
      cuda_host    what a test turns (devices, seed, failures) and reads (counters, errors, the first message); cuda_host_reset() after a fault
 
-   WHAT IT CHECKS. Each finding is one line on stderr and counts in cuda_host.errors; a kernel's finding abandons that launch.
+   WHAT IT CHECKS. Each finding is one line on stderr and counts in cuda_host.errors; a kernel's finding abandons that
+   launch.
      Meeting      All live threads of the block, or all lanes of the mask, must come to the same line; a thread that returned or waits elsewhere, a
                   lane outside its own mask, a shuffle from a lane that does not take part are errors.
      Shared       Filled with NaN bits for every block; every access is checked for bounds and alignment. With cuda_host.debug every word remembers
-                  who wrote and read it: reading what nobody wrote, and two threads of which one writes with no barrier between, are errors.
-                  Barriers are __syncthreads and, within a warp, a full __syncwarp. Shuffles and votes order no memory, as CUDA's manual says.
+                  who wrote and read it: reading what nobody wrote, and two threads of which one writes with no barrier
+                  between, are errors. Barriers are __syncthreads and, within a warp, a full __syncwarp. Shuffles and
+                  votes order no memory, as CUDA's manual says.
      Copies       Of device memory to itself, they must not overlap.
      Global       Device memory is a separate region, closed while host code runs: touching it there ends the program. New memory and freed memory is
-                  NaN bits. 256 bytes before and after each allocation are watched; with the address sanitizer they are poisoned. A kernel given a
-                  pointer, alone or (by g++) inside a struct, to pageable host memory or to freed memory is an error. A wild access is a sticky fault.
+                  NaN bits. 256 bytes before and after each allocation are watched; with the address sanitizer they are
+                  poisoned. A kernel given a pointer, alone or (by g++) inside a struct, to pageable host memory or to
+                  freed memory is an error. A wild access is a sticky fault.
      Order        Blocks run one at a time in random order over the grid, threads in random order from meeting to meeting, streams in random order
                   where nothing orders them. Results that change with cuda_host.seed are races.
      Streams      Nothing runs before the host waits: stream, device and event synchronise, cudaMemcpy, cudaFree, a copy to pageable memory. A query
@@ -41,8 +45,8 @@
                   stream or handle is current, memory of another device given to one, an event recorded in another
                   device's stream. Copies, waits and cudaFree may be called with any device current, as in CUDA.
      Errors       A failed call's, and a query's cudaErrorNotReady, stay until somebody calls cudaGetLastError.
-   What it cannot see: races in global memory within one order, __launch_bounds__ overrun, rounding of the GPU's expf and its like, reads of
-   uninitialised registers. The arithmetic of kernels is the host's. */
+   What it cannot see: races in global memory within one order, __launch_bounds__ overrun, rounding of the GPU's expf
+   and its like, reads of uninitialised registers. The arithmetic of kernels is the host's. */
 #ifndef CUDA_HOST_H
 #define CUDA_HOST_H
 #define LUNA_CUDA_HOST 1
@@ -93,8 +97,10 @@ struct cuda_host_state {
   bool quiet = false;                      /* findings are counted, not printed */
   size_t memory = (size_t)2 << 30;         /* bytes of the device */
   long fail_allocation = 0;                /* the n-th cudaMalloc, cudaHostAlloc or cublasCreate from now fails */
-  long fail_launch = 0;                    /* the n-th launch or product from now is refused with cudaErrorLaunchFailure */
-  long fault = 0;                          /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
+  /* the n-th launch or product from now is refused with cudaErrorLaunchFailure */
+  long fail_launch = 0;
+  /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
+  long fault = 0;
   bool no_image = false;                   /* no kernel was compiled for this device: cudaErrorNoKernelImageForDevice */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
   size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
@@ -104,9 +110,9 @@ struct cuda_host_state {
 inline cuda_host_state cuda_host;
 template <class T> struct cuda_host_element;
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>types
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 struct uint3 { unsigned x, y, z; };
 struct dim3 {
   unsigned x, y, z;
@@ -126,39 +132,67 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-#define CUDA_HOST_ERRORS(X)                                                                                                                     \
-  X(cudaSuccess, 0, "no error") X(cudaErrorInvalidValue, 1, "invalid argument") X(cudaErrorMemoryAllocation, 2, "out of memory")                 \
-  X(cudaErrorInitializationError, 3, "initialization error") X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument")              \
-  X(cudaErrorInvalidMemcpyDirection, 21, "invalid copy direction for memcpy") X(cudaErrorInsufficientDriver, 35, "driver too old for runtime")  \
-  X(cudaErrorInvalidDeviceFunction, 98, "invalid device function") X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected")              \
-  X(cudaErrorInvalidDevice, 101, "invalid device ordinal") X(cudaErrorNoKernelImageForDevice, 209, "no kernel image for this device")           \
-  X(cudaErrorUnsupportedPtxVersion, 222, "the PTX was compiled with an unsupported toolchain")                                                  \
-  X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle") X(cudaErrorIllegalState, 401, "operation not possible in this state")       \
-  X(cudaErrorNotReady, 600, "device not ready") X(cudaErrorIllegalAddress, 700, "an illegal memory access was encountered")                     \
-  X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch") X(cudaErrorLaunchTimeout, 702, "the launch timed out")       \
-  X(cudaErrorMisalignedAddress, 716, "misaligned address") X(cudaErrorLaunchFailure, 719, "unspecified launch failure")                         \
-  X(cudaErrorNotSupported, 801, "operation not supported") X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted in capture")      \
-  X(cudaErrorStreamCaptureInvalidated, 901, "operation failed due to a previous error during capture")                                          \
-  X(cudaErrorStreamCaptureMerge, 902, "capture would merge two captures") X(cudaErrorStreamCaptureUnmatched, 903, "capture of another stream")  \
-  X(cudaErrorStreamCaptureUnjoined, 904, "unjoined work in capture") X(cudaErrorStreamCaptureIsolation, 905, "dependency crosses the capture")  \
-  X(cudaErrorStreamCaptureImplicit, 906, "implicit dependency on the legacy stream") X(cudaErrorCapturedEvent, 907, "event was captured")       \
+#define CUDA_HOST_ERRORS(X) \
+  X(cudaSuccess, 0, "no error") X(cudaErrorInvalidValue, 1, "invalid argument") X(cudaErrorMemoryAllocation, 2, \
+      "out of memory") \
+  X(cudaErrorInitializationError, 3, "initialization error") X(cudaErrorInvalidConfiguration, 9, \
+                                                               "invalid configuration argument") \
+  X(cudaErrorInvalidMemcpyDirection, 21, "invalid copy direction for memcpy") X(cudaErrorInsufficientDriver, 35, \
+      "driver too old for runtime") \
+  X(cudaErrorInvalidDeviceFunction, 98, "invalid device function") X(cudaErrorNoDevice, 100, \
+                                                                     "no CUDA-capable device is detected") \
+  X(cudaErrorInvalidDevice, 101, "invalid device ordinal") X(cudaErrorNoKernelImageForDevice, 209, \
+                                                             "no kernel image for this device") \
+  X(cudaErrorUnsupportedPtxVersion, 222, "the PTX was compiled with an unsupported toolchain") \
+  X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle") X(cudaErrorIllegalState, 401, \
+                                                                      "operation not possible in this state") \
+  X(cudaErrorNotReady, 600, "device not ready") X(cudaErrorIllegalAddress, 700, \
+                                                  "an illegal memory access was encountered") \
+  X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch") X(cudaErrorLaunchTimeout, 702, \
+      "the launch timed out") \
+  X(cudaErrorMisalignedAddress, 716, "misaligned address") X(cudaErrorLaunchFailure, 719, \
+                                                             "unspecified launch failure") \
+  X(cudaErrorNotSupported, 801, "operation not supported") X(cudaErrorStreamCaptureUnsupported, 900, \
+                                                             "operation not permitted in capture") \
+  X(cudaErrorStreamCaptureInvalidated, 901, "operation failed due to a previous error during capture") \
+  X(cudaErrorStreamCaptureMerge, 902, "capture would merge two captures") X(cudaErrorStreamCaptureUnmatched, 903, \
+      "capture of another stream") \
+  X(cudaErrorStreamCaptureUnjoined, 904, "unjoined work in capture") X(cudaErrorStreamCaptureIsolation, 905, \
+      "dependency crosses the capture") \
+  X(cudaErrorStreamCaptureImplicit, 906, "implicit dependency on the legacy stream") X(cudaErrorCapturedEvent, 907, \
+      "event was captured") \
   X(cudaErrorStreamCaptureWrongThread, 908, "capture of another thread") X(cudaErrorUnknown, 999, "unknown error")
 #define CUDA_HOST_VALUE(name, value, text) name = value,
 enum cudaError { CUDA_HOST_ERRORS(CUDA_HOST_VALUE) };
 typedef cudaError cudaError_t;
 #define CUDA_HOST_NAME(name, value, text) case name: return #name;
 #define CUDA_HOST_TEXT(name, value, text) case name: return text;
-inline const char *cudaGetErrorName(cudaError_t e) { switch (e) { CUDA_HOST_ERRORS(CUDA_HOST_NAME) } return "unrecognized error code"; }
-inline const char *cudaGetErrorString(cudaError_t e) { switch (e) { CUDA_HOST_ERRORS(CUDA_HOST_TEXT) } return "unrecognized error code"; }
+inline const char *cudaGetErrorName(cudaError_t e) {
+  switch (e) { CUDA_HOST_ERRORS(CUDA_HOST_NAME) } return "unrecognized error code";
+}
+inline const char *cudaGetErrorString(cudaError_t e) {
+  switch (e) { CUDA_HOST_ERRORS(CUDA_HOST_TEXT) } return "unrecognized error code";
+}
 
-enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
+enum cudaMemcpyKind {
+  cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault
+};
 enum cudaMemoryType { cudaMemoryTypeUnregistered, cudaMemoryTypeHost, cudaMemoryTypeDevice, cudaMemoryTypeManaged };
-enum cudaDeviceAttr { cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrMaxSharedMemoryPerBlock = 8, cudaDevAttrWarpSize = 10, cudaDevAttrMultiProcessorCount = 16,
-                      cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated };
-enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2, cudaHostAllocDefault = 0,
+enum cudaDeviceAttr { cudaDevAttrMaxThreadsPerBlock = 1, cudaDevAttrMaxSharedMemoryPerBlock = 8,
+                     cudaDevAttrWarpSize = 10, cudaDevAttrMultiProcessorCount = 16,
+                      cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76,
+                          cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9
+};
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed
+};
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated
+};
+enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1, cudaEventDefault = 0, cudaEventBlockingSync = 1,
+      cudaEventDisableTiming = 2, cudaHostAllocDefault = 0,
        cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, cudaHostAllocWriteCombined = 4, cudaEventWaitDefault = 0 };
 struct cudaDeviceProp {
   char name[256];
@@ -173,9 +207,9 @@ typedef struct CUgraph_st *cudaGraph_t;
 typedef struct CUgraphExec_st *cudaGraphExec_t;
 typedef struct CUgraphNode_st *cudaGraphNode_t;
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>machine: all state, and how a finding is reported
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 namespace cudahost {
 
 /* switch_stack saves the caller's registers on its stack, that stack in *from, and goes on where `to` was left. */
@@ -200,7 +234,8 @@ __asm__(".text\n.p2align 4\ncuda_host_switch:\n stp x19, x20, [sp, #-160]!\n stp
         " stp d14, d15, [sp, #144]\n mov x9, sp\n str x9, [x0]\n mov sp, x1\n ldp x21, x22, [sp, #16]\n ldp x23, x24, [sp, #32]\n ldp x25, x26, [sp, #48]\n"
         " ldp x27, x28, [sp, #64]\n ldp x29, x30, [sp, #80]\n ldp d8, d9, [sp, #96]\n ldp d10, d11, [sp, #112]\n ldp d12, d13, [sp, #128]\n"
         " ldp d14, d15, [sp, #144]\n ldp x19, x20, [sp], #160\n ret\n");
-enum { ENTRY_WORD = 11, FRAME_WORDS = 20 };                            /* x19 .. x28, x29, x30 = where to return, d8 .. d15 */
+/* x19 .. x28, x29, x30 = where to return, d8 .. d15 */
+enum { ENTRY_WORD = 11, FRAME_WORDS = 20 };
 #endif
 inline void switch_stack(context &from, context &to) { cuda_host_switch(&from.sp, to.sp); }
 inline void prepare_stack(context &c, char *stack, size_t size, void (*entry)()) {
@@ -229,10 +264,14 @@ struct thread {
   const char *what, *file;                 /* of the last meeting */
   uint64_t value, result;
 };
-struct warp { uint32_t lanes, returned, at_block, waiting, named, epoch; };  /* bits per lane; named: waited for by somebody */
-struct word { uint32_t wrote, wrote_warp, read, read_warp; int16_t writer, reader, other; bool several, warps; };  /* epochs, threads */
-struct array { uint64_t launch; int64_t begin, end; const char *name, *file; int line, size; };  /* a shared array; bytes in the arena */
-struct kernel_limits { long max_dynamic = -1; size_t fixed = 0; };     /* opted in; bytes of static shared memory seen so far */
+/* bits per lane; named: waited for by somebody */
+struct warp { uint32_t lanes, returned, at_block, waiting, named, epoch; };
+/* epochs, threads */
+struct word { uint32_t wrote, wrote_warp, read, read_warp; int16_t writer, reader, other; bool several, warps; };
+/* a shared array; bytes in the arena */
+struct array { uint64_t launch; int64_t begin, end; const char *name, *file; int line, size; };
+/* opted in; bytes of static shared memory seen so far */
+struct kernel_limits { long max_dynamic = -1; size_t fixed = 0; };
 
 struct launch {
   const char *name;
@@ -314,7 +353,8 @@ inline void report(int t, const char *file, int line, const char *format, ...) {
   size_t n = (size_t)snprintf(s, sizeof s, "cuda_host: ");
   if (m.now) {
     const bool wrapped = m.now->name[0] == '(';
-    n += (size_t)snprintf(s + n, sizeof s - n, "kernel %.*s", (int)std::min<size_t>(200, strlen(m.now->name) - 2 * wrapped), m.now->name + wrapped);
+    n += (size_t)snprintf(s + n, sizeof s - n, "kernel %.*s",
+                          (int)std::min<size_t>(200, strlen(m.now->name) - 2 * wrapped), m.now->name + wrapped);
     if (t >= 0) n += (size_t)snprintf(s + n, sizeof s - n, " block %s thread %s", triple(blockIdx).s, name_of(t).s);
     n += (size_t)snprintf(s + n, sizeof s - n, ": ");
   }
@@ -340,25 +380,30 @@ template <class T> void shuffle(std::vector<T> &v) {
   for (size_t i = v.size(); i > 1; i--) std::swap(v[i - 1], v[random_below((uint32_t)i)]);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>memory: the device's region, its allocations and their guards
-   ---------------------------------------------------------------------------------------------------------------------- */
-inline bool in_device(const void *p) { return m.base && (const char *)p >= m.base && (const char *)p < m.base + RESERVE; }
+   ------------------------------------------------------------------------------------------------------------------ */
+inline bool in_device(const void *p) {
+  return m.base && (const char *)p >= m.base && (const char *)p < m.base + RESERVE;
+}
 inline size_t padded(size_t n) { return (n + 255) & ~(size_t)255; }
 
-/* Opening and closing must not cost more for more memory, as mprotect does: page tables move between where pointers point and a hiding place. */
+/* Opening and closing must not cost more for more memory, as mprotect does: page tables move between where pointers
+   point and a hiding place. */
 inline void protect(bool open) {
 #ifdef __linux__
   char *from = open ? m.hidden : m.base, *to = open ? m.base : m.hidden;
   if (mremap(from, RESERVE, RESERVE, MREMAP_MAYMOVE | MREMAP_FIXED, to) != to ||
-      mmap(from, RESERVE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) != from) { perror("cuda_host: device memory"); abort(); }
+      mmap(from, RESERVE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+           0) != from) { perror("cuda_host: device memory"); abort(); }
 #else
   if (mprotect(m.base, RESERVE, open ? PROT_READ | PROT_WRITE : PROT_NONE)) abort();
 #endif
 }
 inline void make_region() {                  /* aligned so that whole page tables move */
   const size_t gigabyte = (size_t)1 << 30;
-  char *p = (char *)mmap(nullptr, 2 * RESERVE + gigabyte, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  char *p = (char *)mmap(nullptr, 2 * RESERVE + gigabyte, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                         0);
   if (p == MAP_FAILED) { perror("cuda_host: address space"); abort(); }
   m.base = p + (0 - (uintptr_t)p) % gigabyte;
   m.hidden = m.base + RESERVE;
@@ -390,7 +435,8 @@ inline bool is_elsewhere(int device, const char *what) {
   return true;
 }
 inline cudaMemoryType type_of(const void *p) {
-  return in_device(p) ? cudaMemoryTypeDevice : lies_in(m.pinned, p, 1) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  return in_device(p) ? cudaMemoryTypeDevice : lies_in(m.pinned, p, 1) ? cudaMemoryTypeHost :
+      cudaMemoryTypeUnregistered;
 }
 
 inline void poison(const void *p, size_t n) {
@@ -460,16 +506,17 @@ inline void *take(size_t n) {
 inline void give(uintptr_t at) {
   opened here;
   const size_t n = m.device[at];
-  if (!guards(at, n, false)) report(-1, nullptr, 0, "somebody wrote beside the %zu bytes of device memory at %p", n, (void *)at);
+  if (!guards(at, n, false))
+    report(-1, nullptr, 0, "somebody wrote beside the %zu bytes of device memory at %p", n, (void *)at);
   memset((void *)at, 0xff, n);
   poison((void *)at, n);
   m.device.erase(at);
   m.device_of.erase(at);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>fibers: the threads of a block, one stack each for as long as they wait
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 inline void leave(void **fake, const void *stack, size_t size) {
 #ifdef CUDA_HOST_ASAN
   __sanitizer_start_switch_fiber(fake, stack, size);
@@ -513,10 +560,12 @@ inline void thread_returns() {
   if (w.named >> (t & 31) & 1)
     for (int o = t & ~31; o <= (t | 31) && o < m.threads; o++)
       if (m.thread_of[o].state == AT_WARP && m.thread_of[o].mask >> (t & 31) & 1)
-        CUDA_HOST_FAIL(m.thread_of[o].file, m.thread_of[o].line, "returned while thread %s waits for it in %s", name_of(o).s, m.thread_of[o].what);
+        CUDA_HOST_FAIL(m.thread_of[o].file, m.thread_of[o].line, "returned while thread %s waits for it in %s",
+                       name_of(o).s, m.thread_of[o].what);
 }
 
-/* A stack runs threads from their first step; one that waits keeps its stack, one that returns lets the next fresh one have it at once. */
+/* A stack runs threads from their first step; one that waits keeps its stack, one that returns lets the next fresh one
+   have it at once. */
 inline void fiber_main() {
   fiber *self = m.running;
   enter(nullptr, &m.host_stack, &m.host_stack_size);
@@ -541,7 +590,8 @@ inline void resume(int t) {
     if (m.pool.empty()) {
       fiber *f = new fiber();
       const size_t page = (size_t)sysconf(_SC_PAGESIZE);
-      f->stack = (char *)mmap(nullptr, STACK + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      f->stack = (char *)mmap(nullptr, STACK + page, PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (f->stack == MAP_FAILED || mprotect(f->stack, page, PROT_NONE)) { perror("cuda_host: a stack"); abort(); }
       f->stack += page;
       prepare_stack(f->at, f->stack, STACK, fiber_main);
@@ -569,12 +619,13 @@ inline void take_stacks() {
   }
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>launch: blocks in random order, their threads in random order
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 inline size_t shared_limit() {               /* bytes a block may opt in to */
   const int arch = cuda_host.major * 10 + cuda_host.minor;
-  return (size_t)(arch == 80 || arch == 87 ? 163 : arch == 86 || arch == 89 || arch >= 120 ? 99 : arch >= 90 ? 227 : arch == 75 ? 64 : arch >= 70 ? 96 : 48) << 10;
+  return (size_t)(arch == 80 || arch == 87 ? 163 : arch == 86 || arch == 89 ||
+                  arch >= 120 ? 99 : arch >= 90 ? 227 : arch == 75 ? 64 : arch >= 70 ? 96 : 48) << 10;
 }
 
 inline void run_block() {
@@ -613,7 +664,8 @@ inline void fault(cudaError_t error);
 
 inline bool is_mapped(uintptr_t p) { /* lower down lie two small numbers side by side, and the sanitizer's shadow */
   unsigned char resident[1];
-  return p >> 44 && p < (uintptr_t)1 << 47 && mincore((void *)(p & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1)), 1, resident) == 0;
+  return p >> 44 && p < (uintptr_t)1 << 47 && mincore((void *)(p & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1)), 1,
+                                                      resident) == 0;
 }
 
 inline bool pointers_are_good(const launch &l) {
@@ -640,14 +692,17 @@ inline void run_launch(const launch &l) {
   m.launch_serial++;
   reseed();
   m.arrays.clear();
-  if (m.epoch > 0xf0000000u || m.warp_epoch > 0xf0000000u) { m.epoch = m.warp_epoch = 0; memset(m.words, 0, sizeof m.words); }
+  if (m.epoch > 0xf0000000u || m.warp_epoch > 0xf0000000u) {
+    m.epoch = m.warp_epoch = 0; memset(m.words, 0, sizeof m.words);
+  }
   m.threads = (int)(l.block.x * l.block.y * l.block.z);
   m.used = ((int64_t)l.shared + 15) & ~(int64_t)15;
   m.fixed = 0;
   cuda_host_block_size = l.block;
   cuda_host_grid_size = l.grid;
   for (int t = 0; t < m.threads; t++)
-    m.index_of[t] = {(unsigned)t % l.block.x, (unsigned)t / l.block.x % l.block.y, (unsigned)t / (l.block.x * l.block.y)};
+    m.index_of[t] = {(unsigned)t % l.block.x, (unsigned)t / l.block.x % l.block.y,
+                     (unsigned)t / (l.block.x * l.block.y)};
   if (pointers_are_good(l)) {
     m.blocks.resize((size_t)l.grid.x * l.grid.y * l.grid.z);
     for (size_t i = 0; i < m.blocks.size(); i++) m.blocks[i] = (uint32_t)i;
@@ -665,12 +720,14 @@ inline void run_launch(const launch &l) {
   m.now = nullptr;
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>meeting: barriers, shuffles, votes
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 template <class T> T value_of(const T &x) { return x; }
 template <class T> typename cuda_host_element<T>::value value_of(const cuda_host_element<T> &x) { return x.load(); }
-inline bool same_place(const thread &a, const thread &b) { return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file)); }
+inline bool same_place(const thread &a, const thread &b) {
+  return a.line == b.line && (a.file == b.file || !strcmp(a.file, b.file));
+}
 
 struct here {
   const char *file;
@@ -690,15 +747,18 @@ struct here {
     warp &w = m.warp_of[t >> 5];
     if (m.returned)
       for (int o = 0; o < m.threads; o++)
-        if (m.thread_of[o].state == RETURNED) CUDA_HOST_FAIL(file, line, "waits in %s, but thread %s has returned", what, name_of(o).s);
+        if (m.thread_of[o].state == RETURNED)
+          CUDA_HOST_FAIL(file, line, "waits in %s, but thread %s has returned", what, name_of(o).s);
     if (m.waiting && !same_place(me, m.thread_of[m.first_waiting])) {
       const thread &o = m.thread_of[m.first_waiting];
-      CUDA_HOST_FAIL(file, line, "waits in %s, but thread %s in %s at %s:%d", what, name_of(m.first_waiting).s, o.what, o.file, o.line);
+      CUDA_HOST_FAIL(file, line, "waits in %s, but thread %s in %s at %s:%d", what, name_of(m.first_waiting).s, o.what,
+                     o.file, o.line);
     }
     if (w.named >> (t & 31) & 1)
       for (int o = t & ~31; o < m.threads; o++)
         if (m.thread_of[o].state == AT_WARP && m.thread_of[o].mask >> (t & 31) & 1)
-          CUDA_HOST_FAIL(file, line, "waits in %s, but thread %s for it in %s at %s:%d", what, name_of(o).s, m.thread_of[o].what, m.thread_of[o].file, m.thread_of[o].line);
+          CUDA_HOST_FAIL(file, line, "waits in %s, but thread %s for it in %s at %s:%d", what, name_of(o).s,
+                         m.thread_of[o].what, m.thread_of[o].file, m.thread_of[o].line);
     if (!m.waiting++) m.first_waiting = t;
     m.votes += predicate;
     if (m.waiting < m.threads) {
@@ -717,19 +777,23 @@ struct here {
   }
 
   /* Every lane of the mask gets result(lane) once all have come; `orders`: memory too. */
-  template <class F> uint64_t lanes(const char *what, unsigned mask, uint64_t value, int source, bool orders, F result) const {
+  template <class F> uint64_t lanes(const char *what, unsigned mask, uint64_t value, int source, bool orders,
+                                    F result) const {
     const int t = m.current, lane = t & 31, first = t & ~31;
     thread &me = arrive(what);
     warp &w = m.warp_of[t >> 5];
     if (!(mask >> lane & 1)) CUDA_HOST_FAIL(file, line, "is not in its own mask %08x of %s", mask, what);
     mask &= w.lanes;
     me.mask = mask; me.value = value; me.source = source;
-    if (mask & w.returned) CUDA_HOST_FAIL(file, line, "waits in %s for thread %s, which has returned", what, name_of(first + __builtin_ctz(mask & w.returned)).s);
+    if (mask & w.returned)
+      CUDA_HOST_FAIL(file, line, "waits in %s for thread %s, which has returned", what,
+                     name_of(first + __builtin_ctz(mask & w.returned)).s);
     if (mask & (w.at_block | w.waiting)) {
       const int o = first + __builtin_ctz(mask & w.at_block ? mask & w.at_block : mask & w.waiting);
       const thread &other = m.thread_of[o];
       if (other.state == AT_BLOCK || (other.mask >> lane & 1 && (other.mask != mask || !same_place(me, other))))
-        CUDA_HOST_FAIL(file, line, "waits in %s (mask %08x) for thread %s, which waits in %s (mask %08x) at %s:%d", what, mask, name_of(o).s, other.what,
+        CUDA_HOST_FAIL(file, line, "waits in %s (mask %08x) for thread %s, which waits in %s (mask %08x) at %s:%d",
+                       what, mask, name_of(o).s, other.what,
                        other.state == AT_BLOCK ? ~0u : other.mask, other.file, other.line);
     }
     me.state = AT_WARP;
@@ -739,7 +803,8 @@ struct here {
     if (come == mask)
       for (uint32_t left = mask; left; left &= left - 1) {
         const thread &other = m.thread_of[first + __builtin_ctz(left)];
-        if (other.mask != mask || !same_place(me, other)) come = 0;   /* is busy with other lanes, and may come here yet */
+        /* is busy with other lanes, and may come here yet */
+        if (other.mask != mask || !same_place(me, other)) come = 0;
       }
     if (come != mask) {
       to_scheduler();
@@ -763,14 +828,17 @@ struct here {
     return me.result;
   }
 
-  void warp_barrier(unsigned mask = 0xffffffffu) const { lanes("__syncwarp", mask, 0, -1, true, [](int) { return (uint64_t)0; }); }
+  void warp_barrier(unsigned mask = 0xffffffffu) const {
+    lanes("__syncwarp", mask, 0, -1, true, [](int) { return (uint64_t)0; });
+  }
 
   /* Votes: the lanes of the mask whose predicate holds, and those lanes of it that exist. */
   uint32_t ballot(const char *what, unsigned mask, bool predicate) const {
     const int first = m.current & ~31;
     return (uint32_t)lanes(what, mask, predicate, -1, false, [=](int o) {
       uint32_t bits = 0;
-      for (uint32_t left = m.thread_of[o].mask; left; left &= left - 1) bits |= (uint32_t)m.thread_of[first + __builtin_ctz(left)].value << __builtin_ctz(left);
+      for (uint32_t left = m.thread_of[o].mask; left; left &= left - 1)
+        bits |= (uint32_t)m.thread_of[first + __builtin_ctz(left)].value << __builtin_ctz(left);
       return (uint64_t)bits;
     });
   }
@@ -784,7 +852,8 @@ struct here {
     const int first = m.current & ~31;
     uint64_t bits = 0;
     memcpy(&bits, &x, sizeof x);
-    bits = lanes(what, mask, bits, source, false, [=](int o) { return m.thread_of[first + m.thread_of[o].source].value; });
+    bits = lanes(what, mask, bits, source, false,
+                 [=](int o) { return m.thread_of[first + m.thread_of[o].source].value; });
     memcpy(&x, &bits, sizeof x);
     return x;
   }
@@ -798,7 +867,8 @@ struct here {
   }
   template <class V> auto shuffle_down(unsigned mask, const V &v, unsigned delta, int width = 32) const {
     const int lane = m.current & 31;
-    return shuffle_from("__shfl_down_sync", mask, value_of(v), (lane & (width - 1)) + (int)delta >= width ? lane : lane + (int)delta);
+    return shuffle_from("__shfl_down_sync", mask, value_of(v),
+                        (lane & (width - 1)) + (int)delta >= width ? lane : lane + (int)delta);
   }
   template <class V> auto shuffle_xor(unsigned mask, const V &v, int bits, int width = 32) const {
     const int lane = m.current & 31, from = lane ^ bits;
@@ -807,19 +877,22 @@ struct here {
   void trap() const { fault(cudaErrorLaunchFailure); CUDA_HOST_FAIL(file, line, "trapped"); }
 };
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>shared
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 inline const array *array_at(int64_t begin) {
   for (const array *a : m.arrays) if (a->begin == begin) return a;
   return &m.dynamic;
 }
-inline bool ordered_in_warp(int a, int b, uint32_t epoch) { return a >> 5 == b >> 5 && epoch != m.warp_of[b >> 5].epoch; }
+inline bool ordered_in_warp(int a, int b, uint32_t epoch) {
+  return a >> 5 == b >> 5 && epoch != m.warp_of[b >> 5].epoch;
+}
 
 inline void hazard(int64_t begin, int64_t word_index, const char *does, int other, const char *did) {
   const array *a = array_at(begin);
   const thread &me = m.thread_of[m.current];
-  CUDA_HOST_FAIL(a->file, a->line, "%s %s[%lld], which thread %s %s with no barrier between (its last: line %d)", does, a->name,
+  CUDA_HOST_FAIL(a->file, a->line, "%s %s[%lld], which thread %s %s with no barrier between (its last: line %d)", does,
+                 a->name,
                  (long long)((word_index * 4 - begin) / a->size), name_of(other).s, did, me.file ? me.line : 0);
 }
 
@@ -829,9 +902,11 @@ inline void note_read(int64_t begin, int64_t i) {
   const uint32_t warp_now = m.warp_of[t >> 5].epoch;
   if (w.wrote < m.block_epoch) {
     const array *a = array_at(begin);
-    CUDA_HOST_FAIL(a->file, a->line, "reads %s[%lld] before it was written", a->name, (long long)((i * 4 - begin) / a->size));
+    CUDA_HOST_FAIL(a->file, a->line, "reads %s[%lld] before it was written", a->name,
+                   (long long)((i * 4 - begin) / a->size));
   }
-  if (w.wrote == m.epoch && w.writer != t && !ordered_in_warp(w.writer, t, w.wrote_warp)) hazard(begin, i, "reads", w.writer, "wrote");
+  if (w.wrote == m.epoch && w.writer != t && !ordered_in_warp(w.writer, t, w.wrote_warp))
+    hazard(begin, i, "reads", w.writer, "wrote");
   if (w.read != m.epoch || (!w.warps && ordered_in_warp(w.reader, t, w.read_warp))) {
     w.read = m.epoch; w.read_warp = warp_now; w.reader = (int16_t)t; w.several = w.warps = false;
   } else if (w.reader != t) {
@@ -843,7 +918,8 @@ inline void note_read(int64_t begin, int64_t i) {
 inline void note_write(int64_t begin, int64_t i) {
   const int t = m.current;
   word &w = m.words[i];
-  if (w.wrote == m.epoch && w.writer != t && !ordered_in_warp(w.writer, t, w.wrote_warp)) hazard(begin, i, "writes", w.writer, "wrote");
+  if (w.wrote == m.epoch && w.writer != t && !ordered_in_warp(w.writer, t, w.wrote_warp))
+    hazard(begin, i, "writes", w.writer, "wrote");
   if (w.read == m.epoch && (w.several || w.reader != t) && (w.warps || !ordered_in_warp(w.reader, t, w.read_warp)))
     hazard(begin, i, "writes", w.reader != t ? w.reader : w.other, "read");
   w.wrote = m.epoch; w.wrote_warp = m.warp_of[t >> 5].epoch; w.writer = (int16_t)t;
@@ -854,18 +930,23 @@ inline void check_place(int64_t at, int64_t begin, int64_t end, int size) {
   if (m.current < 0) { fprintf(stderr, "cuda_host: the host touched shared memory\n"); abort(); }
   if (end == 0) CUDA_HOST_FAIL(nullptr, 0, "uses a null pointer to shared memory");
   const array *a = array_at(begin);
-  if (at % size) CUDA_HOST_FAIL(a->file, a->line, "byte %lld of %s is no place for %d bytes", (long long)(at - begin), a->name, size);
-  CUDA_HOST_FAIL(a->file, a->line, "index %lld (of %d bytes each) is outside %s, %lld bytes", (long long)((at - begin) / size), size, a->name, (long long)(end - begin));
+  if (at % size)
+    CUDA_HOST_FAIL(a->file, a->line, "byte %lld of %s is no place for %d bytes", (long long)(at - begin), a->name,
+                   size);
+  CUDA_HOST_FAIL(a->file, a->line, "index %lld (of %d bytes each) is outside %s, %lld bytes",
+                 (long long)((at - begin) / size), size, a->name, (long long)(end - begin));
 }
 
 }  // namespace cudahost
 
-template <class T> struct lunacu_shared {      /* a T * into shared memory: byte offsets of the place and of its array */
+/* a T * into shared memory: byte offsets of the place and of its array */
+template <class T> struct lunacu_shared {
   int64_t at = 0, begin = 0, end = 0;
   lunacu_shared() = default;
   lunacu_shared(std::nullptr_t) {}
   lunacu_shared(int64_t at_, int64_t begin_, int64_t end_) : at(at_), begin(begin_), end(end_) {
-    static_assert(std::is_arithmetic<T>::value && (sizeof(T) == 4 || sizeof(T) == 8), "elements of shared memory have 4 or 8 bytes");
+    static_assert(std::is_arithmetic<T>::value && (sizeof(T) == 4 || sizeof(T) == 8),
+                  "elements of shared memory have 4 or 8 bytes");
   }
   operator lunacu_shared<const T>() const { return {at, begin, end}; }
   cuda_host_element<T> operator[](int64_t i) const { return {*this + i}; }
@@ -885,7 +966,8 @@ template <class T> struct lunacu_shared {      /* a T * into shared memory: byte
   explicit operator bool() const { return end != 0; }
 };
 
-/* what p[i] is: reads and writes go through it. `condition ? p[i] : 0` is a whole number here, a float on a GPU: write 0.0f */
+/* what p[i] is: reads and writes go through it. `condition ? p[i] : 0` is a whole number here, a float on a GPU: write
+   0.0f */
 template <class T> struct cuda_host_element {
   typedef typename std::remove_const<T>::type value;
   lunacu_shared<T> p;
@@ -894,14 +976,16 @@ template <class T> struct cuda_host_element {
   value load() const {
     value x;
     cudahost::check_place(p.at, p.begin, p.end, sizeof(T));
-    if (cuda_host.debug) for (int64_t i = p.at / 4; i < (p.at + (int64_t)sizeof(T)) / 4; i++) cudahost::note_read(p.begin, i);
+    if (cuda_host.debug)
+      for (int64_t i = p.at / 4; i < (p.at + (int64_t)sizeof(T)) / 4; i++) cudahost::note_read(p.begin, i);
     memcpy(&x, cudahost::m.arena + p.at, sizeof x);
     return x;
   }
   value store(value x) const {
     static_assert(!std::is_const<T>::value, "a pointer to const does not write");
     cudahost::check_place(p.at, p.begin, p.end, sizeof(T));
-    if (cuda_host.debug) for (int64_t i = p.at / 4; i < (p.at + (int64_t)sizeof(T)) / 4; i++) cudahost::note_write(p.begin, i);
+    if (cuda_host.debug)
+      for (int64_t i = p.at / 4; i < (p.at + (int64_t)sizeof(T)) / 4; i++) cudahost::note_write(p.begin, i);
     memcpy(cudahost::m.arena + p.at, &x, sizeof x);
     return x;
   }
@@ -935,9 +1019,12 @@ template <class T> lunacu_shared<T> place(array &a, int64_t count, const char *n
     const int64_t begin = m.used, bytes = count * (int64_t)sizeof(T);
     const long opted = m.limits[m.now->function].max_dynamic;
     m.fixed += (bytes + 15) & ~(int64_t)15;
-    if (count <= 0 || m.fixed > DEFAULT_SHARED) CUDA_HOST_FAIL(file, line, "%s makes %lld bytes of static shared memory, of 1 to %d", name, (long long)m.fixed, DEFAULT_SHARED);
+    if (count <= 0 || m.fixed > DEFAULT_SHARED)
+      CUDA_HOST_FAIL(file, line, "%s makes %lld bytes of static shared memory, of 1 to %d", name, (long long)m.fixed,
+                     DEFAULT_SHARED);
     if ((size_t)m.fixed + m.now->shared > (opted < 0 ? (size_t)DEFAULT_SHARED : shared_limit()))
-      CUDA_HOST_FAIL(file, line, "%s: %lld static and %zu dynamic bytes of shared memory are too many", name, (long long)m.fixed, m.now->shared);
+      CUDA_HOST_FAIL(file, line, "%s: %lld static and %zu dynamic bytes of shared memory are too many", name,
+                     (long long)m.fixed, m.now->shared);
     a = {m.launch_serial, begin, begin + bytes, name, file, line, (int)sizeof(T)};
     m.used += (bytes + 15) & ~(int64_t)15;
     memset(m.arena + begin, 0xff, (size_t)bytes);
@@ -950,11 +1037,14 @@ template <class T> lunacu_shared<T> place_dynamic(const char *name, const char *
   return {0, 0, (int64_t)m.now->shared};
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>streams: queued work, captures, faults
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 }  // namespace cudahost
-struct CUstream_st { std::deque<std::shared_ptr<cudahost::work>> queue; std::shared_ptr<cudahost::work> last; bool blocking = true, destroyed = false; int device = -1; };
+struct CUstream_st {
+  std::deque<std::shared_ptr<cudahost::work>> queue; std::shared_ptr<cudahost::work> last;
+  bool blocking = true, destroyed = false; int device = -1;
+};
 struct CUevent_st { std::shared_ptr<cudahost::work> mark; bool timing, captured; int device; };
 struct CUgraph_st { std::shared_ptr<const std::vector<cudahost::node>> nodes; };
 struct CUgraphExec_st { std::shared_ptr<const std::vector<cudahost::node>> nodes; };
@@ -983,7 +1073,8 @@ inline void on_signal(int number, siginfo_t *info, void *) {
     fault(cudaErrorIllegalAddress);
     abandon();
   }
-  sigaction(number, number == SIGSEGV ? &m.old_segv : &m.old_bus, nullptr);   /* not ours: happens again, to the old handler */
+  /* not ours: happens again, to the old handler */
+  sigaction(number, number == SIGSEGV ? &m.old_segv : &m.old_bus, nullptr);
 }
 
 inline cudaError_t fail(cudaError_t error) {
@@ -1015,7 +1106,9 @@ inline cudaError_t begin() {
 /* ... and here where a capture in progress does not allow the call, and is spoilt by it. */
 inline cudaError_t begin_unsafe() {
   cudaError_t e = begin();
-  if (e == cudaSuccess && m.capturing && m.capturing->mode != cudaStreamCaptureModeRelaxed) { m.capturing->spoilt = true; e = cudaErrorStreamCaptureUnsupported; }
+  if (e == cudaSuccess && m.capturing && m.capturing->mode != cudaStreamCaptureModeRelaxed) {
+    m.capturing->spoilt = true; e = cudaErrorStreamCaptureUnsupported;
+  }
   return e;
 }
 
@@ -1028,7 +1121,9 @@ inline CUstream_st *stream_of(cudaStream_t s) {
 inline int device_of_stream(const CUstream_st *s) { return s->device < 0 ? m.current_device : s->device; }
 inline bool is_captured(CUstream_st *s) { return m.capturing && m.capturing->stream == s; }
 
-inline double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+inline double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 inline void run_first(CUstream_st *s);
 inline void run_until(const std::shared_ptr<work> &w) {
@@ -1070,19 +1165,27 @@ inline cudaError_t wait_for(const std::shared_ptr<work> &w) {
 }
 inline cudaError_t wait_for_all() { opened here; run_all(); return wait_for(nullptr); }
 
-/* Queues nodes, or records them where the stream is captured. `after` is one more thing to wait for; the work is left in *mark. */
-inline cudaError_t enqueue(CUstream_st *s, std::shared_ptr<const std::vector<node>> nodes, std::shared_ptr<work> after = nullptr, std::shared_ptr<work> *mark = nullptr) {
+/* Queues nodes, or records them where the stream is captured. `after` is one more thing to wait for; the work is left
+   in *mark. */
+inline cudaError_t enqueue(CUstream_st *s, std::shared_ptr<const std::vector<node>> nodes,
+                           std::shared_ptr<work> after = nullptr, std::shared_ptr<work> *mark = nullptr) {
   if (is_captured(s)) {
     if (m.capturing->spoilt) return cudaErrorStreamCaptureInvalidated;
     m.capturing->nodes.insert(m.capturing->nodes.end(), nodes->begin(), nodes->end());
     return cudaSuccess;
   }
-  if (s == m.legacy.get() && m.capturing && m.capturing->stream->blocking) { m.capturing->spoilt = true; return cudaErrorStreamCaptureImplicit; }
+  if (s == m.legacy.get() && m.capturing && m.capturing->stream->blocking) {
+    m.capturing->spoilt = true; return cudaErrorStreamCaptureImplicit;
+  }
   auto w = std::make_shared<work>();
   w->stream = s;
   w->nodes = nodes;
   if (after && !after->done) w->after.push_back(after);
-  if (s == m.legacy.get()) { for (auto &o : m.streams) if (o.second->blocking && o.first != s && o.second->last && !o.second->last->done) w->after.push_back(o.second->last); }
+  if (s == m.legacy.get()) {
+    for (auto &o : m.streams)
+      if (o.second->blocking && o.first != s && o.second->last && !o.second->last->done)
+        w->after.push_back(o.second->last);
+  }
   else if (s->blocking && m.legacy->last && !m.legacy->last->done) w->after.push_back(m.legacy->last);
   for (size_t i = 0; i < nodes->size(); i++)
     if ((*nodes)[i].kernel && cuda_host.fault && --cuda_host.fault == 0) w->fault = (int)i;
@@ -1100,7 +1203,8 @@ inline cudaError_t check_launch(const launch &l) {
   const dim3 g = l.grid, b = l.block;
   const size_t maximum = k.max_dynamic >= 0 ? (size_t)k.max_dynamic : DEFAULT_SHARED - k.fixed;
   if (!g.x || !g.y || !g.z || g.x > 0x7fffffffu || g.y > 65535 || g.z > 65535) return cudaErrorInvalidConfiguration;
-  if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS) return cudaErrorInvalidConfiguration;
+  if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS)
+    return cudaErrorInvalidConfiguration;
   if (l.shared > maximum || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
   if (cuda_host.no_image) return cudaErrorNoKernelImageForDevice;
   if (cuda_host.fail_launch && --cuda_host.fail_launch == 0) return cudaErrorLaunchFailure;
@@ -1112,7 +1216,8 @@ inline cudaError_t check_launch(const launch &l) {
 #define CUDA_HOST_CLEARS_PADDING
 #endif
 #endif
-/* What in an argument may be a pointer. In a struct, numbers beside padding can look like one: those are small, or not aligned. */
+/* What in an argument may be a pointer. In a struct, numbers beside padding can look like one: those are small, or not
+   aligned. */
 template <class T> void find_pointers(T x, std::vector<uintptr_t> &found) {
   static_assert(std::is_trivially_copyable<T>::value, "kernel arguments are copied as bytes");
   if (!(std::is_pointer<T>::value || std::is_class<T>::value) || alignof(T) < sizeof(uintptr_t)) return;
@@ -1156,7 +1261,8 @@ cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
 
 }  // namespace cudahost
 
-/* After a fault, or between tests: no queued work, no capture, no error, no failure to come, counters at 0. Allocations and handles stay. */
+/* After a fault, or between tests: no queued work, no capture, no error, no failure to come, counters at 0. Allocations
+   and handles stay. */
 inline void cuda_host_reset() {
   using namespace cudahost;
   fault(cudaSuccess);
@@ -1164,23 +1270,34 @@ inline void cuda_host_reset() {
   m.capturing.reset();
   m.serial = 0;
   cuda_host.fail_allocation = cuda_host.fail_launch = cuda_host.fault = 0;
-  cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.synchronisations = cuda_host.allocations = cuda_host.copies = cuda_host.errors = 0;
+  cuda_host.launches = cuda_host.products = cuda_host.replays = cuda_host.synchronisations = cuda_host.allocations =
+      cuda_host.copies = cuda_host.errors = 0;
   cuda_host.message[0] = 0;
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>runtime
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 #define CUDA_HOST_BEGIN(how) do { const cudaError_t begun_ = cudahost::how(); if (begun_ != cudaSuccess) return cudahost::fail(begun_); } while (0)
 #define CUDA_HOST_NEED(condition, error) do { if (!(condition)) return cudahost::fail(error); } while (0)
 
-inline cudaError_t cudaGetLastError() { const cudaError_t e = cudahost::m.sticky ? cudahost::m.sticky : cudahost::m.last; cudahost::m.last = cudaSuccess; return e; }
+inline cudaError_t cudaGetLastError() {
+  const cudaError_t e = cudahost::m.sticky ? cudahost::m.sticky : cudahost::m.last; cudahost::m.last = cudaSuccess;
+  return e;
+}
 inline cudaError_t cudaPeekAtLastError() { return cudahost::m.sticky ? cudahost::m.sticky : cudahost::m.last; }
 inline cudaError_t cudaDriverGetVersion(int *version) { *version = 12040; return cudaSuccess; }
 inline cudaError_t cudaRuntimeGetVersion(int *version) { *version = 12040; return cudaSuccess; }
-inline cudaError_t cudaGetDeviceCount(int *count) { *count = cuda_host.devices; CUDA_HOST_BEGIN(begin); return cudaSuccess; }
-inline cudaError_t cudaSetDevice(int device) { CUDA_HOST_BEGIN(begin); CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice); cudahost::m.current_device = device; return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int *device) { CUDA_HOST_BEGIN(begin); *device = cudahost::m.current_device; return cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int *count) {
+  *count = cuda_host.devices; CUDA_HOST_BEGIN(begin); return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) {
+  CUDA_HOST_BEGIN(begin); CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice);
+  cudahost::m.current_device = device; return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int *device) {
+  CUDA_HOST_BEGIN(begin); *device = cudahost::m.current_device; return cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
   CUDA_HOST_BEGIN(begin);
   CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice);
@@ -1201,7 +1318,8 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
   CUDA_HOST_NEED(device >= 0 && device < cuda_host.devices, cudaErrorInvalidDevice);
   *p = {};
   snprintf(p->name, sizeof p->name, "cuda_host %d.%d", cuda_host.major, cuda_host.minor);
-  p->totalGlobalMem = cuda_host.memory; p->sharedMemPerBlock = cudahost::DEFAULT_SHARED; p->sharedMemPerBlockOptin = cudahost::shared_limit();
+  p->totalGlobalMem = cuda_host.memory; p->sharedMemPerBlock = cudahost::DEFAULT_SHARED;
+  p->sharedMemPerBlockOptin = cudahost::shared_limit();
   p->major = cuda_host.major; p->minor = cuda_host.minor; p->multiProcessorCount = cuda_host.multiprocessors;
   p->warpSize = 32; p->maxThreadsPerBlock = 1024; p->l2CacheSize = 50 << 20;
   return cudaSuccess;
@@ -1221,7 +1339,8 @@ inline cudaError_t cudaMalloc(void **p, size_t n) {
   return cudaSuccess;
 }
 template <class T> cudaError_t cudaMalloc(T **p, size_t n) { return cudaMalloc((void **)p, n); }
-/* After a fault memory is given back all the same, and the error said, so that a test can see that nothing was forgotten. */
+/* After a fault memory is given back all the same, and the error said, so that a test can see that nothing was
+   forgotten. */
 inline cudaError_t cudaFree(void *p) {
   const cudaError_t e = cudahost::begin_unsafe();
   CUDA_HOST_NEED(e == cudaSuccess || e == cudahost::m.sticky, e);
@@ -1238,14 +1357,19 @@ inline cudaError_t cudaHostAlloc(void **p, size_t n, unsigned flags) {
   CUDA_HOST_NEED(p && flags <= 7, cudaErrorInvalidValue);
   *p = nullptr;
   if (!n) return cudaSuccess;
-  CUDA_HOST_NEED(!(cuda_host.fail_allocation && --cuda_host.fail_allocation == 0) && (*p = malloc(n)) != nullptr, cudaErrorMemoryAllocation);
+  CUDA_HOST_NEED(!(cuda_host.fail_allocation && --cuda_host.fail_allocation == 0) && (*p = malloc(n)) != nullptr,
+                 cudaErrorMemoryAllocation);
   memset(*p, 0xff, n);
   cuda_host.allocations++;
   cudahost::m.pinned[(uintptr_t)*p] = n;
   return cudaSuccess;
 }
-template <class T> cudaError_t cudaHostAlloc(T **p, size_t n, unsigned flags) { return cudaHostAlloc((void **)p, n, flags); }
-template <class T> cudaError_t cudaMallocHost(T **p, size_t n, unsigned flags = 0) { return cudaHostAlloc((void **)p, n, flags); }
+template <class T> cudaError_t cudaHostAlloc(T **p, size_t n, unsigned flags) {
+  return cudaHostAlloc((void **)p, n, flags);
+}
+template <class T> cudaError_t cudaMallocHost(T **p, size_t n, unsigned flags = 0) {
+  return cudaHostAlloc((void **)p, n, flags);
+}
 inline cudaError_t cudaFreeHost(void *p) {
   const cudaError_t e = cudahost::begin_unsafe();
   CUDA_HOST_NEED(e == cudaSuccess || e == cudahost::m.sticky, e);
@@ -1264,8 +1388,10 @@ inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
 }
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *a, const void *p) {
   CUDA_HOST_BEGIN(begin);
-  const cudaMemoryType type = cudahost::in_device(p) && !cudahost::lies_in(cudahost::m.device, p, 1) ? cudaMemoryTypeUnregistered : cudahost::type_of(p);
-  *a = {type, type == cudaMemoryTypeUnregistered ? -2 : type == cudaMemoryTypeDevice ? cudahost::device_of(p) : 0, type ? (void *)p : nullptr, type == cudaMemoryTypeHost ? (void *)p : nullptr};
+  const cudaMemoryType type = cudahost::in_device(p) && !cudahost::lies_in(cudahost::m.device, p, 1) ?
+      cudaMemoryTypeUnregistered : cudahost::type_of(p);
+  *a = {type, type == cudaMemoryTypeUnregistered ? -2 : type == cudaMemoryTypeDevice ? cudahost::device_of(p) : 0,
+        type ? (void *)p : nullptr, type == cudaMemoryTypeHost ? (void *)p : nullptr};
   return cudaSuccess;
 }
 
@@ -1285,8 +1411,10 @@ inline cudaError_t copy(void *to, const void *from, size_t n, cudaMemcpyKind kin
   CUDA_HOST_NEED(to && from && is_good(a, to, n) && is_good(b, from, n), cudaErrorInvalidValue);
   CUDA_HOST_NEED(kind >= 0 && kind <= cudaMemcpyDefault, cudaErrorInvalidMemcpyDirection);
   if (kind != cudaMemcpyDefault)
-    CUDA_HOST_NEED((a == cudaMemoryTypeDevice) == (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice) &&
-                   (b == cudaMemoryTypeDevice) == (kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice), cudaErrorInvalidValue);
+    CUDA_HOST_NEED((a == cudaMemoryTypeDevice) == (kind == cudaMemcpyHostToDevice ||
+                                                   kind == cudaMemcpyDeviceToDevice) &&
+                   (b == cudaMemoryTypeDevice) == (kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice),
+                       cudaErrorInvalidValue);
   if (a == cudaMemoryTypeDevice && b == cudaMemoryTypeDevice) waits = false;   /* as CUDA: the host goes on */
   const bool pageable = a == cudaMemoryTypeUnregistered || b == cudaMemoryTypeUnregistered;
   if (is_captured(s) && pageable) {
@@ -1294,7 +1422,8 @@ inline cudaError_t copy(void *to, const void *from, size_t n, cudaMemcpyKind kin
     m.capturing->spoilt = true;
     return fail(cudaErrorStreamCaptureUnsupported);
   }
-  if (a == cudaMemoryTypeDevice && b == a && (const char *)to < (const char *)from + n && (const char *)from < (char *)to + n) {
+  if (a == cudaMemoryTypeDevice && b == a && (const char *)to < (const char *)from + n &&
+      (const char *)from < (char *)to + n) {
     report(-1, nullptr, 0, "a copy of %zu bytes from %p to %p, which overlap", n, from, to);
     return fail(cudaErrorInvalidValue);
   }
@@ -1331,10 +1460,17 @@ inline cudaError_t fill(void *to, int byte, size_t n, cudaStream_t stream) {
 
 }  // namespace cudahost
 
-inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind kind) { return cudahost::copy(to, from, n, kind, nullptr, true); }
-inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind kind, cudaStream_t s = nullptr) { return cudahost::copy(to, from, n, kind, s, false); }
-inline cudaError_t cudaMemset(void *to, int byte, size_t n) { CUDA_HOST_BEGIN(begin_unsafe); return cudahost::fill(to, byte, n, nullptr); }
-inline cudaError_t cudaMemsetAsync(void *to, int byte, size_t n, cudaStream_t s = nullptr) { return cudahost::fill(to, byte, n, s); }
+inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind kind) {
+  return cudahost::copy(to, from, n, kind, nullptr, true);
+}
+inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind kind,
+                                   cudaStream_t s = nullptr) { return cudahost::copy(to, from, n, kind, s, false); }
+inline cudaError_t cudaMemset(void *to, int byte, size_t n) {
+  CUDA_HOST_BEGIN(begin_unsafe); return cudahost::fill(to, byte, n, nullptr);
+}
+inline cudaError_t cudaMemsetAsync(void *to, int byte, size_t n, cudaStream_t s = nullptr) {
+  return cudahost::fill(to, byte, n, s);
+}
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
   CUDA_HOST_BEGIN(begin);
@@ -1346,8 +1482,11 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flag
   *stream = s.get();
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
-inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {          /* queued work still runs when the device is waited for */
+inline cudaError_t cudaStreamCreate(cudaStream_t *stream) {
+  return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
+/* queued work still runs when the device is waited for */
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const cudaError_t e = cudahost::begin();
   CUstream_st *s = stream ? cudahost::stream_of(stream) : nullptr;
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
@@ -1355,7 +1494,9 @@ inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {          /* queued w
   s->destroyed = true;
   return cudahost::fail(e);
 }
-inline cudaError_t cudaDeviceSynchronize() { CUDA_HOST_BEGIN(begin_unsafe); return cudahost::fail(cudahost::wait_for_all()); }
+inline cudaError_t cudaDeviceSynchronize() {
+  CUDA_HOST_BEGIN(begin_unsafe); return cudahost::fail(cudahost::wait_for_all());
+}
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CUDA_HOST_BEGIN(begin_unsafe);
   CUstream_st *s = cudahost::stream_of(stream);
@@ -1363,7 +1504,8 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CUDA_HOST_NEED(!cudahost::is_captured(s), cudaErrorStreamCaptureUnsupported);
   return cudahost::fail(cudahost::wait_for(s->last));
 }
-inline cudaError_t cudaStreamQuery(cudaStream_t stream) {            /* one piece of work each: polling makes progress */
+/* one piece of work each: polling makes progress */
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
   CUDA_HOST_BEGIN(begin_unsafe);
   CUstream_st *s = cudahost::stream_of(stream);
   CUDA_HOST_NEED(s, cudaErrorInvalidResourceHandle);
@@ -1378,7 +1520,10 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) 
   return cudaSuccess;
 }
 inline cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) { const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(event, cudaErrorInvalidResourceHandle); delete event; return cudahost::fail(e); }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(event, cudaErrorInvalidResourceHandle); delete event;
+  return cudahost::fail(e);
+}
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr) {
   CUDA_HOST_BEGIN(begin);
   CUstream_st *s = cudahost::stream_of(stream);
@@ -1390,7 +1535,8 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = null
   }
   event->mark = nullptr;
   event->captured = cudahost::is_captured(s);
-  return cudahost::fail(cudahost::enqueue(s, std::make_shared<const std::vector<cudahost::node>>(), nullptr, &event->mark));
+  return cudahost::fail(cudahost::enqueue(s, std::make_shared<const std::vector<cudahost::node>>(), nullptr,
+                                          &event->mark));
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   CUDA_HOST_BEGIN(begin_unsafe);
@@ -1403,7 +1549,8 @@ inline cudaError_t cudaEventQuery(cudaEvent_t event) {
   CUDA_HOST_NEED(event, cudaErrorInvalidResourceHandle);
   CUDA_HOST_NEED(!event->captured, cudaErrorCapturedEvent);
   if (event->mark && !event->mark->done) cudahost::run_first(event->mark->stream);
-  return cudahost::fail(cudahost::m.sticky ? cudahost::m.sticky : !event->mark || event->mark->done ? cudaSuccess : cudaErrorNotReady);
+  return cudahost::fail(cudahost::m.sticky ? cudahost::m.sticky : !event->mark ||
+                        event->mark->done ? cudaSuccess : cudaErrorNotReady);
 }
 inline cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
   CUDA_HOST_BEGIN(begin);
@@ -1416,7 +1563,8 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   CUDA_HOST_BEGIN(begin);
   CUstream_st *s = cudahost::stream_of(stream);
   CUDA_HOST_NEED(s && event, cudaErrorInvalidResourceHandle);
-  if (event->captured || cudahost::is_captured(s)) {                 /* within one captured stream the order is there already */
+  /* within one captured stream the order is there already */
+  if (event->captured || cudahost::is_captured(s)) {
     if (event->captured && cudahost::is_captured(s)) return cudaSuccess;
     if (cudahost::m.capturing) cudahost::m.capturing->spoilt = true;
     return cudahost::fail(event->captured ? cudaErrorStreamCaptureUnsupported : cudaErrorStreamCaptureIsolation);
@@ -1447,7 +1595,8 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
   CUDA_HOST_BEGIN(begin);
   CUstream_st *s = cudahost::stream_of(stream);
   CUDA_HOST_NEED(s && status, cudaErrorInvalidValue);
-  *status = !cudahost::is_captured(s) ? cudaStreamCaptureStatusNone : cudahost::m.capturing->spoilt ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+  *status = !cudahost::is_captured(s) ? cudaStreamCaptureStatusNone : cudahost::m.capturing->spoilt ?
+      cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
   return cudaSuccess;
 }
 inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long = 0) {
@@ -1463,9 +1612,16 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   cuda_host.replays++;
   return cudahost::fail(cudahost::enqueue(s, exec->nodes));
 }
-inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) { const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(exec, cudaErrorInvalidValue); delete exec; return cudahost::fail(e); }
-inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) { const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(graph, cudaErrorInvalidValue); delete graph; return cudahost::fail(e); }
-inline cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {   /* the count; there is nothing to see in a node */
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(exec, cudaErrorInvalidValue); delete exec;
+  return cudahost::fail(e);
+}
+inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  const cudaError_t e = cudahost::begin(); CUDA_HOST_NEED(graph, cudaErrorInvalidValue); delete graph;
+  return cudahost::fail(e);
+}
+/* the count; there is nothing to see in a node */
+inline cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
   CUDA_HOST_BEGIN(begin);
   CUDA_HOST_NEED(graph && count, cudaErrorInvalidValue);
   if (nodes) for (size_t i = 0; i < *count; i++) nodes[i] = nullptr;
@@ -1488,29 +1644,43 @@ template <class K> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, K *k
   *a = {k.fixed, 32, 1024, k.max_dynamic < 0 ? cudahost::DEFAULT_SHARED : (int)k.max_dynamic};
   return cudaSuccess;
 }
-template <class K> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, K *, int, size_t) { CUDA_HOST_BEGIN(begin); *blocks = 2; return cudaSuccess; }
+template <class K> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, K *, int, size_t) {
+  CUDA_HOST_BEGIN(begin); *blocks = 2; return cudaSuccess;
+}
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>cublas: column-major products by luna_gemm_f32, which sees the transposes
-   ---------------------------------------------------------------------------------------------------------------------- */
-#define CUDA_HOST_CUBLAS(X)                                                                                                                     \
-  X(CUBLAS_STATUS_SUCCESS, 0) X(CUBLAS_STATUS_NOT_INITIALIZED, 1) X(CUBLAS_STATUS_ALLOC_FAILED, 3) X(CUBLAS_STATUS_INVALID_VALUE, 7)             \
-  X(CUBLAS_STATUS_ARCH_MISMATCH, 8) X(CUBLAS_STATUS_MAPPING_ERROR, 11) X(CUBLAS_STATUS_EXECUTION_FAILED, 13) X(CUBLAS_STATUS_INTERNAL_ERROR, 14) \
+   ------------------------------------------------------------------------------------------------------------------ */
+#define CUDA_HOST_CUBLAS(X) \
+  X(CUBLAS_STATUS_SUCCESS, 0) X(CUBLAS_STATUS_NOT_INITIALIZED, 1) X(CUBLAS_STATUS_ALLOC_FAILED, \
+                                                                    3) X(CUBLAS_STATUS_INVALID_VALUE, 7) \
+  X(CUBLAS_STATUS_ARCH_MISMATCH, 8) X(CUBLAS_STATUS_MAPPING_ERROR, 11) X(CUBLAS_STATUS_EXECUTION_FAILED, \
+      13) X(CUBLAS_STATUS_INTERNAL_ERROR, 14) \
   X(CUBLAS_STATUS_NOT_SUPPORTED, 15)
 #define CUDA_HOST_STATUS(name, value) name = value,
 #define CUDA_HOST_STATUS_NAME(name, value) case name: return #name;
 enum cublasStatus_t { CUDA_HOST_CUBLAS(CUDA_HOST_STATUS) };
-inline const char *cublasGetStatusName(cublasStatus_t s) { switch (s) { CUDA_HOST_CUBLAS(CUDA_HOST_STATUS_NAME) } return "unknown"; }
+inline const char *cublasGetStatusName(cublasStatus_t s) {
+  switch (s) { CUDA_HOST_CUBLAS(CUDA_HOST_STATUS_NAME) } return "unknown";
+}
 inline const char *cublasGetStatusString(cublasStatus_t s) { return cublasGetStatusName(s); }
 enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C };
-enum cublasMath_t { CUBLAS_DEFAULT_MATH = 0, CUBLAS_TENSOR_OP_MATH = 1, CUBLAS_PEDANTIC_MATH = 2, CUBLAS_TF32_TENSOR_OP_MATH = 3 };
+enum cublasMath_t {
+  CUBLAS_DEFAULT_MATH = 0, CUBLAS_TENSOR_OP_MATH = 1, CUBLAS_PEDANTIC_MATH = 2, CUBLAS_TF32_TENSOR_OP_MATH = 3
+};
 enum cublasAtomicsMode_t { CUBLAS_ATOMICS_NOT_ALLOWED, CUBLAS_ATOMICS_ALLOWED };
 enum cublasPointerMode_t { CUBLAS_POINTER_MODE_HOST, CUBLAS_POINTER_MODE_DEVICE };
-enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_PEDANTIC = 69, CUBLAS_COMPUTE_32F_FAST_16F = 74, CUBLAS_COMPUTE_32F_FAST_16BF = 75, CUBLAS_COMPUTE_32F_FAST_TF32 = 77 };
+enum cublasComputeType_t {
+  CUBLAS_COMPUTE_32F = 68, CUBLAS_COMPUTE_32F_PEDANTIC = 69, CUBLAS_COMPUTE_32F_FAST_16F = 74,
+      CUBLAS_COMPUTE_32F_FAST_16BF = 75, CUBLAS_COMPUTE_32F_FAST_TF32 = 77
+};
 enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT = -1 };
 enum cudaDataType_t { CUDA_R_32F = 0, CUDA_R_64F = 1, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
 typedef cudaDataType_t cudaDataType;
-struct cublasContext { cudaStream_t stream; void *workspace; size_t workspace_size; cublasMath_t math; cublasPointerMode_t pointers; int device; };
+struct cublasContext {
+  cudaStream_t stream; void *workspace; size_t workspace_size; cublasMath_t math; cublasPointerMode_t pointers;
+  int device;
+};
 typedef cublasContext *cublasHandle_t;
 
 inline cublasStatus_t cublasCreate(cublasHandle_t *handle) {
@@ -1518,7 +1688,9 @@ inline cublasStatus_t cublasCreate(cublasHandle_t *handle) {
   *handle = nullptr;
   if (cudahost::begin_unsafe() != cudaSuccess) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (cuda_host.fail_allocation && --cuda_host.fail_allocation == 0) return CUBLAS_STATUS_ALLOC_FAILED;
-  *handle = new cublasContext{nullptr, nullptr, 0, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST, cudahost::m.current_device};
+  *handle = new cublasContext{
+    nullptr, nullptr, 0, CUBLAS_DEFAULT_MATH, CUBLAS_POINTER_MODE_HOST, cudahost::m.current_device
+  };
   return CUBLAS_STATUS_SUCCESS;
 }
 inline cublasStatus_t cublasDestroy(cublasHandle_t h) {              /* waits for the device, as cuBLAS does */
@@ -1534,14 +1706,23 @@ inline cublasStatus_t cublasSetStream(cublasHandle_t h, cudaStream_t s) {   /* f
 }
 inline cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void *workspace, size_t size) {
   if (!h) return CUBLAS_STATUS_NOT_INITIALIZED;
-  if ((uintptr_t)workspace % 256 || (workspace && !cudahost::lies_in(cudahost::m.device, workspace, size))) return CUBLAS_STATUS_INVALID_VALUE;
+  if ((uintptr_t)workspace % 256 || (workspace && !cudahost::lies_in(cudahost::m.device, workspace, size)))
+    return CUBLAS_STATUS_INVALID_VALUE;
   h->workspace = workspace; h->workspace_size = size;
   return CUBLAS_STATUS_SUCCESS;
 }
-inline cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t mode) { if (!h) return CUBLAS_STATUS_NOT_INITIALIZED; h->math = mode; return CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasSetAtomicsMode(cublasHandle_t h, cublasAtomicsMode_t) { return h ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED; }
-inline cublasStatus_t cublasSetPointerMode(cublasHandle_t h, cublasPointerMode_t mode) { if (!h) return CUBLAS_STATUS_NOT_INITIALIZED; h->pointers = mode; return CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasGetVersion(cublasHandle_t, int *version) { *version = 120400; return CUBLAS_STATUS_SUCCESS; }
+inline cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t mode) {
+  if (!h) return CUBLAS_STATUS_NOT_INITIALIZED; h->math = mode; return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasSetAtomicsMode(cublasHandle_t h, cublasAtomicsMode_t) {
+  return h ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
+}
+inline cublasStatus_t cublasSetPointerMode(cublasHandle_t h, cublasPointerMode_t mode) {
+  if (!h) return CUBLAS_STATUS_NOT_INITIALIZED; h->pointers = mode; return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasGetVersion(cublasHandle_t, int *version) {
+  *version = 120400; return CUBLAS_STATUS_SUCCESS;
+}
 
 namespace cudahost {
 
@@ -1566,7 +1747,8 @@ struct product {
 
   /* All matrices [rows, columns] of the batch lie in device memory. */
   static bool fits(const float *p, int64_t rows, int64_t columns, int64_t ld, int64_t stride, int64_t count) {
-    const int64_t size = (columns - 1) * ld + rows, low = std::min<int64_t>(0, (count - 1) * stride), high = std::max<int64_t>(0, (count - 1) * stride) + size;
+    const int64_t size = (columns - 1) * ld + rows, low = std::min<int64_t>(0, (count - 1) * stride),
+        high = std::max<int64_t>(0, (count - 1) * stride) + size;
     return rows <= 0 || columns <= 0 || lies_in(m_device(), p + low, (size_t)(high - low) * sizeof(float));
   }
   static const std::map<uintptr_t, size_t> &m_device() { return cudahost::m.device; }
@@ -1574,9 +1756,11 @@ struct product {
   void run() const {
     const int64_t a_rows = op_a ? k : m, a_columns = op_a ? m : k, b_rows = op_b ? n : k, b_columns = op_b ? k : n;
     const bool multiplies = k > 0 && alpha != 0;
-    if (!fits(c, m, n, ldc, stride_c, batch) || (multiplies && (!fits(a, a_rows, a_columns, lda, stride_a, batch) || !fits(b, b_rows, b_columns, ldb, stride_b, batch))) ||
+    if (!fits(c, m, n, ldc, stride_c, batch) || (multiplies &&
+        (!fits(a, a_rows, a_columns, lda, stride_a, batch) || !fits(b, b_rows, b_columns, ldb, stride_b, batch))) ||
         (workspace && !lies_in(m_device(), workspace, workspace_size))) {
-      report(-1, nullptr, 0, "a cuBLAS product [%lld, %lld, %lld] x %lld goes outside its allocations", (long long)m, (long long)n, (long long)k, (long long)batch);
+      report(-1, nullptr, 0, "a cuBLAS product [%lld, %lld, %lld] x %lld goes outside its allocations", (long long)m,
+             (long long)n, (long long)k, (long long)batch);
       return fault(cudaErrorIllegalAddress);
     }
     if (workspace) memset(workspace, 0xff, std::min<size_t>(workspace_size, 65536));   /* and its users must know */
@@ -1605,17 +1789,22 @@ struct product {
   const float *keep(const float *p, int64_t rows, int64_t columns, int64_t ld, std::vector<float> &copy) const {
     if (bits >= 23) return p;
     copy.assign((size_t)(columns * ld), 0.0f);
-    for (int64_t j = 0; j < columns; j++) for (int64_t i = 0; i < rows; i++) copy[(size_t)(j * ld + i)] = rounded(p[j * ld + i], bits);
+    for (int64_t j = 0; j < columns; j++)
+      for (int64_t i = 0; i < rows; i++) copy[(size_t)(j * ld + i)] = rounded(p[j * ld + i], bits);
     return copy.data();
   }
 };
 
-inline cublasStatus_t multiply(cublasHandle_t h, product p, const float *alpha, const float *beta, cublasComputeType_t compute) {
+inline cublasStatus_t multiply(cublasHandle_t h, product p, const float *alpha, const float *beta,
+                               cublasComputeType_t compute) {
   if (!h) return CUBLAS_STATUS_NOT_INITIALIZED;
   if (begin() != cudaSuccess) return CUBLAS_STATUS_EXECUTION_FAILED;
-  if (p.op_a < 0 || p.op_a > 2 || p.op_b < 0 || p.op_b > 2 || p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0 || !alpha || !beta) return CUBLAS_STATUS_INVALID_VALUE;
-  if (p.lda < std::max<int64_t>(1, p.op_a ? p.k : p.m) || p.ldb < std::max<int64_t>(1, p.op_b ? p.n : p.k) || p.ldc < std::max<int64_t>(1, p.m)) return CUBLAS_STATUS_INVALID_VALUE;
-  if (h->pointers != CUBLAS_POINTER_MODE_HOST || type_of(alpha) == cudaMemoryTypeDevice || type_of(beta) == cudaMemoryTypeDevice) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (p.op_a < 0 || p.op_a > 2 || p.op_b < 0 || p.op_b > 2 || p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0 || !alpha ||
+      !beta) return CUBLAS_STATUS_INVALID_VALUE;
+  if (p.lda < std::max<int64_t>(1, p.op_a ? p.k : p.m) || p.ldb < std::max<int64_t>(1, p.op_b ? p.n : p.k) ||
+      p.ldc < std::max<int64_t>(1, p.m)) return CUBLAS_STATUS_INVALID_VALUE;
+  if (h->pointers != CUBLAS_POINTER_MODE_HOST || type_of(alpha) == cudaMemoryTypeDevice ||
+      type_of(beta) == cudaMemoryTypeDevice) return CUBLAS_STATUS_NOT_SUPPORTED;
   if (!p.m || !p.n || !p.batch) return CUBLAS_STATUS_SUCCESS;
   CUstream_st *s = stream_of(h->stream);
   if (is_elsewhere(h->device, "a product by a handle") ||
@@ -1624,7 +1813,8 @@ inline cublasStatus_t multiply(cublasHandle_t h, product p, const float *alpha, 
     return CUBLAS_STATUS_EXECUTION_FAILED;
   if (!s || (cuda_host.fail_launch && --cuda_host.fail_launch == 0)) return CUBLAS_STATUS_EXECUTION_FAILED;
   p.alpha = *alpha; p.beta = *beta;
-  p.bits = compute == CUBLAS_COMPUTE_32F_FAST_16BF ? 7 : compute == CUBLAS_COMPUTE_32F_FAST_TF32 || compute == CUBLAS_COMPUTE_32F_FAST_16F ? 10
+  p.bits = compute == CUBLAS_COMPUTE_32F_FAST_16BF ? 7 : compute == CUBLAS_COMPUTE_32F_FAST_TF32 ||
+      compute == CUBLAS_COMPUTE_32F_FAST_16F ? 10
          : compute == CUBLAS_COMPUTE_32F && h->math == CUBLAS_TF32_TENSOR_OP_MATH ? 10 : 23;
   p.workspace = h->workspace; p.workspace_size = h->workspace_size;
   if (enqueue(s, true, [p] { p.run(); }) != cudaSuccess) return CUBLAS_STATUS_EXECUTION_FAILED;
@@ -1634,29 +1824,39 @@ inline cublasStatus_t multiply(cublasHandle_t h, product p, const float *alpha, 
 
 }  // namespace cudahost
 
-inline cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const float *alpha, const float *a, int lda,
-    long long stride_a, const float *b, int ldb, long long stride_b, const float *beta, float *c, int ldc, long long stride_c, int batch) {
-  return cudahost::multiply(h, {op_a, op_b, m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c, 0, 0, a, b, c, 23, nullptr, 0}, alpha, beta, CUBLAS_COMPUTE_32F);
+inline cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m,
+                                                int n, int k, const float *alpha, const float *a, int lda,
+    long long stride_a, const float *b, int ldb, long long stride_b, const float *beta, float *c, int ldc,
+        long long stride_c, int batch) {
+  return cudahost::multiply(h, {op_a, op_b, m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c, 0, 0, a, b, c,
+                                23, nullptr, 0}, alpha, beta, CUBLAS_COMPUTE_32F);
 }
-inline cublasStatus_t cublasSgemm(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const float *alpha, const float *a, int lda,
+inline cublasStatus_t cublasSgemm(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k,
+                                  const float *alpha, const float *a, int lda,
     const float *b, int ldb, const float *beta, float *c, int ldc) {
   return cublasSgemmStridedBatched(h, op_a, op_b, m, n, k, alpha, a, lda, 0, b, ldb, 0, beta, c, ldc, 0, 1);
 }
-inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const void *alpha, const void *a, cudaDataType type_a,
-    int lda, long long stride_a, const void *b, cudaDataType type_b, int ldb, long long stride_b, const void *beta, void *c, cudaDataType type_c, int ldc, long long stride_c, int batch,
+inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b,
+    int m, int n, int k, const void *alpha, const void *a, cudaDataType type_a,
+    int lda, long long stride_a, const void *b, cudaDataType type_b, int ldb, long long stride_b, const void *beta,
+        void *c, cudaDataType type_c, int ldc, long long stride_c, int batch,
     cublasComputeType_t compute, cublasGemmAlgo_t) {
   if (type_a != CUDA_R_32F || type_b != CUDA_R_32F || type_c != CUDA_R_32F) return CUBLAS_STATUS_NOT_SUPPORTED;
-  return cudahost::multiply(h, {op_a, op_b, m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c, 0, 0, (const float *)a, (const float *)b, (float *)c, 23, nullptr, 0},
+  return cudahost::multiply(h, {op_a, op_b, m, n, k, batch, lda, ldb, ldc, stride_a, stride_b, stride_c, 0, 0,
+                                (const float *)a, (const float *)b, (float *)c, 23, nullptr, 0},
                             (const float *)alpha, (const float *)beta, compute);
 }
-inline cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n, int k, const void *alpha, const void *a, cudaDataType type_a, int lda,
-    const void *b, cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc, cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
-  return cublasGemmStridedBatchedEx(h, op_a, op_b, m, n, k, alpha, a, type_a, lda, 0, b, type_b, ldb, 0, beta, c, type_c, ldc, 0, 1, compute, algorithm);
+inline cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t op_a, cublasOperation_t op_b, int m, int n,
+                                   int k, const void *alpha, const void *a, cudaDataType type_a, int lda,
+    const void *b, cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
+        cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+  return cublasGemmStridedBatchedEx(h, op_a, op_b, m, n, k, alpha, a, type_a, lda, 0, b, type_b, ldb, 0, beta, c,
+                                    type_c, ldc, 0, 1, compute, algorithm);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    >>device: functions and keywords that kernels use
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 /* Contraction is the compiler's on the GPU, too; these are never contracted, on either. */
 inline float cuda_host_exact(float x) {
 #if defined(__x86_64__)
@@ -1712,7 +1912,8 @@ inline long long clock64() { static long long ticks; return ++ticks; }
 #define LUNACU_UNROLL
 #define LUNACU_START(kernel, ...) cudahost::start(#kernel, kernel, __VA_ARGS__)
 #define LUNACU_SHARED(type, name, count) \
-  static cudahost::array name##_place; const lunacu_shared<type> name = cudahost::place<type>(name##_place, count, #name, __FILE__, __LINE__)
+  static cudahost::array name##_place; \
+  const lunacu_shared<type> name = cudahost::place<type>(name##_place, count, #name, __FILE__, __LINE__)
 #define LUNACU_DYNAMIC_SHARED(type, name) const lunacu_shared<type> name = cudahost::place_dynamic<type>(#name, __FILE__, __LINE__)
 
 #define CUDA_HOST_HERE (cudahost::here{__FILE__, __LINE__})

@@ -5,9 +5,9 @@
 #include <sys/wait.h>
 #define LUNACU_LAUNCH(...) ((void)LUNACU_START(__VA_ARGS__))
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    Right kernels
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 static __device__ __forceinline__ float warp_sum(float x) {
   LUNACU_UNROLL
   for (int offset = 16; offset; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
@@ -26,7 +26,8 @@ static __device__ float block_sum(float x, lunacu_shared<float> partial) {
   return x;
 }
 
-static __global__ void __launch_bounds__(1024) partial_sums(const float *__restrict__ x, float *__restrict__ sums, int n) {
+static __global__ void __launch_bounds__(1024) partial_sums(const float *__restrict__ x, float *__restrict__ sums,
+                                                            int n) {
   LUNACU_SHARED(float, partial, 32);
   float sum = 0;
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) sum += __ldg(x + i);
@@ -83,7 +84,8 @@ static __global__ void rotate(int *y) {
 static __global__ void lanes(float *f, unsigned *u, double *d, int64_t *l) {
   const int t = threadIdx.x;
   f[t] = __shfl_up_sync(0xffffffffu, (float)t, 3) + 100 * __shfl_down_sync(0xffffffffu, (float)t, 5);
-  u[t] = __ballot_sync(0xffffffffu, t % 3 == 0) ^ (__any_sync(0xffffffffu, t == 7) ? 1u << 31 : 0) ^ (__all_sync(0xffffffffu, t < 32) ? 1u << 30 : 0);
+  u[t] = __ballot_sync(0xffffffffu, t % 3 == 0) ^ (__any_sync(0xffffffffu, t == 7) ? 1u << 31 :
+                                                   0) ^ (__all_sync(0xffffffffu, t < 32) ? 1u << 30 : 0);
   d[t] = __shfl_sync(0xffffffffu, t * 0.5, 9);
   l[t] = __shfl_xor_sync(0xffffffffu, (int64_t)t << 33, 1);
   const unsigned half = t < 16 ? 0x0000ffffu : 0xffff0000u;
@@ -91,7 +93,8 @@ static __global__ void lanes(float *f, unsigned *u, double *d, int64_t *l) {
 }
 
 static __global__ void votes(int *y) {
-  const int t = threadIdx.x, any = __syncthreads_or(t == 5), all = __syncthreads_and(t < 70), count = __syncthreads_count(t & 1);
+  const int t = threadIdx.x, any = __syncthreads_or(t == 5), all = __syncthreads_and(t < 70),
+      count = __syncthreads_count(t & 1);
   y[t] = any + 10 * all + 100 * count;
 }
 
@@ -107,7 +110,9 @@ static __global__ void add_one(float *x) { x[threadIdx.x] += 1; }
 
 /* Shared elements in all the places where a float or an int may stand. */
 struct rows { lunacu_shared<float> a, b; };
-static __device__ float mixed(rows r, lunacu_shared<const float> c, int i) { return r.a[i] * r.b[i] - c[i] + fmaf(r.a[i], 2.0f, -r.b[i]) + fmaxf(c[i], r.a[i]); }
+static __device__ float mixed(rows r, lunacu_shared<const float> c, int i) {
+  return r.a[i] * r.b[i] - c[i] + fmaf(r.a[i], 2.0f, -r.b[i]) + fmaxf(c[i], r.a[i]);
+}
 static __global__ void uses(float *y) {
   LUNACU_SHARED(float, s, 64);
   LUNACU_SHARED(int, k, 4);
@@ -135,9 +140,12 @@ static __global__ void uses(float *y) {
   }
 }
 
-template <class T, class = decltype(atomicAdd((T *)nullptr, T()))> static constexpr bool adds_atomically(int) { return true; }
+template <class T, class = decltype(atomicAdd((T *)nullptr, T()))> static constexpr bool adds_atomically(int) {
+  return true;
+}
 template <class T> static constexpr bool adds_atomically(...) { return false; }
-static_assert(adds_atomically<int>(0) && adds_atomically<unsigned>(0) && !adds_atomically<float>(0) && !adds_atomically<double>(0), "atomicAdd is for integers");
+static_assert(adds_atomically<int>(0) && adds_atomically<unsigned>(0) && !adds_atomically<float>(0) &&
+              !adds_atomically<double>(0), "atomicAdd is for integers");
 
 /* Not right: the last to come decides, so seeds differ. */
 static __global__ void last_wins(int *x) { *x = blockIdx.x * blockDim.x + threadIdx.x; }
@@ -152,7 +160,9 @@ template <class T> static std::vector<T> values_of(const T *x, size_t n) {
   CHECK(cudaMemcpy(y.data(), x, n * sizeof *x, cudaMemcpyDeviceToHost) == cudaSuccess, "values_of");
   return y;
 }
-template <class T> static T *device(size_t n) { T *p; CHECK(cudaMalloc(&p, n * sizeof(T)) == cudaSuccess, "cudaMalloc"); return p; }
+template <class T> static T *device(size_t n) {
+  T *p; CHECK(cudaMalloc(&p, n * sizeof(T)) == cudaSuccess, "cudaMalloc"); return p;
+}
 static float *upload(const std::vector<float> &x) {
   float *p = device<float>(x.size());
   CHECK(cudaMemcpy(p, x.data(), x.size() * sizeof x[0], cudaMemcpyHostToDevice) == cudaSuccess, "upload");
@@ -183,7 +193,8 @@ static void right_kernels() {
 
     const int rows = 37, columns = 53;
     float *dy = device<float>(rows * columns);
-    LUNACU_LAUNCH((transpose<16>), dim3((columns + 15) / 16, (rows + 15) / 16), dim3(16, 16), 0, 0, dx, dy, rows, columns);
+    LUNACU_LAUNCH((transpose<16>), dim3((columns + 15) / 16, (rows + 15) / 16), dim3(16, 16), 0, 0, dx, dy, rows,
+                  columns);
     const std::vector<float> y = fetch(dy, rows * columns);
     int wrong = 0;
     for (int i = 0; i < rows; i++) for (int j = 0; j < columns; j++) wrong += y[j * rows + i] != x[i * columns + j];
@@ -192,7 +203,8 @@ static void right_kernels() {
     int *counts = device<int>(10);
     LUNACU_LAUNCH(tree, 10, 128, 129 * sizeof(float), 0, dx, sums, counts);
     const std::vector<float> maxima = fetch(sums, 10);
-    for (int b = 0; b < 10; b++) CHECK(maxima[b] == *std::max_element(&x[b * 128], &x[b * 128] + 128), "maximum of block %d", b);
+    for (int b = 0; b < 10; b++)
+      CHECK(maxima[b] == *std::max_element(&x[b * 128], &x[b * 128] + 128), "maximum of block %d", b);
     CHECK(values_of(counts, 10)[9] == 127, "count through lunacu_cast");
 
     int *turned = device<int>(64);
@@ -227,16 +239,20 @@ static void right_kernels() {
     all.insert(all.end(), maxima.begin(), maxima.end());
     all.insert(all.end(), hf.begin(), hf.end());
     if (first.empty()) first = all;
-    CHECK(first.size() == all.size() && !memcmp(first.data(), all.data(), all.size() * sizeof(float)), "seed %d gives other bits", (int)seed);
-    for (void *p : {(void *)dx, (void *)dy, (void *)sums, (void *)total, (void *)counts, (void *)turned, (void *)f, (void *)u, (void *)d, (void *)l, (void *)v, (void *)count})
+    CHECK(first.size() == all.size() && !memcmp(first.data(), all.data(), all.size() * sizeof(float)),
+          "seed %d gives other bits", (int)seed);
+    for (void *p : {(void *)dx, (void *)dy, (void *)sums, (void *)total, (void *)counts, (void *)turned, (void *)f,
+                    (void *)u, (void *)d, (void *)l, (void *)v, (void *)count})
       CHECK(cudaFree(p) == cudaSuccess, "cudaFree");
   }
-  CHECK(cuda_host.errors == 0 && cuda_host.allocated == 0, "%ld errors, %zu bytes left: %s", cuda_host.errors, cuda_host.allocated, cuda_host.message);
+  CHECK(cuda_host.errors == 0 && cuda_host.allocated == 0, "%ld errors, %zu bytes left: %s", cuda_host.errors,
+        cuda_host.allocated, cuda_host.message);
 
   float *used = device<float>(5);
   LUNACU_LAUNCH(uses, 1, 32, 0, 0, used);
   const std::vector<float> u = fetch(used, 5);
-  CHECK(u[0] == 107 && u[1] == 7 + 3 + 6.5 - 6 + 1 && u[2] == 6.5 + 242 + 3 + 1 + 3 && u[3] == 9 - 3 + 3 + 3 && u[4] == 3 && !cuda_host.errors, "elements: %g %g %g %g %g %s",
+  CHECK(u[0] == 107 && u[1] == 7 + 3 + 6.5 - 6 + 1 && u[2] == 6.5 + 242 + 3 + 1 + 3 && u[3] == 9 - 3 + 3 + 3 &&
+        u[4] == 3 && !cuda_host.errors, "elements: %g %g %g %g %g %s",
         u[0], u[1], u[2], u[3], u[4], cuda_host.message);
   cudaFree(used);
 
@@ -257,12 +273,13 @@ static void right_kernels() {
 
   float a = 1 + 0x1p-12f;
   CHECK(__fmaf_rn(a, a, -1.0f) != __fadd_rn(__fmul_rn(a, a), -1.0f), "a fused product keeps its bits");
-  CHECK(__umulhi(0xffffffffu, 16) == 15 && __clz(1) == 31 && __ffs(8) == 4 && __popc(255) == 8 && __float_as_uint(__uint_as_float(0x3f800000)) == 0x3f800000 && rsqrtf(4) == 0.5f, "intrinsics");
+  CHECK(__umulhi(0xffffffffu, 16) == 15 && __clz(1) == 31 && __ffs(8) == 4 && __popc(255) == 8 &&
+        __float_as_uint(__uint_as_float(0x3f800000)) == 0x3f800000 && rsqrtf(4) == 0.5f, "intrinsics");
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    Wrong kernels
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 static __global__ void no_barrier(float *y, int kind) {
   LUNACU_SHARED(float, s, 128);
   const int t = threadIdx.x;
@@ -344,14 +361,20 @@ static __global__ void four_at(int at) {
   cuda_host_wide(s + at, 16);
 }
 static __global__ void misaligned() { LUNACU_DYNAMIC_SHARED(float, s); *lunacu_cast<double>(s + 1) = 1; }
-static __global__ void unwritten(float *y) { LUNACU_SHARED(float, s, 8); if (threadIdx.x) s[threadIdx.x] = 1; y[threadIdx.x] = s[threadIdx.x]; }
+static __global__ void unwritten(float *y) {
+  LUNACU_SHARED(float, s, 8); if (threadIdx.x) s[threadIdx.x] = 1; y[threadIdx.x] = s[threadIdx.x];
+}
 static __global__ void unwritten_dynamic(float *y) { LUNACU_DYNAMIC_SHARED(float, s); y[threadIdx.x] = s[threadIdx.x]; }
 static __global__ void write_at(float *y, int at) { y[at] = 1; }
 static __global__ void copy_at(float *y, const float *x, float by, int at) { y[at] = by ? by * x[at] : x[at]; }
-static __global__ void much_shared() { LUNACU_SHARED(float, s, 8 << 10); LUNACU_DYNAMIC_SHARED(float, d); s[threadIdx.x] = 0; d[threadIdx.x] = 0; }
+static __global__ void much_shared() {
+  LUNACU_SHARED(float, s, 8 << 10); LUNACU_DYNAMIC_SHARED(float, d); s[threadIdx.x] = 0; d[threadIdx.x] = 0;
+}
 static __global__ void dynamic_only() {}
 static __global__ void trapped() { if (threadIdx.x == 2) __trap(); }
-static __device__ __attribute__((noinline)) int deep(int n) { volatile char room[1024]; room[n % 1024] = 1; return n ? deep(n - 1) + room[n % 1024] : 0; }
+static __device__ __attribute__((noinline)) int deep(int n) {
+  volatile char room[1024]; room[n % 1024] = 1; return n ? deep(n - 1) + room[n % 1024] : 0;
+}
 static __global__ void overflows(int *y) { *y = deep(1000); }
 struct holder { float *x; int n; };
 static __global__ void holds(holder h) { if (h.n > 1) h.x[0] = 1; }
@@ -363,7 +386,8 @@ template <class F> static void finds(const char *what, const char *text, F f) {
     cuda_host.seed = seed;
     f();
     cudaDeviceSynchronize();
-    CHECK(cuda_host.errors > 0 && strstr(cuda_host.message, text), "%s, seed %d: %ld errors, said: %s", what, (int)seed, cuda_host.errors, cuda_host.message);
+    CHECK(cuda_host.errors > 0 && strstr(cuda_host.message, text), "%s, seed %d: %ld errors, said: %s", what, (int)seed,
+          cuda_host.errors, cuda_host.message);
   }
   cuda_host_reset();
 }
@@ -386,15 +410,18 @@ static void wrong_kernels() {
   float *y = device<float>(1024);
   finds("read after write", "reads s[", [&] { LUNACU_LAUNCH(no_barrier, 1, 128, 0, 0, y, 0); });
   CHECK(cuda_host.errors == 0 && !cuda_host.message[0], "reset forgets");
-  const char *hazards[] = {"no barrier", "no barrier", "writes s[", "no barrier", "no barrier", "writes s[0], which thread"};
-  for (int kind = 1; kind <= 5; kind++) finds("hazard", hazards[kind], [&] { LUNACU_LAUNCH(no_barrier, 2, 128, 0, 0, y, kind); });
+  const char *hazards[] = {"no barrier", "no barrier", "writes s[", "no barrier", "no barrier",
+                           "writes s[0], which thread"};
+  for (int kind = 1; kind <= 5; kind++)
+    finds("hazard", hazards[kind], [&] { LUNACU_LAUNCH(no_barrier, 2, 128, 0, 0, y, kind); });
   cuda_host.debug = false;
   LUNACU_LAUNCH(no_barrier, 1, 128, 0, 0, y, 2);
   cudaDeviceSynchronize();
   CHECK(cuda_host.errors == 0, "no hazards without debug");
   cuda_host.debug = true;
 
-  const char *divergences[] = {"__syncthreads", "but thread", "returned", "waits in __shfl_xor_sync", "__shfl_sync", "from lane 9", "own mask", "__syncwarp", "for ever", "takes no part"};
+  const char *divergences[] = {"__syncthreads", "but thread", "returned", "waits in __shfl_xor_sync", "__shfl_sync",
+                               "from lane 9", "own mask", "__syncwarp", "for ever", "takes no part"};
   for (int kind = 0; kind <= 9; kind++)
     finds("divergence", divergences[kind], [&] { LUNACU_LAUNCH(diverges, 2, kind == 9 ? 20 : 64, 0, 0, kind); });
   CHECK(cudaGetLastError() == cudaSuccess, "findings are not CUDA's errors");
@@ -418,7 +445,8 @@ static void wrong_kernels() {
   cudaMallocHost(&pinned, 32);
   finds("host pointer", "a pointer to host memory", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, host, 0); });
 #ifdef CUDA_HOST_CLEARS_PADDING
-  finds("host pointer in a struct", "a pointer to host memory", [&] { LUNACU_LAUNCH(holds, 1, 1, 0, 0, holder{host, 1}); });
+  finds("host pointer in a struct", "a pointer to host memory",
+        [&] { LUNACU_LAUNCH(holds, 1, 1, 0, 0, holder{host, 1}); });
 #endif
   LUNACU_LAUNCH(holds, 1, 1, 0, 0, holder{nullptr, 1});
   LUNACU_LAUNCH(holds, 1, 1, 0, 0, holder{y + 1024, 1});
@@ -433,7 +461,8 @@ static void wrong_kernels() {
 #ifdef CUDA_HOST_ASAN
   ends("beside an allocation", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, y, 1024); cudaDeviceSynchronize(); });
 #else
-  for (int at : {1024, 1024 + 63, -1, -64}) finds("beside an allocation", "wrote beside the 4096 bytes", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, y, at); });
+  for (int at : {1024, 1024 + 63, -1, -64})
+    finds("beside an allocation", "wrote beside the 4096 bytes", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, y, at); });
   float *z = device<float>(1024);
   for (float by : {0.0f, 2.0f})
     finds("from beside one allocation to beside another", "wrote beside the 4096 bytes",
@@ -449,7 +478,8 @@ static void wrong_kernels() {
 
   finds("wild address", "which is no device memory", [&] { LUNACU_LAUNCH(write_at, 1, 1, 0, 0, (float *)64, 3); });
   LUNACU_LAUNCH(write_at, 1, 1, 0, 0, (float *)64, 3);
-  CHECK(cudaDeviceSynchronize() == cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress, "a wild address is a fault");
+  CHECK(cudaDeviceSynchronize() == cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress &&
+        cudaGetLastError() == cudaErrorIllegalAddress, "a wild address is a fault");
   cuda_host_reset();
   LUNACU_LAUNCH(trapped, 1, 4, 0, 0);
   CHECK(cudaDeviceSynchronize() == cudaErrorLaunchFailure, "__trap");
@@ -458,13 +488,14 @@ static void wrong_kernels() {
   ends("the host reads device memory", [&] { volatile float x = y[0]; (void)x; });
   ends("the host writes device memory", [&] { y[0] = 1; });
   LUNACU_LAUNCH(add_one, 1, 1, 0, 0, y);
-  CHECK(cudaDeviceSynchronize() == cudaSuccess && cuda_host.errors == 0, "a right kernel after all that: %s", cuda_host.message);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess && cuda_host.errors == 0, "a right kernel after all that: %s",
+        cuda_host.message);
   cudaFree(y);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    The runtime
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 static cudaError_t launched(dim3 grid, dim3 block, size_t shared) {
   LUNACU_LAUNCH(dynamic_only, grid, block, shared, 0);
   return cudaGetLastError();
@@ -472,16 +503,22 @@ static cudaError_t launched(dim3 grid, dim3 block, size_t shared) {
 
 static void limits() {
   const cudaError_t bad = cudaErrorInvalidConfiguration;
-  CHECK(launched(1, 1024, 0) == cudaSuccess && launched(1, 1025, 0) == bad && launched(1, dim3(32, 33), 0) == bad && launched(1, dim3(1, 1, 65), 0) == bad, "threads");
-  CHECK(launched(0, 1, 0) == bad && launched(1, 0, 0) == bad && launched(dim3(1, 65536), 1, 0) == bad && launched(dim3(1, 1, 65536), 1, 0) == bad && launched(0x80000000u, 1, 0) == bad, "grid");
+  CHECK(launched(1, 1024, 0) == cudaSuccess && launched(1, 1025, 0) == bad && launched(1, dim3(32, 33), 0) == bad &&
+        launched(1, dim3(1, 1, 65), 0) == bad, "threads");
+  CHECK(launched(0, 1, 0) == bad && launched(1, 0, 0) == bad && launched(dim3(1, 65536), 1, 0) == bad &&
+        launched(dim3(1, 1, 65536), 1, 0) == bad && launched(0x80000000u, 1, 0) == bad, "grid");
   CHECK(launched(1, 1, 48 << 10) == cudaSuccess && launched(1, 1, (48 << 10) + 1) == bad, "shared");
-  CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, (227 << 10) + 1) == cudaErrorInvalidValue && cudaGetLastError() == cudaErrorInvalidValue, "more shared than there is");
-  CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 << 10) == cudaSuccess && launched(1, 1, 227 << 10) == cudaSuccess, "opted in");
+  CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, (227 << 10) + 1) ==
+        cudaErrorInvalidValue && cudaGetLastError() == cudaErrorInvalidValue, "more shared than there is");
+  CHECK(cudaFuncSetAttribute(dynamic_only, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 << 10) == cudaSuccess &&
+        launched(1, 1, 227 << 10) == cudaSuccess, "opted in");
   LUNACU_LAUNCH(dynamic_only, 0, 1, 0, 0);
-  CHECK(cudaPeekAtLastError() == bad && cudaGetLastError() == bad && cudaGetLastError() == cudaSuccess, "a launch error is reported once");
+  CHECK(cudaPeekAtLastError() == bad && cudaGetLastError() == bad && cudaGetLastError() == cudaSuccess,
+        "a launch error is reported once");
   CHECK(cudaDeviceSynchronize() == cudaSuccess, "limits");
 
-  finds("static and dynamic shared memory", "are too many", [] { cudahost::m.limits.clear(); LUNACU_LAUNCH(much_shared, 1, 1, 40 << 10, 0); });
+  finds("static and dynamic shared memory", "are too many",
+        [] { cudahost::m.limits.clear(); LUNACU_LAUNCH(much_shared, 1, 1, 40 << 10, 0); });
   LUNACU_LAUNCH(much_shared, 1, 1, 16 << 10, 0);
   CHECK(cudaDeviceSynchronize() == cudaSuccess && cuda_host.errors == 0, "what fits: %s", cuda_host.message);
   LUNACU_LAUNCH(much_shared, 1, 1, (16 << 10) + 4, 0);
@@ -489,15 +526,19 @@ static void limits() {
 
   int value;
   cuda_host.major = 7; cuda_host.minor = 5;
-  CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess && value == 64 << 10, "an older device");
+  CHECK(cudaDeviceGetAttribute(&value, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0) == cudaSuccess && value == 64 << 10,
+        "an older device");
   cuda_host.major = 9; cuda_host.minor = 0;
   cudaDeviceProp properties;
-  CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9 && properties.sharedMemPerBlockOptin == 227 << 10, "properties");
-  CHECK(cudaSetDevice(1) == cudaErrorInvalidDevice && cudaGetLastError() == cudaErrorInvalidDevice, "the second of one device");
+  CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9 &&
+        properties.sharedMemPerBlockOptin == 227 << 10, "properties");
+  CHECK(cudaSetDevice(1) == cudaErrorInvalidDevice && cudaGetLastError() == cudaErrorInvalidDevice,
+        "the second of one device");
   cuda_host.devices = 0;
   int count = 7;
   void *p;
-  CHECK(cudaGetDeviceCount(&count) == cudaErrorNoDevice && count == 0 && cudaMalloc(&p, 1) == cudaErrorNoDevice, "no device");
+  CHECK(cudaGetDeviceCount(&count) == cudaErrorNoDevice && count == 0 && cudaMalloc(&p, 1) == cudaErrorNoDevice,
+        "no device");
   cuda_host.devices = 1;
   cuda_host_reset();
 }
@@ -505,14 +546,16 @@ static void limits() {
 static void memory() {
   float *a = device<float>(1), *b = device<float>(100000), *c = device<float>(1);
   for (float x : fetch(b, 1000)) if (!CHECK(isnan(x), "new memory is NaN")) break;
-  CHECK(((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 256 == 0 && cuda_host.allocated == 400008, "alignment and bytes");
+  CHECK(((uintptr_t)a | (uintptr_t)b | (uintptr_t)c) % 256 == 0 && cuda_host.allocated == 400008,
+        "alignment and bytes");
   cudaFree(b);
   float *d = device<float>(5000);
   CHECK(d > a && d < c, "a gap is used again");
   size_t left = 0, total = 0;
   CHECK(cudaMemGetInfo(&left, &total) == cudaSuccess && total - left == 20008, "cudaMemGetInfo");
   void *p = a;
-  CHECK(cudaMalloc(&p, total) == cudaErrorMemoryAllocation && !p && cudaGetLastError() == cudaErrorMemoryAllocation, "more than there is");
+  CHECK(cudaMalloc(&p, total) == cudaErrorMemoryAllocation && !p && cudaGetLastError() == cudaErrorMemoryAllocation,
+        "more than there is");
   cuda_host.fail_allocation = 2;
   float *e = device<float>(1);
   CHECK(cudaMalloc(&p, 4) == cudaErrorMemoryAllocation, "the second fails");
@@ -522,7 +565,8 @@ static void memory() {
   cudaHostAlloc(&pinned, 16, cudaHostAllocDefault);
   CHECK(cudaMemcpy(a, host, 8, cudaMemcpyHostToDevice) == cudaErrorInvalidValue, "a copy over the end");
   CHECK(cudaMemcpy(a, host, 4, cudaMemcpyDeviceToDevice) == cudaErrorInvalidValue, "a copy of the wrong kind");
-  CHECK(cudaMemcpy(d, host, 16, cudaMemcpyDefault) == cudaSuccess && cudaMemcpy(pinned, d, 16, cudaMemcpyDeviceToHost) == cudaSuccess && pinned[3] == 4, "copies there and back");
+  CHECK(cudaMemcpy(d, host, 16, cudaMemcpyDefault) == cudaSuccess &&
+        cudaMemcpy(pinned, d, 16, cudaMemcpyDeviceToHost) == cudaSuccess && pinned[3] == 4, "copies there and back");
   cudaPointerAttributes of;
   CHECK(cudaPointerGetAttributes(&of, d + 10) == cudaSuccess && of.type == cudaMemoryTypeDevice, "device pointer");
   CHECK(cudaPointerGetAttributes(&of, pinned) == cudaSuccess && of.type == cudaMemoryTypeHost, "pinned pointer");
@@ -535,7 +579,8 @@ static void memory() {
 
 static void streams() {
   cudaStream_t s = nullptr, t = nullptr;
-  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess && cudaStreamCreate(&t) == cudaSuccess, "streams");
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking) == cudaSuccess && cudaStreamCreate(&t) == cudaSuccess,
+        "streams");
   float *x = device<float>(4), *pinned, host[4] = {1, 2, 3, 4};
   cudaMallocHost(&pinned, 16);
 
@@ -544,12 +589,14 @@ static void streams() {
   LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);
   cudaMemcpyAsync(pinned, x, 16, cudaMemcpyDeviceToHost, s);
   CHECK(isnan(pinned[0]) && cuda_host.synchronisations == 0, "nothing ran yet");
-  CHECK(cudaStreamSynchronize(s) == cudaSuccess && pinned[0] == 2 && pinned[3] == 5 && cuda_host.synchronisations == 1, "then it ran");
+  CHECK(cudaStreamSynchronize(s) == cudaSuccess && pinned[0] == 2 && pinned[3] == 5 && cuda_host.synchronisations == 1,
+        "then it ran");
 
   pinned[0] = 20;
   cudaMemcpyAsync(x, pinned, 4, cudaMemcpyHostToDevice, s);          /* pinned: read when it runs */
   pinned[0] = 30;
-  CHECK(cudaMemcpyAsync(host, x, 4, cudaMemcpyDeviceToHost, s) == cudaSuccess && host[0] == 30, "to pageable memory a copy waits");
+  CHECK(cudaMemcpyAsync(host, x, 4, cudaMemcpyDeviceToHost, s) == cudaSuccess && host[0] == 30,
+        "to pageable memory a copy waits");
 
   cudaMemsetAsync(x, 0, 16, s);
   LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);
@@ -561,7 +608,8 @@ static void streams() {
 
   float *copy = device<float>(4);
   cudaMemcpy(copy, x, 16, cudaMemcpyDeviceToDevice);
-  CHECK(cudaStreamQuery(0) == cudaSuccess && fetch(copy, 1)[0] == 1, "within the device cudaMemcpy is queued, and done in order");
+  CHECK(cudaStreamQuery(0) == cudaSuccess && fetch(copy, 1)[0] == 1,
+        "within the device cudaMemcpy is queued, and done in order");
   cudaFree(copy);
   LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);                             /* the legacy stream does not wait for s ... */
   CHECK(fetch(x, 1)[0] == 1, "not ordered with a non-blocking stream");
@@ -579,10 +627,12 @@ static void streams() {
   float ms = -1;
   CHECK(cudaEventElapsedTime(&ms, e, f) == cudaErrorNotReady && cudaGetLastError() == cudaErrorNotReady, "no time yet");
   CHECK(cudaStreamSynchronize(t) == cudaSuccess && fetch(x, 1)[0] == 7, "one stream waits for another's event");
-  CHECK(cudaEventSynchronize(f) == cudaSuccess && cudaEventQuery(e) == cudaSuccess && cudaEventElapsedTime(&ms, e, f) == cudaSuccess && ms >= 0, "time between events: %g", ms);
+  CHECK(cudaEventSynchronize(f) == cudaSuccess && cudaEventQuery(e) == cudaSuccess &&
+        cudaEventElapsedTime(&ms, e, f) == cudaSuccess && ms >= 0, "time between events: %g", ms);
   cudaEventDestroy(e); cudaEventDestroy(f);
 
-  std::vector<int> orders;                                           /* streams that nothing orders run in either order */
+  /* streams that nothing orders run in either order */
+  std::vector<int> orders;
   for (int i = 0; i < 8; i++) {
     cuda_host.seed = (uint64_t)i;
     cudaMemset(x, 0, 4);
@@ -592,14 +642,16 @@ static void streams() {
     cudaDeviceSynchronize();
     orders.push_back((int)fetch(x, 1)[0]);
   }
-  CHECK(*std::max_element(orders.begin(), orders.end()) == 3 && *std::min_element(orders.begin(), orders.end()) == 1, "unordered streams");
+  CHECK(*std::max_element(orders.begin(), orders.end()) == 3 && *std::min_element(orders.begin(), orders.end()) == 1,
+        "unordered streams");
 
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
   cuda_host.fail_launch = 2;
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
   CHECK(cudaGetLastError() == cudaSuccess, "the first launch is good");
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
-  CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaSuccess && cudaStreamSynchronize(s) == cudaSuccess, "the second is refused");
+  CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaSuccess &&
+        cudaStreamSynchronize(s) == cudaSuccess, "the second is refused");
 
   cuda_host.fault = 2;
   LUNACU_LAUNCH(add_one, 1, 1, 0, s, x);
@@ -608,11 +660,13 @@ static void streams() {
   CHECK(cudaGetLastError() == cudaSuccess, "a fault comes later");
   CHECK(cudaStreamSynchronize(s) == cudaErrorIllegalAddress, "the fault");
   void *p;
-  CHECK(cudaMalloc(&p, 4) == cudaErrorIllegalAddress && cudaMemcpy(host, x, 4, cudaMemcpyDeviceToHost) == cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress &&
+  CHECK(cudaMalloc(&p, 4) == cudaErrorIllegalAddress && cudaMemcpy(host, x, 4, cudaMemcpyDeviceToHost) ==
+        cudaErrorIllegalAddress && cudaGetLastError() == cudaErrorIllegalAddress &&
         cudaGetLastError() == cudaErrorIllegalAddress && cudaStreamCreate(&t) == cudaErrorIllegalAddress, "stays");
   CHECK(cudaFree(x) == cudaErrorIllegalAddress && cuda_host.allocated == 0, "and memory is given back all the same");
   cuda_host_reset();
-  CHECK(cudaStreamDestroy(s) == cudaSuccess && cudaStreamDestroy(s) == cudaErrorInvalidResourceHandle, "after the reset");
+  CHECK(cudaStreamDestroy(s) == cudaSuccess && cudaStreamDestroy(s) == cudaErrorInvalidResourceHandle,
+        "after the reset");
   cudaFreeHost(pinned);
   cuda_host_reset();
 }
@@ -642,7 +696,8 @@ static void graphs() {
   CHECK(cudaStreamSynchronize(s) == cudaSuccess && isnan(pinned[4]), "capture runs nothing");
   for (int i = 0; i < 3; i++) {
     pinned[0] = (float)i;
-    CHECK(cudaGraphLaunch(exec, s) == cudaSuccess && cudaStreamSynchronize(s) == cudaSuccess && pinned[4] == 3 * i + 1, "replay %d: %g", i, pinned[4]);
+    CHECK(cudaGraphLaunch(exec, s) == cudaSuccess && cudaStreamSynchronize(s) == cudaSuccess && pinned[4] == 3 * i + 1,
+          "replay %d: %g", i, pinned[4]);
   }
   CHECK(cuda_host.launches == 2 && cuda_host.replays == 3, "%ld launches", cuda_host.launches);
   cuda_host.fault = 4;
@@ -653,20 +708,25 @@ static void graphs() {
   cuda_host_reset();
   cudaFree(y);
   cudaGraphLaunch(exec, s);
-  CHECK(cudaStreamSynchronize(s) == cudaErrorIllegalAddress && strstr(cuda_host.message, "came after their end"), "a replay into freed memory: %s", cuda_host.message);
+  CHECK(cudaStreamSynchronize(s) == cudaErrorIllegalAddress && strstr(cuda_host.message, "came after their end"),
+        "a replay into freed memory: %s", cuda_host.message);
   cuda_host_reset();
   CHECK(cudaGraphExecDestroy(exec) == cudaSuccess, "destroy");
 
   void *p;
   cudaEvent_t e;
   cudaEventCreate(&e);
-  const std::function<cudaError_t()> forbidden[] = {[&] { return cudaMalloc(&p, 4); }, [&] { return cudaFree(x); }, [&] { return cudaDeviceSynchronize(); }, [&] { return cudaStreamSynchronize(s); },
-      [&] { return cudaStreamSynchronize(nullptr); }, [&] { return cudaMemcpy(x, host, 4, cudaMemcpyHostToDevice); }, [&] { return cudaStreamQuery(s); }, [&] { return cudaEventSynchronize(e); },
+  const std::function<cudaError_t()> forbidden[] = {[&] { return cudaMalloc(&p, 4); }, [&] { return cudaFree(x); },
+      [&] { return cudaDeviceSynchronize(); }, [&] { return cudaStreamSynchronize(s); },
+      [&] { return cudaStreamSynchronize(nullptr); }, [&] { return cudaMemcpy(x, host, 4, cudaMemcpyHostToDevice); },
+          [&] { return cudaStreamQuery(s); }, [&] { return cudaEventSynchronize(e); },
       [&] { return cudaMemset(x, 0, 4); }, [&] { return cudaMallocHost(&p, 4); }};
   for (auto &call : forbidden) {
     cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal);
-    CHECK(call() == cudaErrorStreamCaptureUnsupported && cudaGetLastError() == cudaErrorStreamCaptureUnsupported, "forbidden call %d", (int)(&call - forbidden));
-    CHECK(cudaStreamIsCapturing(s, &status) == cudaSuccess && status == cudaStreamCaptureStatusInvalidated, "it spoils the capture");
+    CHECK(call() == cudaErrorStreamCaptureUnsupported && cudaGetLastError() == cudaErrorStreamCaptureUnsupported,
+          "forbidden call %d", (int)(&call - forbidden));
+    CHECK(cudaStreamIsCapturing(s, &status) == cudaSuccess && status == cudaStreamCaptureStatusInvalidated,
+          "it spoils the capture");
     LUNACU_LAUNCH(add_one, 1, 4, 0, s, x);
     CHECK(cudaGetLastError() == cudaErrorStreamCaptureInvalidated, "nothing more is taken");
     CHECK(cudaStreamEndCapture(s, &graph) == cudaErrorStreamCaptureInvalidated && !graph, "no graph");
@@ -676,10 +736,12 @@ static void graphs() {
 
   cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal);
   cudaEventRecord(e, s);
-  CHECK(cudaEventSynchronize(e) != cudaSuccess && cudaStreamEndCapture(s, &graph) == cudaErrorStreamCaptureInvalidated, "an event of a capture");
+  CHECK(cudaEventSynchronize(e) != cudaSuccess && cudaStreamEndCapture(s, &graph) == cudaErrorStreamCaptureInvalidated,
+        "an event of a capture");
   finds("pageable source in a capture", "from pageable host memory", [&] {
     cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal);
-    CHECK(cudaMemcpyAsync(x, host, 16, cudaMemcpyHostToDevice, s) == cudaErrorStreamCaptureUnsupported, "pageable source");
+    CHECK(cudaMemcpyAsync(x, host, 16, cudaMemcpyHostToDevice, s) == cudaErrorStreamCaptureUnsupported,
+          "pageable source");
     CHECK(cudaStreamEndCapture(s, &graph) == cudaErrorStreamCaptureInvalidated, "pageable source");
   });
   finds("pageable target in a capture", "to pageable host memory", [&] {
@@ -692,8 +754,11 @@ static void graphs() {
   cudaStreamCreate(&t);
   cudaStreamBeginCapture(t, cudaStreamCaptureModeGlobal);
   LUNACU_LAUNCH(add_one, 1, 4, 0, 0, x);
-  CHECK(cudaGetLastError() == cudaErrorStreamCaptureImplicit && cudaStreamEndCapture(t, &graph) == cudaErrorStreamCaptureInvalidated, "the legacy stream spoils a blocking stream's capture");
-  CHECK(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal) == cudaErrorStreamCaptureUnsupported && cudaStreamEndCapture(t, &graph) == cudaErrorIllegalState, "no capture");
+  CHECK(cudaGetLastError() == cudaErrorStreamCaptureImplicit &&
+      cudaStreamEndCapture(t, &graph) == cudaErrorStreamCaptureInvalidated,
+          "the legacy stream spoils a blocking stream's capture");
+  CHECK(cudaStreamBeginCapture(nullptr, cudaStreamCaptureModeGlobal) == cudaErrorStreamCaptureUnsupported &&
+        cudaStreamEndCapture(t, &graph) == cudaErrorIllegalState, "no capture");
   cudaEventDestroy(e);
   cudaStreamDestroy(s); cudaStreamDestroy(t);
   cudaFree(x);
@@ -702,20 +767,26 @@ static void graphs() {
   cuda_host_reset();
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    cuBLAS
-   ---------------------------------------------------------------------------------------------------------------------- */
-static double products_differ(cublasHandle_t h, int m, int n, int k, bool op_a, bool op_b, float alpha, float beta, int batch, bool shared_b, int how, cublasComputeType_t compute) {
-  const int lda = (op_a ? k : m) + 3, ldb = (op_b ? n : k) + 1, ldc = m + 2, a_size = lda * (op_a ? m : k), b_size = ldb * (op_b ? k : n), c_size = ldc * n;
+   ------------------------------------------------------------------------------------------------------------------ */
+static double products_differ(cublasHandle_t h, int m, int n, int k, bool op_a, bool op_b, float alpha, float beta,
+                              int batch, bool shared_b, int how, cublasComputeType_t compute) {
+  const int lda = (op_a ? k : m) + 3, ldb = (op_b ? n : k) + 1, ldc = m + 2, a_size = lda * (op_a ? m : k),
+      b_size = ldb * (op_b ? k : n), c_size = ldc * n;
   const int stride_b = shared_b ? 0 : b_size;
   const std::vector<float> a = numbers((size_t)a_size * batch, 3), b = numbers((size_t)b_size * batch, 4);
   std::vector<float> c = numbers((size_t)c_size * batch, 5), expected = c;
-  if (beta == 0) for (int s = 0; s < batch; s++) for (int j = 0; j < n; j++) for (int i = 0; i < m; i++) c[s * c_size + j * ldc + i] = NAN;
+  if (beta == 0)
+    for (int s = 0; s < batch; s++)
+      for (int j = 0; j < n; j++) for (int i = 0; i < m; i++) c[s * c_size + j * ldc + i] = NAN;
   for (int s = 0; s < batch; s++)
     for (int j = 0; j < n; j++)
       for (int i = 0; i < m; i++) {
         double sum = 0;
-        for (int p = 0; p < k; p++) sum += (double)a[s * a_size + (op_a ? i * lda + p : p * lda + i)] * b[s * stride_b + (op_b ? p * ldb + j : j * ldb + p)];
+        for (int p = 0; p < k; p++)
+          sum += (double)a[s * a_size + (op_a ? i * lda + p : p * lda + i)] *
+              b[s * stride_b + (op_b ? p * ldb + j : j * ldb + p)];
         float &out = expected[s * c_size + j * ldc + i];
         out = (float)(alpha * sum + (beta == 0 ? 0 : beta * out));
       }
@@ -723,9 +794,14 @@ static double products_differ(cublasHandle_t h, int m, int n, int k, bool op_a, 
   const cublasOperation_t ta = op_a ? CUBLAS_OP_T : CUBLAS_OP_N, tb = op_b ? CUBLAS_OP_T : CUBLAS_OP_N;
   cublasStatus_t status;
   if (how == 0) status = cublasSgemm(h, ta, tb, m, n, k, &alpha, da, lda, db, ldb, &beta, dc, ldc);
-  else if (how == 1) status = cublasSgemmStridedBatched(h, ta, tb, m, n, k, &alpha, da, lda, a_size, db, ldb, stride_b, &beta, dc, ldc, c_size, batch);
-  else if (how == 2) status = cublasGemmEx(h, ta, tb, m, n, k, &alpha, da, CUDA_R_32F, lda, db, CUDA_R_32F, ldb, &beta, dc, CUDA_R_32F, ldc, compute, CUBLAS_GEMM_DEFAULT);
-  else status = cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, &alpha, da, CUDA_R_32F, lda, a_size, db, CUDA_R_32F, ldb, stride_b, &beta, dc, CUDA_R_32F, ldc, c_size, batch, compute, CUBLAS_GEMM_DEFAULT);
+  else if (how == 1)
+    status = cublasSgemmStridedBatched(h, ta, tb, m, n, k, &alpha, da, lda, a_size, db, ldb, stride_b, &beta, dc, ldc,
+                                       c_size, batch);
+  else if (how == 2)
+    status = cublasGemmEx(h, ta, tb, m, n, k, &alpha, da, CUDA_R_32F, lda, db, CUDA_R_32F, ldb, &beta, dc, CUDA_R_32F,
+                          ldc, compute, CUBLAS_GEMM_DEFAULT);
+  else status = cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, &alpha, da, CUDA_R_32F, lda, a_size, db, CUDA_R_32F, ldb,
+      stride_b, &beta, dc, CUDA_R_32F, ldc, c_size, batch, compute, CUBLAS_GEMM_DEFAULT);
   CHECK(status == CUBLAS_STATUS_SUCCESS, "%s", cublasGetStatusString(status));
   alpha = beta = NAN;                                                /* were read at the call */
   c = fetch(dc, c.size());
@@ -735,37 +811,47 @@ static double products_differ(cublasHandle_t h, int m, int n, int k, bool op_a, 
 
 static void cublas() {
   cublasHandle_t h;
-  CHECK(cublasCreate(&h) == CUBLAS_STATUS_SUCCESS && cublasSetMathMode(h, CUBLAS_DEFAULT_MATH) == CUBLAS_STATUS_SUCCESS, "create");
+  CHECK(cublasCreate(&h) == CUBLAS_STATUS_SUCCESS && cublasSetMathMode(h, CUBLAS_DEFAULT_MATH) == CUBLAS_STATUS_SUCCESS,
+        "create");
   char *workspace = device<char>(4096);
-  CHECK(cublasSetWorkspace(h, workspace, 4096) == CUBLAS_STATUS_SUCCESS && cublasSetWorkspace(h, workspace + 1, 4000) == CUBLAS_STATUS_INVALID_VALUE, "workspace");
+  CHECK(cublasSetWorkspace(h, workspace, 4096) == CUBLAS_STATUS_SUCCESS &&
+        cublasSetWorkspace(h, workspace + 1, 4000) == CUBLAS_STATUS_INVALID_VALUE, "workspace");
   for (int ops = 0; ops < 4; ops++)
     for (int how = 0; how < 4; how++)
       for (float beta : {0.0f, 1.0f, 0.5f})
         for (float alpha : {1.0f, -0.25f, 0.0f})
           for (int k : {13, 0}) {
-            const double error = products_differ(h, 7, 19, k, ops & 1, ops & 2, alpha, beta, how & 1 ? 3 : 1, how == 3, how, CUBLAS_COMPUTE_32F);
+            const double error = products_differ(h, 7, 19, k, ops & 1, ops & 2, alpha, beta, how & 1 ? 3 : 1, how == 3,
+                                                 how, CUBLAS_COMPUTE_32F);
             CHECK(error < 1e-6, "ops %d how %d alpha %g beta %g k %d: error %g", ops, how, alpha, beta, k, error);
           }
-  const double tf32 = products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 2, CUBLAS_COMPUTE_32F_FAST_TF32), bf16 = products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 2, CUBLAS_COMPUTE_32F_FAST_16BF);
+  const double tf32 = products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 2, CUBLAS_COMPUTE_32F_FAST_TF32),
+      bf16 = products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 2, CUBLAS_COMPUTE_32F_FAST_16BF);
   CHECK(tf32 > 1e-5 && tf32 < 1e-3 && bf16 > 1e-3 && bf16 < 1e-2, "rounded inputs: %g %g", tf32, bf16);
   cublasSetMathMode(h, CUBLAS_TF32_TENSOR_OP_MATH);
-  CHECK(products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 0, CUBLAS_COMPUTE_32F) == tf32 && products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 2, CUBLAS_COMPUTE_32F_PEDANTIC) < 1e-6, "math modes");
+  CHECK(products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 0, CUBLAS_COMPUTE_32F) == tf32 &&
+      products_differ(h, 40, 30, 50, false, true, 1, 0, 1, false, 2, CUBLAS_COMPUTE_32F_PEDANTIC) < 1e-6, "math modes");
 
   const float one = 1, zero = 0;
   float *x = upload(numbers(64, 1)), *y = device<float>(64);
   const cublasStatus_t bad = CUBLAS_STATUS_INVALID_VALUE, good = CUBLAS_STATUS_SUCCESS;
-  const auto call = [&](int m, int n, int k, int lda, int ldb, int ldc) { return cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, m, n, k, &one, x, lda, x, ldb, &zero, y, ldc); };
-  CHECK(call(8, 8, 8, 7, 8, 8) == bad && call(8, 8, 8, 8, 7, 8) == bad && call(8, 8, 8, 8, 8, 7) == bad && call(-1, 8, 8, 8, 8, 8) == bad && call(0, 8, 8, 0, 8, 8) == bad, "refused");
+  const auto call = [&](int m, int n, int k, int lda, int ldb, int ldc) {
+    return cublasSgemm(h, CUBLAS_OP_N, CUBLAS_OP_N, m, n, k, &one, x, lda, x, ldb, &zero, y, ldc);
+  };
+  CHECK(call(8, 8, 8, 7, 8, 8) == bad && call(8, 8, 8, 8, 7, 8) == bad && call(8, 8, 8, 8, 8, 7) == bad &&
+        call(-1, 8, 8, 8, 8, 8) == bad && call(0, 8, 8, 0, 8, 8) == bad, "refused");
   CHECK(call(0, 8, 8, 8, 8, 8) == good && call(8, 0, 8, 8, 8, 8) == good && cuda_host.errors == 0, "empty");
   cublasSetPointerMode(h, CUBLAS_POINTER_MODE_DEVICE);
   CHECK(call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_NOT_SUPPORTED, "device scalars");
   cublasSetPointerMode(h, CUBLAS_POINTER_MODE_HOST);
   finds("a product outside", "outside its allocations", [&] { call(8, 8, 9, 8, 9, 8); });
   cuda_host.fail_launch = 1;
-  CHECK(call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED && call(8, 8, 8, 8, 8, 8) == good, "a product refused");
+  CHECK(call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED && call(8, 8, 8, 8, 8, 8) == good,
+        "a product refused");
   cuda_host.fault = 1;
   call(8, 8, 8, 8, 8, 8);
-  CHECK(cudaDeviceSynchronize() == cudaErrorIllegalAddress && call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED, "a product faults");
+  CHECK(cudaDeviceSynchronize() == cudaErrorIllegalAddress && call(8, 8, 8, 8, 8, 8) == CUBLAS_STATUS_EXECUTION_FAILED,
+        "a product faults");
   cuda_host_reset();
 
   cudaStream_t s;
@@ -775,7 +861,8 @@ static void cublas() {
   cudaGraphExec_t exec;
   cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal);
   call(8, 8, 8, 8, 8, 8);
-  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess, "a product captured");
+  CHECK(cudaStreamEndCapture(s, &graph) == cudaSuccess && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess,
+        "a product captured");
   float before = 0;
   for (int i = 0; i < 2; i++) {
     LUNACU_LAUNCH(scale, 2, 32, 0, s, x, 2.0f, 64);
@@ -793,9 +880,9 @@ static void cublas() {
   CHECK(cuda_host.allocated == 0 && cuda_host.errors == 0, "%s", cuda_host.message);
 }
 
-/* ----------------------------------------------------------------------------------------------------------------------
+/* ---------------------------------------------------------------------------------------------------------------------
    Two devices, and a build without code for one
-   ---------------------------------------------------------------------------------------------------------------------- */
+   ------------------------------------------------------------------------------------------------------------------ */
 static void devices() {
   const float one = 1, zero = 0;
   cudaStream_t stream[2];

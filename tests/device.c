@@ -1,5 +1,6 @@
-/* The backend's line: a device made of the CPU's own ops whose memory cannot be touched while the host's code runs. Whatever luna.h does with numbers
-   outside the table ends in a fault here; whatever goes through it gives the CPU's bits. */
+/* The backend's line: a device made of the CPU's own ops whose memory cannot be touched while the host's code runs.
+   Whatever luna.h does with numbers outside the table ends in a fault here; whatever goes through it gives the CPU's
+   bits. */
 #define _DEFAULT_SOURCE
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -28,7 +29,8 @@ static luna_status fake_open(luna_ctx *ctx, int number, void **self) {
   return LUNA_OK;
 }
 static void fake_close(void *self) {
-  CHECK(self == &fake_opened && (fake_opened > 1 || fake_live == 0), "%zu bytes of the device are left at closing", fake_live);
+  CHECK(self == &fake_opened && (fake_opened > 1 || fake_live == 0), "%zu bytes of the device are left at closing",
+        fake_live);
   fake_opened--;
 }
 static void *fake_allocate(void *self, size_t bytes) {
@@ -48,11 +50,14 @@ static void fake_release(void *self, void *pointer, size_t bytes) {
   CHECK(self == &fake_opened && pointer, "release is called for nothing");
   fake_live -= (bytes + FAR_PAGE) / FAR_PAGE * FAR_PAGE;
 }
-static bool fake_is(const void *at) { return (const char *)at >= fake_memory && (const char *)at < fake_memory + FAR_BYTES; }
+static bool fake_is(const void *at) {
+  return (const char *)at >= fake_memory && (const char *)at < fake_memory + FAR_BYTES;
+}
 
 /* ---- the CPU's entries between fake_enter and fake_leave; the state and every tensor must be on the device ---- */
 static luna_status fake_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
-  CHECK(!bytes || (fake_is(to) == (direction != 2) && fake_is(from) == (direction != 1)), "a copy in direction %d goes elsewhere", direction);
+  CHECK(!bytes || (fake_is(to) == (direction != 2) && fake_is(from) == (direction != 1)),
+        "a copy in direction %d goes elsewhere", direction);
   fake_enter();
   const luna_status status = luna_cpu_backend()->copy(ctx, to, from, bytes, direction);
   fake_leave();
@@ -74,16 +79,21 @@ static luna_status fake_wait(luna_ctx *ctx, const luna_ctx *other) {
   return LUNA_OK;
 }
 FAR_ENTRY(zero, (luna_ctx *ctx, void *at, size_t bytes), (ctx, at, bytes), at)
-FAR_ENTRY(begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped), (ctx, state, training, stepped), state)
+FAR_ENTRY(begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped), (ctx, state, training, stepped),
+          state)
 FAR_ENTRY(check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state), (ctx, loss, state), state)
 #define FAR_PARTS (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count)
 FAR_ENTRY(norm, FAR_PARTS, (ctx, rule, parts, table, count), rule->state)
 FAR_ENTRY(update, FAR_PARTS, (ctx, rule, ((void)parts, table), table, count), table)
 
 static void fake_row_check(const luna_op *op, const char *when) {
-  bool fine = (!op->index || fake_is(op->index)) && (!op->lengths || fake_is(op->lengths)) && (!op->kept || fake_is(op->kept)) && (!op->workspace || fake_is(op->workspace));
-  for (int i = 0; i < op->inputs; i++) fine = fine && (!op->in[i] || !luna_count(op->in[i]) || !op->in[i]->data || fake_is(op->in[i]->data));
-  for (int i = 0; i < op->outputs; i++) fine = fine && (!luna_count(op->out[i]) || op->kind == LUNA_OP_CUSTOM || !op->out[i]->data || fake_is(op->out[i]->data));
+  bool fine = (!op->index || fake_is(op->index)) && (!op->lengths || fake_is(op->lengths)) &&
+      (!op->kept || fake_is(op->kept)) && (!op->workspace || fake_is(op->workspace));
+  for (int i = 0; i < op->inputs; i++)
+    fine = fine && (!op->in[i] || !luna_count(op->in[i]) || !op->in[i]->data || fake_is(op->in[i]->data));
+  for (int i = 0; i < op->outputs; i++)
+    fine = fine && (!luna_count(op->out[i]) || op->kind == LUNA_OP_CUSTOM || !op->out[i]->data ||
+                    fake_is(op->out[i]->data));
   CHECK(fine, "%s of %s gets memory of the host", when, luna_op_name(op->kind));
 }
 static void fake_query(luna_op *op) {
@@ -122,7 +132,8 @@ int main(int argc, char **argv) {
   fake.check = fake_check;
   fake.norm = fake_norm;
   fake.update = fake_update;
-  for (int i = 0; i < LUNA_OP_COUNT; i++) fake.op[i].query = fake_query, fake.op[i].forward = fake_forward, fake.op[i].backward = fake_backward;
+  for (int i = 0; i < LUNA_OP_COUNT; i++)
+    fake.op[i].query = fake_query, fake.op[i].forward = fake_forward, fake.op[i].backward = fake_backward;
   const device d = {&fake, 0, 0, false, NULL, NULL};
   device_all(&d, argc > 1 ? argv[1] : NULL);
   CHECK(fake_opened == 0, "%d devices are still open", fake_opened);
@@ -144,9 +155,11 @@ int main(int argc, char **argv) {
   const bool open = device_run_open(&r, &d, 0, 1);
   CHECK(!open && r.ctx && luna_ctx_error_id(r.ctx) == LUNA_ERROR_BACKEND && strcmp(luna_error(r.ctx),
       "luna_open: this device is away") == 0, "the sentence: %s", luna_error(r.ctx));
-  CHECK(luna_begin_step(r.ctx) == LUNA_UNSUPPORTED && luna_ctx_status(r.ctx) == LUNA_UNSUPPORTED && !luna_tensor_new(r.ctx, NULL, 0, NULL), "a context without its device works");
+  CHECK(luna_begin_step(r.ctx) == LUNA_UNSUPPORTED && luna_ctx_status(r.ctx) == LUNA_UNSUPPORTED &&
+        !luna_tensor_new(r.ctx, NULL, 0, NULL), "a context without its device works");
   CHECK(luna_params_zero_grad(r.params) == LUNA_UNSUPPORTED, "zeroing gradients without the device works");
-  CHECK(strcmp(luna_error(r.ctx), "luna_open: this device is away") == 0, "the sentence becomes: %s", luna_error(r.ctx));
+  CHECK(strcmp(luna_error(r.ctx), "luna_open: this device is away") == 0, "the sentence becomes: %s",
+        luna_error(r.ctx));
   luna_close(r.ctx);
   return test_report("device");
 }

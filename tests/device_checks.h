@@ -1,5 +1,6 @@
-/* A backend whose memory the host cannot read, against the CPU: every op and layer with its gradients, training to the same losses, checkpoints that
-   move either way, and what is refused. Used by device.c (the CPU's own rows behind a wall) and cuda.c. */
+/* A backend whose memory the host cannot read, against the CPU: every op and layer with its gradients, training to the
+   same losses, checkpoints that move either way, and what is refused. Used by device.c (the CPU's own rows behind a
+   wall) and cuda.c. */
 #ifndef DEVICE_CHECKS_H
 #define DEVICE_CHECKS_H
 #include "op_cases.h"
@@ -9,7 +10,8 @@ typedef struct device {
   double output_limit, gradient_limit; /* relative error against the CPU; 0: the same bits */
   bool big;                            /* the larger sizes of the op cases */
   const char *skip;                    /* a case that does not apply, or null */
-  void (*seed)(unsigned seed);         /* sets the order in which things are done that may be done in any; null: no such thing */
+  /* sets the order in which things are done that may be done in any; null: no such thing */
+  void (*seed)(unsigned seed);
 } device;
 
 static luna_ctx *device_open(const device *d, uint64_t seed) {
@@ -20,9 +22,11 @@ static luna_ctx *device_open(const device *d, uint64_t seed) {
   return luna_open(&options);
 }
 
-static void device_compare(const char *what, const char *part, int i, const trial_array *got, const trial_array *expected, bool gradient, double limit) {
+static void device_compare(const char *what, const char *part, int i, const trial_array *got,
+                           const trial_array *expected, bool gradient, double limit) {
   const float *a = gradient ? got->gradient : got->values, *b = gradient ? expected->gradient : expected->values;
-  if (limit == 0) CHECK(memcmp(a, b, (size_t)expected->count * sizeof(float)) == 0, "%s: %s %d has other bits", what, part, i);
+  if (limit == 0)
+    CHECK(memcmp(a, b, (size_t)expected->count * sizeof(float)) == 0, "%s: %s %d has other bits", what, part, i);
   else {
     const double error = common_error(a, b, expected->count, gradient ? 0.1 : 1e-3);
     CHECK(error <= limit, "%s: %s %d is off by %.3g", what, part, i, error);
@@ -32,16 +36,21 @@ static void device_case(const device *d, const op_case *c, int variant, bool big
   trial on_host, on_device;
   char what[128];
   /* through many ops rounding grows: the limit there is that between instruction sets */
-  const bool whole = strstr(c->name, "_layer") || strstr(c->name, "lm") || strstr(c->name, "classifier") || strstr(c->name, "seq2seq");
+  const bool whole = strstr(c->name, "_layer") || strstr(c->name, "lm") || strstr(c->name, "classifier") ||
+      strstr(c->name, "seq2seq");
   memset(&on_host, 0, sizeof on_host);
   memset(&on_device, 0, sizeof on_device);
   on_host.big = on_device.big = big;
   on_host.options.threads = on_device.options.threads = 1;
   on_device.options.backend = d->backend;
   snprintf(what, sizeof what, "%s, variant %d%s, on the device", c->name, variant, big ? ", big" : "");
-  if (CHECK(trial_run(&on_host, c, variant, true), "%s: the CPU: %s", what, on_host.error) && CHECK(trial_run(&on_device, c, variant, true), "%s: %s", what, on_device.error)) {
-    for (int i = 0; i < on_host.outputs; i++) device_compare(what, "output", i, &on_device.output[i], &on_host.output[i], false, d->output_limit);
-    for (int i = 0; i < on_host.inputs; i++) device_compare(what, "the gradient of input", i, &on_device.input[i], &on_host.input[i], true, whole ? 4 * d->gradient_limit : d->gradient_limit);
+  if (CHECK(trial_run(&on_host, c, variant, true), "%s: the CPU: %s", what, on_host.error) &&
+      CHECK(trial_run(&on_device, c, variant, true), "%s: %s", what, on_device.error)) {
+    for (int i = 0; i < on_host.outputs; i++)
+      device_compare(what, "output", i, &on_device.output[i], &on_host.output[i], false, d->output_limit);
+    for (int i = 0; i < on_host.inputs; i++)
+      device_compare(what, "the gradient of input", i, &on_device.input[i], &on_host.input[i], true,
+                     whole ? 4 * d->gradient_limit : d->gradient_limit);
     for (unsigned seed = 2; d->seed && seed <= 3; seed++) { /* the same bits in any order */
       trial again;
       memset(&again, 0, sizeof again);
@@ -49,8 +58,10 @@ static void device_case(const device *d, const op_case *c, int variant, bool big
       again.options = on_device.options;
       d->seed(seed);
       if (CHECK(trial_run(&again, c, variant, true), "%s, again: %s", what, again.error)) {
-        for (int i = 0; i < on_host.outputs; i++) device_compare(what, "again, output", i, &again.output[i], &on_device.output[i], false, 0);
-        for (int i = 0; i < on_host.inputs; i++) device_compare(what, "again, the gradient of input", i, &again.input[i], &on_device.input[i], true, 0);
+        for (int i = 0; i < on_host.outputs; i++)
+          device_compare(what, "again, output", i, &again.output[i], &on_device.output[i], false, 0);
+        for (int i = 0; i < on_host.inputs; i++)
+          device_compare(what, "again, the gradient of input", i, &again.input[i], &on_device.input[i], true, 0);
       }
       trial_free(&again);
     }
@@ -96,7 +107,8 @@ static bool device_run_open(device_run *r, const device *d, int kind, uint64_t s
   r->ctx = device_open(d, seed);
   r->params = r->ctx ? luna_params_open(r->ctx) : NULL;
   if (!r->params || luna_lm_init(&r->lm, r->params, &config) != LUNA_OK) return false;
-  r->optimizer = kind == 0 ? luna_sgd(r->params, &sgd) : kind == 1 ? luna_adam(r->params, &adamw) : kind == 2 ? luna_adamw(r->params, &adamw) : luna_apollo(r->params, &apollo);
+  r->optimizer = kind == 0 ? luna_sgd(r->params, &sgd) : kind == 1 ? luna_adam(r->params, &adamw) : kind == 2 ?
+      luna_adamw(r->params, &adamw) : luna_apollo(r->params, &apollo);
   return r->optimizer != NULL;
 }
 static bool device_run_start(device_run *r, const device *d, int kind, uint64_t seed, const char *what) {
@@ -108,7 +120,8 @@ static float device_step(device_run *r, int step) {
   int32_t *tokens = common_tokens(2 * batch * n, 70 + (uint64_t)step, 31);
   float loss;
   luna_begin_step(r->ctx);
-  luna_tensor *t = luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, batch, n, NULL }), tokens + batch * n);
+  luna_tensor *t = luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, batch, n, NULL }),
+                                      tokens + batch * n);
   luna_backward(t);
   loss = luna_item(t);
   if (luna_optimizer_step(r->optimizer) != LUNA_OK) loss = NAN;
@@ -125,15 +138,19 @@ static void device_training(const device *d) {
       for (int step = 0; step < DEVICE_STEPS; step++) {
         const float a = device_step(&on_host, step), b = device_step(&on_device, step);
         const double off = fabs((double)a - (double)b) / fabs((double)a);
-        CHECK(off <= 10 * d->output_limit, "%s, step %d: the loss is %.9g, on the CPU %.9g", kinds[kind], step, (double)b, (double)a);
+        CHECK(off <= 10 * d->output_limit, "%s, step %d: the loss is %.9g, on the CPU %.9g", kinds[kind], step,
+              (double)b, (double)a);
       }
       float *a = common_parameters(on_host.params), *b = common_parameters(on_device.params);
       const double error = common_error(b, a, count, 1e-3), norm = (double)luna_optimizer_norm(on_host.optimizer);
       CHECK(error <= 10 * d->gradient_limit, "%s: the parameters are off by %.3g", kinds[kind], error);
-      CHECK(fabs((double)luna_optimizer_norm(on_device.optimizer) - norm) <= 10 * d->gradient_limit * norm, "%s: the norm is %g, on the CPU %g", kinds[kind],
+      CHECK(fabs((double)luna_optimizer_norm(on_device.optimizer) - norm) <= 10 * d->gradient_limit * norm,
+            "%s: the norm is %g, on the CPU %g", kinds[kind],
             (double)luna_optimizer_norm(on_device.optimizer), norm);
-      CHECK(luna_optimizer_steps(on_device.optimizer) == DEVICE_STEPS && luna_optimizer_skipped(on_device.optimizer) == 0, "%s: %lld steps, %lld skipped", kinds[kind],
-            (long long)luna_optimizer_steps(on_device.optimizer), (long long)luna_optimizer_skipped(on_device.optimizer));
+      CHECK(luna_optimizer_steps(on_device.optimizer) == DEVICE_STEPS &&
+            luna_optimizer_skipped(on_device.optimizer) == 0, "%s: %lld steps, %lld skipped", kinds[kind],
+            (long long)luna_optimizer_steps(on_device.optimizer),
+                (long long)luna_optimizer_skipped(on_device.optimizer));
       free(a), free(b);
     }
     luna_close(on_host.ctx);
@@ -171,10 +188,12 @@ static void device_checkpoints(const device *d) {
       CHECK(luna_save_training_io(first.optimizer, &io) == LUNA_OK, "%s: saving fails", what);
       CHECK(luna_load_training_bytes(second.optimizer, file.bytes, file.size) == LUNA_OK, "%s: loading fails", what);
       CHECK(luna_save_training_io(second.optimizer, &out) == LUNA_OK, "%s: saving again fails", what);
-      CHECK(copy.size == file.size && memcmp(copy.bytes, file.bytes, file.size) == 0, "%s: the file changes on the way", what);
+      CHECK(copy.size == file.size && memcmp(copy.bytes, file.bytes, file.size) == 0, "%s: the file changes on the way",
+            what);
       for (int step = 2; step < 4; step++) {
         const float a = device_step(&first, step), b = device_step(&second, step);
-        CHECK(fabs((double)a - (double)b) <= 10 * d->output_limit * fabs((double)a), "%s, step %d: the loss is %.9g, not %.9g", what, step, (double)b, (double)a);
+        CHECK(fabs((double)a - (double)b) <= 10 * d->output_limit * fabs((double)a),
+              "%s, step %d: the loss is %.9g, not %.9g", what, step, (double)b, (double)a);
       }
     }
     free(file.bytes), free(copy.bytes);
@@ -205,13 +224,16 @@ static void device_skips(const device *d) {
   device_told = 0;
   for (int step = 0; step < 3; step++) {
     luna_begin_step(ctx);
-    luna_tensor *x = luna_tensor_new(ctx, step == 1 ? bad : good, 2, shape), *loss = luna_sum(luna_sum(luna_mul(x, w), 1), 0);
+    luna_tensor *x = luna_tensor_new(ctx, step == 1 ? bad : good, 2, shape),
+        *loss = luna_sum(luna_sum(luna_mul(x, w), 1), 0);
     luna_read(w, before);
     CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(adam) == LUNA_OK, "step %d fails", step);
     luna_read(w, after);
-    CHECK((memcmp(before, after, sizeof before) == 0) == (step == 1), "step %d: w %s", step, step == 1 ? "changes" : "does not change");
+    CHECK((memcmp(before, after, sizeof before) == 0) == (step == 1), "step %d: w %s", step,
+          step == 1 ? "changes" : "does not change");
   }
-  CHECK(luna_optimizer_skipped(adam) == 1 && luna_optimizer_steps(adam) == 2, "%lld steps skipped, %lld made", (long long)luna_optimizer_skipped(adam), (long long)luna_optimizer_steps(adam));
+  CHECK(luna_optimizer_skipped(adam) == 1 && luna_optimizer_steps(adam) == 2, "%lld steps skipped, %lld made",
+        (long long)luna_optimizer_skipped(adam), (long long)luna_optimizer_steps(adam));
   CHECK(device_told == 1, "the skipped step was reported %d times", device_told);
   luna_close(ctx);
 }
@@ -322,8 +344,10 @@ static void device_refusals(const device *d) {
     luna_begin_inference(on_device.ctx);
     luna_tensor *t = luna_tensor_new(on_device.ctx, values, 2, shape);
     CHECK(t->device == d->backend->device && t->device != 0, "the tensor is on device %d", t->device);
-    CHECK(luna_read(t, back) == LUNA_OK && memcmp(back, values, sizeof back) == 0, "what is read is not what was written");
-    CHECK(luna_write(t, others) == LUNA_OK && luna_read(t, back) == LUNA_OK && memcmp(back, others, sizeof back) == 0, "luna_write does not write");
+    CHECK(luna_read(t, back) == LUNA_OK && memcmp(back, values, sizeof back) == 0,
+          "what is read is not what was written");
+    CHECK(luna_write(t, others) == LUNA_OK && luna_read(t, back) == LUNA_OK && memcmp(back, others, sizeof back) == 0,
+          "luna_write does not write");
     luna_begin_inference(on_host.ctx);
     luna_tensor *sum = luna_add(t, luna_tensor_new(on_host.ctx, values, 2, shape));
     CHECK(!sum && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_OTHER_CONTEXT, "a host tensor in a device's op: %s",
@@ -362,7 +386,8 @@ static bool device_same_weights(luna_params *from, luna_params *to) {
 static void device_random_weights(luna_params *params) { /* no norm or bias that is as it began */
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *p = luna_params_at(params, i, NULL);
-    float *x = common_random(luna_count(p), 300 + (uint64_t)i, p->rank > 1 ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
+    float *x = common_random(luna_count(p), 300 + (uint64_t)i,
+                             p->rank > 1 ? sqrt(3.0 / (double)p->shape[p->rank - 1]) : 0.5);
     for (int64_t j = 0; j < luna_count(p) && p->rank == 1; j++) x[j] += 0.7f;
     luna_write(p, x);
     free(x);
@@ -375,9 +400,11 @@ typedef struct device_models { /* [0] on the CPU, [1] on the device */
   luna_lm lm[2];
   luna_stream_config config;
 } device_models;
-/* kinds: folded scores and not, keys tied and not, convolutions, norms before and after, positions, omegas, one sequence and three */
+/* kinds: folded scores and not, keys tied and not, convolutions, norms before and after, positions, omegas, one
+   sequence and three */
 static bool device_models_open(device_models *m, const device *d, int kind) {
-  static const luna_activation omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1}, activations[3] = {LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU};
+  static const luna_activation omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1},
+      activations[3] = {LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU};
   static const luna_positions positions[3] = {LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED};
   static const int64_t convolutions[4] = {0, 4, 1, 7};
   const bool unfolded = kind == 1 || kind == 4 || kind == 7;
@@ -396,14 +423,16 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   config.layer.omega = omegas[(kind + kind / 3) % 3];
   config.layer.activation = activations[kind % 3];
   config.positions = positions[kind % 3];
-  if (kind == 8) config.layers = 1, config.memory = 258, config.layer.dim = 260, config.layer.heads = 1; /* more than a block has threads */
+  /* more than a block has threads */
+  if (kind == 8) config.layers = 1, config.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
   memset(m, 0, sizeof *m);
   m->config.batch = kind < 2 || kind == 8 ? 1 : 3;
   m->config.chunk = 5;
   for (int i = 0; i < 2; i++) {
     m->ctx[i] = device_open(i ? d : NULL, 3);
     params[i] = luna_params_open(m->ctx[i]);
-    if (!CHECK(params[i] && luna_lm_init(&m->lm[i], params[i], &config) == LUNA_OK, "streams, kind %d: %s", kind, luna_error(m->ctx[i]))) return false;
+    if (!CHECK(params[i] && luna_lm_init(&m->lm[i], params[i], &config) == LUNA_OK, "streams, kind %d: %s", kind,
+               luna_error(m->ctx[i]))) return false;
   }
   device_random_weights(params[0]);
   return CHECK(device_same_weights(params[0], params[1]), "streams, kind %d: the weights do not move", kind);
@@ -437,66 +466,91 @@ static void device_stream_run(luna_stream *s, int64_t batch, const int32_t *toke
     const float *y = device_advance(s, batch, tokens, at, device_stream_part(i));
     if (!CHECK(y != NULL, "a stream stops: %s", luna_stream_error(s))) return;
     memcpy(logits + i * batch * STREAM_VOCAB, y, (size_t)(batch * STREAM_VOCAB) * sizeof(float));
-    if (i == 4) CHECK(luna_stream_reorder(s, batch > 1 ? order : none) == LUNA_OK, "reordering: %s", luna_stream_error(s));
+    if (i == 4)
+      CHECK(luna_stream_reorder(s, batch > 1 ? order : none) == LUNA_OK, "reordering: %s", luna_stream_error(s));
   }
-  CHECK(luna_stream_position(s) == at, "after %lld tokens a stream is at %lld", (long long)at, (long long)luna_stream_position(s));
+  CHECK(luna_stream_position(s) == at, "after %lld tokens a stream is at %lld", (long long)at,
+        (long long)luna_stream_position(s));
 }
 static void device_stream_kind(const device *d, int kind) {
   static const int32_t nowhere[3] = {1, 3, 0};
   device_models m;
   if (device_models_open(&m, d, kind)) {
     const int64_t batch = m.config.batch, row = batch * STREAM_VOCAB, all = STREAM_PARTS * row;
-    int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 70 + (uint64_t)kind, STREAM_VOCAB), bad[3] = {1, STREAM_VOCAB, 2};
+    int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 70 + (uint64_t)kind, STREAM_VOCAB),
+        bad[3] = {1, STREAM_VOCAB, 2};
     float *expected = common_floats(all), *got = common_floats(all), *again = common_floats(all);
     const size_t memory = luna_memory(m.ctx[1]).current;
-    luna_stream *on_host = device_stream(&m, 0), *on_device = device_stream(&m, 1), *other = device_stream(&m, 1), *third = device_stream(&m, 0);
-    CHECK(luna_memory(m.ctx[1]).current == memory, "streams, kind %d: opening takes %zu bytes of the context's step", kind, luna_memory(m.ctx[1]).current - memory);
+    luna_stream *on_host = device_stream(&m, 0), *on_device = device_stream(&m, 1), *other = device_stream(&m, 1),
+        *third = device_stream(&m, 0);
+    CHECK(luna_memory(m.ctx[1]).current == memory, "streams, kind %d: opening takes %zu bytes of the context's step",
+          kind, luna_memory(m.ctx[1]).current - memory);
     if (on_host && on_device && other && third) {
       const size_t size = luna_stream_state_size(on_host);
       char *state = (char *)common_alloc(size), *moved = (char *)common_alloc(size);
       device_stream_run(on_host, batch, tokens, expected);
       device_stream_run(on_device, batch, tokens, got);
-      for (int i = 0; i < STREAM_PARTS; i++) device_close_logits(device_stream_part(i) > 1 ? "a prefill" : "a step", kind, got + i * row, expected + i * row, row);
+      for (int i = 0; i < STREAM_PARTS; i++)
+        device_close_logits(device_stream_part(i) > 1 ? "a prefill" : "a step", kind, got + i * row, expected + i * row,
+                            row);
       device_stream_run(other, batch, tokens, again);
-      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits", kind);
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a second stream has other bits",
+            kind);
       for (unsigned seed = 2; d->seed && (kind == 2 || kind == 4) && seed <= 3; seed++) {
         d->seed(seed);
         luna_stream_reset(other);
-        CHECK(luna_stream_position(other) == 0, "streams, kind %d: a reset stream is at %lld", kind, (long long)luna_stream_position(other));
+        CHECK(luna_stream_position(other) == 0, "streams, kind %d: a reset stream is at %lld", kind,
+              (long long)luna_stream_position(other));
         device_stream_run(other, batch, tokens, again);
-        CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a run in another order has other bits", kind);
+        CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0,
+              "streams, kind %d: a run in another order has other bits", kind);
       }
       luna_stream_reset(other);
       device_stream_run(other, batch, tokens, again);
-      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits", kind);
+      CHECK(memcmp(got, again, (size_t)all * sizeof(float)) == 0, "streams, kind %d: a reset stream has other bits",
+            kind);
 
       /* what is refused changes nothing */
       const int64_t position = luna_stream_position(on_device);
       bad[0] = batch == 1 ? -1 : 1;
       CHECK(!luna_stream_step(on_device, bad) && luna_stream_error_id(on_device) == LUNA_ERROR_STREAM_TOKEN,
           "streams, kind %d: a bad token: %s", kind, luna_stream_error(on_device));
-      CHECK(luna_stream_reorder(on_device, nowhere) != LUNA_OK || batch == 1, "streams, kind %d: a sequence that does not exist is continued", kind);
+      CHECK(luna_stream_reorder(on_device, nowhere) != LUNA_OK || batch == 1,
+            "streams, kind %d: a sequence that does not exist is continued", kind);
       CHECK(luna_stream_state_load(on_device, state, size) != LUNA_OK, "streams, kind %d: zeros are a state", kind);
       CHECK(luna_stream_position(on_device) == position, "streams, kind %d: what is refused moves a stream", kind);
 
       /* saved here and loaded there, saved there and loaded here */
-      CHECK(luna_stream_state_size(on_device) == size && luna_stream_state_size(other) == size, "streams, kind %d: the device's states have another size", kind);
-      CHECK(luna_stream_state_save(on_device, state, size) == LUNA_OK && luna_stream_state_load(third, state, size) == LUNA_OK, "streams, kind %d: a state does not come from the device", kind);
-      CHECK(luna_stream_state_save(third, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0, "streams, kind %d: a state changes on its way", kind);
-      CHECK(luna_stream_state_save(on_host, state, size) == LUNA_OK && luna_stream_state_load(other, state, size) == LUNA_OK, "streams, kind %d: a state does not go to the device", kind);
-      CHECK(luna_stream_state_save(other, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0, "streams, kind %d: a state changes on its way back", kind);
+      CHECK(luna_stream_state_size(on_device) == size && luna_stream_state_size(other) == size,
+            "streams, kind %d: the device's states have another size", kind);
+      CHECK(luna_stream_state_save(on_device, state, size) == LUNA_OK &&
+          luna_stream_state_load(third, state, size) == LUNA_OK,
+              "streams, kind %d: a state does not come from the device", kind);
+      CHECK(luna_stream_state_save(third, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0,
+            "streams, kind %d: a state changes on its way", kind);
+      CHECK(luna_stream_state_save(on_host, state, size) == LUNA_OK &&
+          luna_stream_state_load(other, state, size) == LUNA_OK, "streams, kind %d: a state does not go to the device",
+              kind);
+      CHECK(luna_stream_state_save(other, moved, size) == LUNA_OK && memcmp(state, moved, size) == 0,
+            "streams, kind %d: a state changes on its way back", kind);
       const float *y = device_advance(on_host, batch, tokens, position, 3);
-      device_close_logits("from a state of the device", kind, device_advance(third, batch, tokens, position, 3), y, row);
+      device_close_logits("from a state of the device", kind, device_advance(third, batch, tokens, position, 3), y,
+                          row);
       device_close_logits("from a state of the CPU", kind, device_advance(other, batch, tokens, position, 3), y, row);
-      device_close_logits("after what was refused", kind, device_advance(on_device, batch, tokens, position, 3), y, row);
+      device_close_logits("after what was refused", kind, device_advance(on_device, batch, tokens, position, 3), y,
+                          row);
 
       /* copied on the device, from it, and to it */
-      CHECK(luna_stream_copy(other, on_device) == LUNA_OK && luna_stream_position(other) == position + 3, "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
+      CHECK(luna_stream_copy(other, on_device) == LUNA_OK && luna_stream_position(other) == position + 3,
+            "streams, kind %d: copying on the device: %s", kind, luna_stream_error(other));
       y = device_advance(on_device, batch, tokens, position + 3, 1);
-      CHECK(y && memcmp(device_advance(other, batch, tokens, position + 3, 1), y, (size_t)row * sizeof(float)) == 0, "streams, kind %d: a copy has other bits", kind);
-      CHECK(luna_stream_copy(third, on_device) == LUNA_OK && luna_stream_copy(other, on_host) == LUNA_OK, "streams, kind %d: copying between the two", kind);
+      CHECK(y && memcmp(device_advance(other, batch, tokens, position + 3, 1), y, (size_t)row * sizeof(float)) == 0,
+            "streams, kind %d: a copy has other bits", kind);
+      CHECK(luna_stream_copy(third, on_device) == LUNA_OK && luna_stream_copy(other, on_host) == LUNA_OK,
+            "streams, kind %d: copying between the two", kind);
       y = device_advance(on_device, batch, tokens, position + 4, 1);
-      device_close_logits("copied from the device", kind, device_advance(third, batch, tokens, position + 4, 1), y, row);
+      device_close_logits("copied from the device", kind, device_advance(third, batch, tokens, position + 4, 1), y,
+                          row);
       y = device_advance(on_host, batch, tokens, position + 3, 1);
       device_close_logits("copied to the device", kind, device_advance(other, batch, tokens, position + 3, 1), y, row);
       free(state), free(moved);
@@ -520,7 +574,8 @@ static void device_stream_apart(const device *d) {
     luna_close(m[i].ctx[0]), luna_close(m[i].ctx[1]);
   }
 }
-/* from a state said to be at a position: after 10^9 tokens what a few more move is far below what float32 has of it; after none, what it holds is nothing */
+/* from a state said to be at a position: after 10^9 tokens what a few more move is far below what float32 has of it;
+   after none, what it holds is nothing */
 static void device_stream_at(const device *d, int64_t late) {
   device_models m;
   if (device_models_open(&m, d, 4)) { /* without a convolution: a state is doubles */
@@ -528,20 +583,26 @@ static void device_stream_at(const device *d, int64_t late) {
     int32_t *tokens = common_tokens(batch * STREAM_TOKENS, 90, STREAM_VOCAB);
     luna_stream *s[2] = {device_stream(&m, 0), device_stream(&m, 1)};
     const size_t size = luna_stream_state_size(s[0]), words = size / sizeof(double);
-    double *start = (double *)common_alloc(size), *end[2] = {(double *)common_alloc(size), (double *)common_alloc(size)}, off = 0, moved = 0;
+    double *start = (double *)common_alloc(size), *end[2] =
+        {(double *)common_alloc(size), (double *)common_alloc(size)}, off = 0, moved = 0;
     const float *y[2] = {NULL, NULL};
-    if (s[0] && s[1] && CHECK(device_advance(s[0], batch, tokens, 0, 10) && luna_stream_state_save(s[0], start, size) == LUNA_OK, "a stream does not begin")) {
+    if (s[0] && s[1] && CHECK(device_advance(s[0], batch, tokens, 0, 10) &&
+                              luna_stream_state_save(s[0], start, size) == LUNA_OK, "a stream does not begin")) {
       memcpy((char *)start + 16, &late, sizeof late); /* after a word that marks it and the batch */
       for (size_t i = words - 4 * (size_t)batch * 16 * 13; late == 0 && i < words; i++) start[i] = NAN;
       for (int i = 0; i < 2; i++) {
-        CHECK(luna_stream_state_load(s[i], start, size) == LUNA_OK && luna_stream_position(s[i]) == late, "a late state: %s", luna_stream_error(s[i]));
+        CHECK(luna_stream_state_load(s[i], start, size) == LUNA_OK && luna_stream_position(s[i]) == late,
+              "a late state: %s", luna_stream_error(s[i]));
         (void)device_advance(s[i], batch, tokens, 10, 20);
         y[i] = device_advance(s[i], batch, tokens, 30, 1);
         CHECK(luna_stream_state_save(s[i], end[i], size) == LUNA_OK, "saving a late state");
       }
       device_close_logits(late ? "after 10^9 tokens" : "from no tokens", 4, y[1], y[0], batch * STREAM_VOCAB);
-      for (size_t i = 3; i < words; i++) off += pow(end[1][i] - end[0][i], 2), moved += pow(end[0][i] - (late ? start[i] : 0), 2);
-      CHECK(moved > 0 && sqrt(off) <= DEVICE_STREAM_LIMIT * sqrt(moved), "after %lld tokens a state moves by %.3g, on the device by %.3g beside it", (long long)late, sqrt(moved), sqrt(off));
+      for (size_t i = 3; i < words; i++)
+        off += pow(end[1][i] - end[0][i], 2), moved += pow(end[0][i] - (late ? start[i] : 0), 2);
+      CHECK(moved > 0 && sqrt(off) <= DEVICE_STREAM_LIMIT * sqrt(moved),
+          "after %lld tokens a state moves by %.3g, on the device by %.3g beside it", (long long)late, sqrt(moved),
+              sqrt(off));
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
     free(tokens), free(start), free(end[0]), free(end[1]);
@@ -561,22 +622,27 @@ static void device_stream_in_step(const device *d) {
       luna_begin_step(r.ctx);
       luna_tensor *logits = luna_lm_forward(&r.lm, &(luna_input){ tokens, NULL, 2, 19, NULL });
       luna_stream *s = with ? luna_stream_open(&r.lm, NULL) : NULL;
-      CHECK(!with || luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 7, NULL }), "a stream in a step: %s", luna_error(r.ctx));
+      CHECK(!with || luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 7, NULL }), "a stream in a step: %s",
+            luna_error(r.ctx));
       luna_tensor *loss = luna_cross_entropy(logits, tokens + 1);
-      CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_OK, "a step with a stream in it: %s", luna_error(r.ctx));
+      CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_OK,
+            "a step with a stream in it: %s", luna_error(r.ctx));
       parameters[with] = common_parameters(r.params);
       luna_stream_close(s);
       free(tokens);
     }
     luna_close(r.ctx);
   }
-  CHECK(parameters[0] && parameters[1] && memcmp(parameters[0], parameters[1], (size_t)count * sizeof(float)) == 0, "a stream in a step changes what is learned");
+  CHECK(parameters[0] && parameters[1] && memcmp(parameters[0], parameters[1], (size_t)count * sizeof(float)) == 0,
+        "a stream in a step changes what is learned");
   free(parameters[0]), free(parameters[1]);
 }
 
-/* decoders: streams of one source and of three, of different lengths, some shorter than the memory; and whole translations */
+/* decoders: streams of one source and of three, of different lengths, some shorter than the memory; and whole
+   translations */
 static void device_decoder(const device *d, int kind) {
-  static const int32_t source[15] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9}, lengths[3] = {5, 2, 4}, order[6] = {1, 1, 3, 2, 4, 5};
+  static const int32_t source[15] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9}, lengths[3] = {5, 2, 4},
+      order[6] = {1, 1, 3, 2, 4, 5};
   const int64_t sources = kind % 2 ? 3 : 1, beam = kind == 3 ? 1 : 2, batch = sources * beam;
   luna_seq2seq_config config = {0};
   luna_seq2seq model[2];
@@ -593,7 +659,8 @@ static void device_decoder(const device *d, int kind) {
   config.encoder.layers = 2;
   config.encoder.memory = 4;
   config.encoder.ffn = 24;
-  if (kind == 4) config.encoder.heads = 8, config.encoder.memory = 3, config.encoder.dim = 8; /* 24 scores from 8 and 3: not folded */
+  /* 24 scores from 8 and 3: not folded */
+  if (kind == 4) config.encoder.heads = 8, config.encoder.memory = 3, config.encoder.dim = 8;
   if (kind == 1) config.encoder.heads = 8; /* 32 from 16 and 4: nor here */
   config.encoder.positions = kind % 3 == 1 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   config.encoder.layer.pre_norm = kind / 2 % 2 == 1;
@@ -608,7 +675,8 @@ static void device_decoder(const device *d, int kind) {
   for (int i = 0; i < 2; i++) {
     ctx[i] = device_open(i ? d : NULL, 3);
     params[i] = luna_params_open(ctx[i]);
-    good = CHECK(params[i] && luna_seq2seq_init(&model[i], params[i], &config) == LUNA_OK, "decoder %d: %s", kind, luna_error(ctx[i])) && good;
+    good = CHECK(params[i] && luna_seq2seq_init(&model[i], params[i], &config) == LUNA_OK, "decoder %d: %s", kind,
+                 luna_error(ctx[i])) && good;
   }
   if (good) {
     device_random_weights(params[0]);
@@ -621,18 +689,25 @@ static void device_decoder(const device *d, int kind) {
       int32_t *tokens = common_tokens(2 * batch, 40 + (uint64_t)t, 17);
       const float *y[2];
       for (int i = 0; i < 2; i++) {
-        y[i] = t == 5 ? luna_stream_prefill(s[i], &(luna_input){ tokens, NULL, 0, 2, NULL }) : luna_stream_step(s[i], tokens);
-        if (t == 3 && batch == 6) CHECK(luna_stream_reorder(s[i], order) == LUNA_OK, "decoder %d: %s", kind, luna_stream_error(s[i]));
+        y[i] = t == 5 ? luna_stream_prefill(s[i], &(luna_input){ tokens, NULL, 0, 2, NULL }) :
+            luna_stream_step(s[i], tokens);
+        if (t == 3 && batch == 6)
+          CHECK(luna_stream_reorder(s[i], order) == LUNA_OK, "decoder %d: %s", kind, luna_stream_error(s[i]));
       }
       const double error = y[0] && y[1] ? common_error(y[1], y[0], batch * 17, 1e-3) : 1;
-      CHECK(error <= DEVICE_STREAM_LIMIT, "decoder %d, token %d: the logits are off by %.3g %s", kind, t, error, luna_stream_error(s[1]));
+      CHECK(error <= DEVICE_STREAM_LIMIT, "decoder %d, token %d: the logits are off by %.3g %s", kind, t, error,
+            luna_stream_error(s[1]));
       free(tokens);
     }
     luna_stream_close(s[0]), luna_stream_close(s[1]);
     for (int i = 0; i < 2; i++)
-      CHECK(luna_seq2seq_generate(&model[i], &search, &(luna_input){ source, lengths, sources, 5, NULL }, out[i], out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU", luna_error(ctx[i]));
-    CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 && memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise", kind);
-    CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT, "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
+      CHECK(luna_seq2seq_generate(&model[i], &search, &(luna_input){ source, lengths, sources, 5, NULL }, out[i],
+          out_lengths[i], score[i]) == LUNA_OK, "a translation on %s: %s", i ? "the device" : "the CPU",
+              luna_error(ctx[i]));
+    CHECK(memcmp(out_lengths[0], out_lengths[1], (size_t)sources * sizeof(int32_t)) == 0 &&
+          memcmp(out[0], out[1], sizeof out[0]) == 0, "decoder %d: the device translates otherwise", kind);
+    CHECK(common_error(score[1], score[0], sources, 1e-3) <= DEVICE_STREAM_LIMIT,
+          "decoder %d: a translation's score is %g, on the CPU %g", kind, (double)score[1][0], (double)score[0][0]);
   }
   luna_close(ctx[0]);
   luna_close(ctx[1]);

@@ -1,6 +1,6 @@
-/* Maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout and the optimisers' updates of every pass against
-   loops in double: all sizes to 70 and some large ones, at odd addresses, in place where that is allowed, in pieces where a caller
-   shares them out. */
+/* Maps, sums, softmax, layer norm, cross-entropy, the short convolution, dropout and the optimisers' updates of every
+   pass against loops in double: all sizes to 70 and some large ones, at odd addresses, in place where that is allowed,
+   in pieces where a caller shares them out. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -25,7 +25,8 @@ static void check_activations(int64_t n) {
   float *x = random_floats(n, 4), *dy = random_floats(n, 1), *before = random_floats(n, 1);
   double *want = doubles(n);
   for (int kind = LUNA_ACTIVATION_NONE; kind < LUNA_ACTIVATION_COUNT; kind++) {
-    for (int64_t i = 0; i < n && kind == LUNA_ACTIVATION_LOG; i++) x[i] = 0.1f + (x[i] < 0 ? -x[i] : x[i]); /* from here on */
+    /* from here on */
+    for (int64_t i = 0; i < n && kind == LUNA_ACTIVATION_LOG; i++) x[i] = 0.1f + (x[i] < 0 ? -x[i] : x[i]);
     float *y = zeros(n), *in_place = copied(x, n), *dx = copied(before, n);
     for (int64_t i = 0; i < n; i++) want[i] = naive_activation(kind, (double)x[i]);
     kernels->activate(kind, n, x, y);
@@ -134,7 +135,8 @@ static void check_elementwise(int64_t n) {
       int wrong = 0;
       kernels->elementwise(kind, (const float *const *)x, step, n, y);
       for (int64_t i = 0; i < n; i++) {
-        const float want = (float)each_exact(kind, (double)x[0][i * step[0]], (double)x[1][i * step[1]], (double)x[2][i * step[2]]);
+        const float want = (float)each_exact(kind, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
+                                             (double)x[2][i * step[2]]);
         wrong += !(y[i] == want || (y[i] != y[i] && want != want));
       }
       CHECK(wrong == 0, "%s: %s of %d, form %d: %d wrong", kernels_name, name, (int)n, form, wrong);
@@ -145,11 +147,14 @@ static void check_elementwise(int64_t n) {
         memcpy(other, before, (size_t)n * sizeof *other);
         kernels->elementwise_slope(kind, input, (const float *const *)x, step, n, dy, other, true);
         for (int64_t i = 0; i < n; i++) {
-          const double want = each_slope(kind, input, (double)x[0][i * step[0]], (double)x[1][i * step[1]], (double)x[2][i * step[2]], (double)dy[i]);
-          if (fabs(want) < 1e30 && fabs((double)y[i] - want) / (1 + fabs(want)) > worst) worst = fabs((double)y[i] - want) / (1 + fabs(want));
+          const double want = each_slope(kind, input, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
+                                         (double)x[2][i * step[2]], (double)dy[i]);
+          if (fabs(want) < 1e30 && fabs((double)y[i] - want) / (1 + fabs(want)) > worst)
+            worst = fabs((double)y[i] - want) / (1 + fabs(want));
           if (fabs(want) < 1e30 && other[i] != before[i] + y[i]) worst = INFINITY;
         }
-        CHECK(worst < 3e-7, "%s: %s of %d, form %d: the gradient of input %d is off by %.3g", kernels_name, name, (int)n, form, input, worst);
+        CHECK(worst < 3e-7, "%s: %s of %d, form %d: the gradient of input %d is off by %.3g", kernels_name, name,
+              (int)n, form, input, worst);
       }
       release(y), release(other);
     }
@@ -167,10 +172,13 @@ static void check_sums(int64_t n, double shift, double tolerance) {
     sum += (double)a[i], size += fabs((double)a[i]), squares += (double)a[i] * (double)a[i];
     dot += (double)a[i] * (double)b[i], dot_size += fabs((double)a[i] * (double)b[i]);
   }
-  CHECK(fabs(kernels->sum(n, a) - sum) <= tolerance * size, "%s: sum of %d: %.9g for %.9g", kernels_name, (int)n, kernels->sum(n, a), sum);
-  CHECK(fabs(kernels->sum_squares(n, a) - squares) <= tolerance * squares, "%s: sum_squares of %d: %.9g for %.9g", kernels_name, (int)n,
+  CHECK(fabs(kernels->sum(n, a) - sum) <= tolerance * size, "%s: sum of %d: %.9g for %.9g", kernels_name, (int)n,
+        kernels->sum(n, a), sum);
+  CHECK(fabs(kernels->sum_squares(n, a) - squares) <= tolerance * squares, "%s: sum_squares of %d: %.9g for %.9g",
+        kernels_name, (int)n,
         kernels->sum_squares(n, a), squares);
-  CHECK(fabs((double)kernels->dot(n, a, b) - dot) <= tolerance * dot_size + 6e-8 * fabs(dot), "%s: dot of %d: %.9g for %.9g", kernels_name,
+  CHECK(fabs((double)kernels->dot(n, a, b) - dot) <= tolerance * dot_size + 6e-8 * fabs(dot),
+        "%s: dot of %d: %.9g for %.9g", kernels_name,
         (int)n, (double)kernels->dot(n, a, b), dot);
   release(a), release(b);
 }
@@ -178,9 +186,11 @@ static void check_sums(int64_t n, double shift, double tolerance) {
 /* ---- softmax ---- */
 static void check_softmax(int64_t rows, int64_t n) {
   const int64_t size = rows * n;
-  float *x = random_floats(size, 12), *y = zeros(size), *in_place = copied(x, size), *dy = random_floats(size, 1), *dx = random_floats(size, 1);
+  float *x = random_floats(size, 12), *y = zeros(size), *in_place = copied(x, size), *dy = random_floats(size, 1),
+      *dx = random_floats(size, 1);
   double *want = doubles(size);
-  for (int64_t i = 0; i < n && i < 3; i++) x[i] = in_place[i] = i == 1 ? 300.0f : -300.0f; /* no score is too large to be compared */
+  /* no score is too large to be compared */
+  for (int64_t i = 0; i < n && i < 3; i++) x[i] = in_place[i] = i == 1 ? 300.0f : -300.0f;
   for (int64_t r = 0; r < rows; r++) {
     double max = -INFINITY, sum = 0;
     for (int64_t i = r * n; i < (r + 1) * n; i++) max = fmax(max, (double)x[i]);
@@ -211,7 +221,8 @@ static void check_softmax_odd(int64_t n) {
   x[2 * n + n - 1] = (float)INFINITY;
   kernels->softmax(ROWS, n, x, y);
   for (int64_t i = 0; i < n; i++) wrong += y[i] != 0 || y[n + i] == y[n + i];
-  CHECK(wrong == 0 && y[3 * n - 1] != y[3 * n - 1], "%s: softmax of %d with -Inf, NaN and Inf: %d wrong", kernels_name, (int)n, wrong);
+  CHECK(wrong == 0 && y[3 * n - 1] != y[3 * n - 1], "%s: softmax of %d with -Inf, NaN and Inf: %d wrong", kernels_name,
+        (int)n, wrong);
   equal("softmax beside a NaN", n, y + 3 * n, clean + 3 * n, 2 * n);
   release(x), release(clean), release(y);
 }
@@ -230,7 +241,8 @@ static normed norm_exact(int64_t rows, int64_t n, const float *x) {
   }
   return e;
 }
-static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight, const float *mean,
+static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight,
+                                const float *mean,
                                 const float *rstd, double back) {
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1);
   double *want = doubles(rows * n);
@@ -254,14 +266,17 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
   release(dy), release(dx), release(start), free(want);
 }
 /* column sums: any split of the columns gives the same bits */
-static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean, const float *rstd,
+static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean,
+                               const float *rstd,
                                double back) {
-  float *dy = random_floats(rows * n, 1), *dw = random_floats(n, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n), *db1 = copied(db, n);
+  float *dy = random_floats(rows * n, 1), *dw = random_floats(n, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n),
+      *db1 = copied(db, n);
   double *want_w = doubles(n), *want_b = doubles(n);
   const int64_t cut = n / 3, cut2 = (n + 1) / 2;
   for (int64_t i = 0; i < n; i++) {
     want_w[i] = (double)dw[i], want_b[i] = (double)db[i];
-    for (int64_t r = 0; r < rows; r++) want_w[i] += (double)dy[r * n + i] * e->hat[r * n + i], want_b[i] += (double)dy[r * n + i];
+    for (int64_t r = 0; r < rows; r++)
+      want_w[i] += (double)dy[r * n + i] * e->hat[r * n + i], want_b[i] += (double)dy[r * n + i];
   }
   kernels->layer_norm_weights(rows, n, 0, n, x, mean, rstd, dy, dw, db);
   near("layer_norm_weights", n, n, dw, want_w, 2 * back + 2e-8 * (double)rows);
@@ -275,7 +290,8 @@ static void check_norm_weights(int64_t rows, int64_t n, const float *x, const no
   release(dy), release(dw), release(db), release(dw1), release(db1), free(want_w), free(want_b);
 }
 static void check_norm(int64_t rows, int64_t n, double shift) {
-  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *bias = random_floats(n, 1), *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
+  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *bias = random_floats(n, 1),
+      *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
   double *want = doubles(rows * n);
   const double back = shift > 0 ? 1e-3 : 2e-6;
   for (int64_t i = 0; i < rows * n; i++) x[i] = (float)((double)x[i] + shift);
@@ -290,11 +306,13 @@ static void check_norm(int64_t rows, int64_t n, double shift) {
   check_norm_backward(rows, n, x, &e, weight, mean, rstd, back);
   check_norm_backward(rows, n, x, &e, NULL, mean, rstd, back);
   check_norm_weights(rows, n, x, &e, mean, rstd, back);
-  release(x), release(weight), release(bias), release(y), release(mean), release(rstd), free(want), free(e.hat), free(e.rstd);
+  release(x), release(weight), release(bias), release(y), release(mean), release(rstd), free(want), free(e.hat),
+      free(e.rstd);
 }
 static void check_rms_norm(int64_t rows, int64_t n) {
   const uint64_t seed = kernels_seed;
-  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *y = zeros(rows * n), *mean = random_floats(rows, 1), *rstd = zeros(rows);
+  float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *y = zeros(rows * n),
+      *mean = random_floats(rows, 1), *rstd = zeros(rows);
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *set = random_floats(rows * n, 1);
   double *want = doubles(rows * n), *slope = doubles(rows * n);
   for (int with = 0; with < 2; with++) {
@@ -307,7 +325,8 @@ static void check_rms_norm(int64_t rows, int64_t n) {
         moment += (double)dy[r * n + i] * want[r * n + i] / (double)n;
       }
       for (int64_t i = 0; i < n; i++)
-        slope[r * n + i] = squares * ((double)dy[r * n + i] * (with ? (double)weight[i] : 1) - (double)x[r * n + i] * squares * moment);
+        slope[r * n + i] = squares * ((double)dy[r * n + i] * (with ? (double)weight[i] : 1) - (double)x[r * n + i] *
+                                      squares * moment);
     }
     kernels->rms_norm(rows, n, x, with ? weight : NULL, 1e-5f, y, mean, rstd);
     near("rms_norm", n, rows * n, y, want, 5e-7);
@@ -317,7 +336,8 @@ static void check_rms_norm(int64_t rows, int64_t n) {
     kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, dx, true);
     near("rms_norm's gradient, added", n, rows * n, dx, slope, 2e-6);
   }
-  release(x), release(weight), release(y), release(mean), release(rstd), release(dy), release(dx), release(set), free(want), free(slope);
+  release(x), release(weight), release(y), release(mean), release(rstd), release(dy), release(dx), release(set),
+      free(want), free(slope);
   kernels_seed = seed;
 }
 static void check_sum_rows(int64_t rows, int64_t n) {
@@ -336,8 +356,10 @@ static void check_sum_rows(int64_t rows, int64_t n) {
 }
 
 /* ---- cross-entropy: every fourth row is ignored ---- */
-/* the columns of every row in parts of `width`: near the whole's loss, and its gradient in the logits' place, to its bits from the same lse */
-static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t width, const double *want_loss, const double *want_lse) {
+/* the columns of every row in parts of `width`: near the whole's loss, and its gradient in the logits' place, to its
+   bits from the same lse */
+static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t width, const double *want_loss,
+                                      const double *want_lse) {
   const int64_t rows = whole->rows, n = whole->classes;
   float *x = zeros(rows * n), *set = zeros(rows * n), *loss = zeros(rows), *lse = zeros(rows);
   lunai_row_sums *sums = (lunai_row_sums *)common_alloc((size_t)rows * sizeof *sums);
@@ -370,7 +392,8 @@ static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t 
 static void check_cross_entropy_odd(void) {
   const float inf = (float)INFINITY;
   static const int32_t labels[4] = {0, 4, 5, 1};
-  const float rows[4][6] = {{-inf, -inf, -inf, -inf, -200, -201}, {-inf, -inf, 3, 3, 90, -inf}, {0, 1, NAN, -inf, 2, 3}, {-inf, -inf, -inf, -inf, -inf, -inf}};
+  const float rows[4][6] = {{-inf, -inf, -inf, -inf, -200, -201}, {-inf, -inf, 3, 3, 90, -inf}, {0, 1, NAN, -inf, 2, 3},
+                            {-inf, -inf, -inf, -inf, -inf, -inf}};
   lunai_cross_entropy a;
   lunai_row_sums sums[4];
   float loss[2][4], lse[2][4];
@@ -391,7 +414,8 @@ static void check_cross_entropy_odd(void) {
   for (int r = 0; r < 4; r++)
     for (int i = 0; i < 2; i++) {
       const double part = (double)(i ? lse : loss)[0][r], whole = (double)(i ? lse : loss)[1][r];
-      CHECK(isnan(part) ? isnan(whole) : part == whole || fabs(part - whole) < 1e-6 * fabs(whole), "cross_entropy, odd row %d: %g by parts, %g in one", r, part, whole);
+      CHECK(isnan(part) ? isnan(whole) : part == whole || fabs(part - whole) < 1e-6 * fabs(whole),
+            "cross_entropy, odd row %d: %g by parts, %g in one", r, part, whole);
     }
 }
 static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
@@ -402,7 +426,8 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   int32_t *labels = common_tokens(rows, ++kernels_seed, (int32_t)n);
   for (int64_t r = 0; r < rows; r++) {
     double sum = 0, mean = 0;
-    for (int64_t i = r * n; i < (r + 1) * n; i++) sum += exp((double)x[i]), mean += (double)x[i] / (double)n, want[i] = (double)dx[i];
+    for (int64_t i = r * n; i < (r + 1) * n; i++)
+      sum += exp((double)x[i]), mean += (double)x[i] / (double)n, want[i] = (double)dx[i];
     if (r % 4 == 3) labels[r] = -100;
     if (labels[r] < 0) continue;
     want_lse[r] = log(sum);
@@ -429,7 +454,8 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   a.add = true;
   kernels->cross_entropy_backward(&a);
   near("cross_entropy_backward", n, rows * n, dx, want, 1e-6);
-  for (int64_t width = 1; width < 2 * n; width = 3 * width + 1) check_cross_entropy_parts(&a, width, want_loss, want_lse);
+  for (int64_t width = 1; width < 2 * n; width = 3 * width + 1)
+    check_cross_entropy_parts(&a, width, want_loss, want_lse);
   release(x), release(loss), release(lse), release(dx), free(labels), free(want), free(want_loss), free(want_lse);
 }
 
@@ -452,10 +478,12 @@ static void check_convolution_forward(const convolution *c) {
     }
   kernels->short_convolution(rows, n, width, c->x, c->history, c->weight, c->bias, y);
   near("short_convolution", n, rows * n, y, want, 1e-6);
-  if (c->history && n > 0 && rows > 0) { /* in two pieces, the second with the first's end as its history: the same bits */
+  /* in two pieces, the second with the first's end as its history: the same bits */
+  if (c->history && n > 0 && rows > 0) {
     for (int64_t t = 0; t < width - 1; t++) {
       const int64_t from = cut - width + 1 + t;
-      memcpy(later + t * n, from >= 0 ? c->x + from * n : c->history + (from + width - 1) * n, (size_t)n * sizeof(float));
+      memcpy(later + t * n, from >= 0 ? c->x + from * n : c->history + (from + width - 1) * n,
+             (size_t)n * sizeof(float));
     }
     kernels->short_convolution(cut, n, width, c->x, c->history, c->weight, c->bias, z);
     kernels->short_convolution(rows - cut, n, width, c->x + cut * n, later, c->weight, c->bias, z + cut * n);
@@ -469,7 +497,8 @@ static void check_convolution_forward(const convolution *c) {
 }
 static void check_convolution_backward(const convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width;
-  float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *dw = random_floats(n * width, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n * width),
+  float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *dw = random_floats(n * width, 1),
+      *db = random_floats(n, 1), *dw1 = copied(dw, n * width),
     *db1 = copied(db, n);
   double *want_x = doubles(rows * n), *want_w = doubles(n * width), *want_b = doubles(n);
   for (int64_t i = 0; i < rows * n; i++) want_x[i] = (double)dx[i];
@@ -497,7 +526,8 @@ static void check_convolution_backward(const convolution *c) {
   }
   equal("short_convolution_weights in pieces", n, dw, dw1, n * width);
   equal("short_convolution_weights, bias, in pieces", n, db, db1, n);
-  release(dy), release(dx), release(dw), release(db), release(dw1), release(db1), free(want_x), free(want_w), free(want_b);
+  release(dy), release(dx), release(dw), release(db), release(dw1), release(db1), free(want_x), free(want_w),
+      free(want_b);
 }
 static void check_convolution(int64_t rows, int64_t n, int64_t width, bool history, bool bias) {
   convolution c;
@@ -515,7 +545,8 @@ static void check_convolution(int64_t rows, int64_t n, int64_t width, bool histo
 /* ---- dropout: the rule of Philox, bit for bit; a NaN that is dropped is gone ---- */
 static void check_dropout(int64_t first, int64_t n, double probability) {
   lunai_dropout d = {0};
-  float *x = random_floats(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = random_floats(n, 1), *before = copied(sum, n);
+  float *x = random_floats(n, 1), *y = zeros(n), *in_place = copied(x, n), *sum = random_floats(n, 1),
+      *before = copied(sum, n);
   bool good = true, added = true, gone = true;
   d.seed = 0x123456789ABCDEFu, d.op = 7, d.step = 99;
   d.threshold = (uint32_t)(65536 * probability + 0.5);
@@ -524,7 +555,8 @@ static void check_dropout(int64_t first, int64_t n, double probability) {
   kernels->dropout(&d, first, n, in_place, in_place, false);
   kernels->dropout(&d, first, n, x, sum, true);
   for (int64_t i = 0; i < n; i++) {
-    const float kept = (float)(d.threshold ? exact_dropout(&d, first + i) : (double)d.keep), want = kept > 0 ? x[i] * kept : 0;
+    const float kept = (float)(d.threshold ? exact_dropout(&d, first + i) : (double)d.keep),
+        want = kept > 0 ? x[i] * kept : 0;
     good = good && y[i] == want;
     added = added && sum[i] == before[i] + want;
   }
@@ -540,7 +572,8 @@ static void check_dropout(int64_t first, int64_t n, double probability) {
 /* ---- optimisers, each four steps ---- */
 enum { UPDATE_SGD, UPDATE_MOMENTUM, UPDATE_NESTEROV, UPDATE_ADAMW, UPDATE_ADAM, UPDATE_APOLLO, UPDATES };
 static void update_exact(const lunai_update *u, int kind, int64_t i, double *value, double *moment[3]) {
-  double g = (double)u->factor * (double)u->grad[i], *first = &moment[0][i], *second = &moment[1][i], *third = &moment[2][i];
+  double g = (double)u->factor * (double)u->grad[i], *first = &moment[0][i], *second = &moment[1][i],
+      *third = &moment[2][i];
   if (kind != UPDATE_ADAMW) g += (double)u->decay * *value;
   if (kind == UPDATE_APOLLO) {
     *first += (double)u->alpha * (g - *first);
@@ -553,7 +586,8 @@ static void update_exact(const lunai_update *u, int kind, int64_t i, double *val
     *first = (double)u->beta1 * *first + (1 - (double)u->beta1) * g;
     *second = (double)u->beta2 * *second + (1 - (double)u->beta2) * g * g;
     if (kind == UPDATE_ADAMW) *value -= (double)u->lr * (double)u->decay * *value;
-    *value -= (double)u->lr * (*first / (double)u->correction1) / (sqrt(*second / (double)u->correction2) + (double)u->epsilon);
+    *value -= (double)u->lr * (*first / (double)u->correction1) /
+        (sqrt(*second / (double)u->correction2) + (double)u->epsilon);
     return;
   }
   if (kind != UPDATE_SGD) {
@@ -571,11 +605,14 @@ static void check_apollo_sums(const lunai_update *u, const double *value, double
     const double part[3] = {d * d * d * d, (g - moment[0][i]) * d, moment[1][i] * d * d};
     for (int k = 0; k < 3; k++) want[k] += part[k], size[k] += fabs(part[k]);
   }
-  for (int k = 0; k < 3; k++) CHECK(fabs(got[k] - want[k]) <= 2e-6 * size[k], "%s: Apollo's sum %d of %d is %.9g, not %.9g", kernels_name, k, (int)u->count, got[k], want[k]);
+  for (int k = 0; k < 3; k++)
+    CHECK(fabs(got[k] - want[k]) <= 2e-6 * size[k], "%s: Apollo's sum %d of %d is %.9g, not %.9g", kernels_name, k,
+          (int)u->count, got[k], want[k]);
 }
 static void check_updates(int64_t n) {
   for (int kind = 0; kind < UPDATES; kind++) {
-    static const char *const names[UPDATES] = {"sgd", "sgd with momentum", "sgd of Nesterov", "adamw", "adam", "apollo"};
+    static const char *const names[UPDATES] = {"sgd", "sgd with momentum", "sgd of Nesterov", "adamw", "adam",
+                                               "apollo"};
     static const int moments[UPDATES] = {0, 1, 1, 2, 2, 3};
     lunai_update u;
     double *value = doubles(n), *moment[3] = {doubles(n), doubles(n), doubles(n)};
@@ -583,7 +620,8 @@ static void check_updates(int64_t n) {
     u.value = random_floats(n, 1), u.grad = zeros(n);
     for (int k = 0; k < moments[kind]; k++) u.moment[k] = zeros(n);
     u.count = n, u.lr = 0.1f, u.decay = 0.01f, u.factor = 0.5f, u.epsilon = 1e-8f;
-    u.momentum = kind ? 0.9f : 0, u.nesterov = kind == UPDATE_NESTEROV, u.coupled = kind == UPDATE_ADAM, u.beta1 = 0.9f, u.beta2 = 0.99f;
+    u.momentum = kind ? 0.9f : 0, u.nesterov = kind == UPDATE_NESTEROV, u.coupled = kind == UPDATE_ADAM, u.beta1 = 0.9f,
+        u.beta2 = 0.99f;
     for (int64_t i = 0; i < n; i++) value[i] = (double)u.value[i];
     for (int step = 1; step <= 4; step++) {
       bool zeroed = true;
@@ -606,7 +644,8 @@ static void check_updates(int64_t n) {
 }
 
 static void check_small(int64_t n) {
-  check_activations(n), check_maps(n), check_elementwise(n), check_sums(n, 0, 3e-7), check_softmax(4, n), check_norm(5, n, 0), check_rms_norm(5, n), check_sum_rows(5, n),
+  check_activations(n), check_maps(n), check_elementwise(n), check_sums(n, 0, 3e-7), check_softmax(4, n),
+      check_norm(5, n, 0), check_rms_norm(5, n), check_sum_rows(5, n),
     check_updates(n);
   if (n > 0) check_softmax_odd(n), check_cross_entropy(9, n, 0), check_cross_entropy(9, n, 0.1);
   check_convolution(n % 9, n, n % 5 + 1, n % 2 != 0, n % 3 != 0);
@@ -623,7 +662,8 @@ int main(void) {
     for (int64_t n = 0; n <= 70; n++) check_small(n);
     check_cross_entropy_odd();
     check_activations(5000), check_maps(5000), check_softmax(2, 5000), check_cross_entropy(3, 20000, 0.1);
-    check_norm(700, 133, 0), check_norm(3, 1000, 0), check_norm(3, 300, 1000), check_norm(0, 5, 0), check_norm(1, 4000, 30);
+    check_norm(700, 133, 0), check_norm(3, 1000, 0), check_norm(3, 300, 1000), check_norm(0, 5, 0),
+        check_norm(1, 4000, 30);
     check_sums(1000000, 0, 2e-7), check_sums(1000000, 1000, 2e-7), check_sum_rows(100000, 20);
     for (int64_t width = 1; width < 20; width++) {
       check_convolution(50, 37, width, true, true);

@@ -1,5 +1,5 @@
-/* Memory that ends: every allocation of every job is made to fail in turn. The call says so and changes nothing; made again, it goes on with the
-   bits of one that never failed. */
+/* Memory that ends: every allocation of every job is made to fail in turn. The call says so and changes nothing; made
+   again, it goes on with the bits of one that never failed. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -9,7 +9,8 @@
 #ifndef __has_feature
 #define __has_feature(name) 0
 #endif
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || __has_feature(address_sanitizer) || \
+    __has_feature(thread_sanitizer)
 enum { EVERY = 7 };
 #else
 enum { EVERY = 1 };
@@ -44,7 +45,8 @@ static luna_status streams(job_run *r, uint64_t *bits) {
 
 static luna_status open_decoder(job_run *r, luna_stream **stream) {
   const int32_t lengths[2] = {9, 4};
-  return job_given(r->ctx, *stream = luna_seq2seq_stream_open(&r->model.seq2seq, &(luna_input){ r->tokens, lengths, 2, 9, NULL }, 2));
+  return job_given(r->ctx, *stream = luna_seq2seq_stream_open(&r->model.seq2seq,
+                                                              &(luna_input){ r->tokens, lengths, 2, 9, NULL }, 2));
 }
 static luna_status translations(job_run *r, uint64_t *bits) {
   int32_t out[2 * 12], out_lengths[2];
@@ -53,7 +55,8 @@ static luna_status translations(job_run *r, uint64_t *bits) {
   luna_stream *stream = NULL;
   luna_status status;
   search.begin = 1, search.end = 2, search.beam = 3, search.max_length = 12;
-  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &search, &(luna_input){ r->tokens, NULL, 2, 9, NULL }, out, out_lengths, scores));
+  JOB_TRY(status, luna_seq2seq_generate(&r->model.seq2seq, &search, &(luna_input){ r->tokens, NULL, 2, 9, NULL }, out,
+                                        out_lengths, scores));
   *bits = job_hash(job_hash(*bits, scores, sizeof scores), out_lengths, sizeof out_lengths);
   if (status == LUNA_OK) JOB_TRY(status, open_decoder(r, &stream));
   if (status == LUNA_OK) *bits = job_hash(*bits, luna_stream_step(stream, r->tokens), 4 * VOCAB * sizeof(float));
@@ -62,7 +65,8 @@ static luna_status translations(job_run *r, uint64_t *bits) {
 }
 
 static void count_tensor(void *user, const luna_file_tensor *entry) { *(uint64_t *)user += (uint64_t)entry->count; }
-/* saved, looked at, loaded as a model of its own in a second set and as a training run into this one, which then makes a step more */
+/* saved, looked at, loaded as a model of its own in a second set and as a training run into this one, which then makes
+   a step more */
 static luna_status files(job_run *r, uint64_t *bits) {
   luna_model model;
   luna_params *params = NULL;
@@ -105,10 +109,12 @@ static void check_failures(const job *j, luna_status (*more)(job_run *r, uint64_
       ctx = luna_open(&options);
       const luna_status status = ctx ? job_do(ctx, j, more, &got) : LUNA_OUT_OF_MEMORY;
       if (once && ctx)
-        CHECK(status == LUNA_OK && memcmp(&got, &expected, sizeof got) == 0, "%s: after allocation %lld failed the call made again gives %.9g, not %.9g, or other parameters: %s",
+        CHECK(status == LUNA_OK && memcmp(&got, &expected, sizeof got) == 0,
+              "%s: after allocation %lld failed the call made again gives %.9g, not %.9g, or other parameters: %s",
               j->name, (long long)k, got.loss, expected.loss, luna_error(ctx));
       else {
-        CHECK(status == LUNA_OUT_OF_MEMORY, "%s: allocation %lld failed: \"%s\"", j->name, (long long)k, luna_status_text(status));
+        CHECK(status == LUNA_OUT_OF_MEMORY, "%s: allocation %lld failed: \"%s\"", j->name, (long long)k,
+              luna_status_text(status));
         CHECK(!ctx || luna_error(ctx)[0], "%s: allocation %lld failed without a sentence", j->name, (long long)k);
       }
       luna_close(ctx);
@@ -124,7 +130,8 @@ static luna_status accumulate(job_run *r, uint64_t *bits) {
   for (int64_t part = 1; part < 4 && status == LUNA_OK; part++) {
     for (int attempt = 0; attempt < 2; attempt++) {
       luna_begin_step(r->ctx);
-      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ r->tokens, NULL, 1, part * 25, NULL }), r->tokens + 1);
+      luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&r->model.lm,
+          &(luna_input){ r->tokens, NULL, 1, part * 25, NULL }), r->tokens + 1);
       luna_backward(loss);
       status = luna_ctx_status(r->ctx);
       if (status != LUNA_OUT_OF_MEMORY) break;
@@ -140,14 +147,16 @@ int main(void) {
     {"a language model, layers computed again", JOB_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a softmax language model", JOB_LM, 40, 2, 2, false, true, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a language model of many words", JOB_LM_LARGE, 40, 1, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
-    {"a language model of many words without logits", JOB_LM_LARGE_LOSS, 40, 1, 2, false, false, LUNA_RECOMPUTE_LAYER, 0},
+    {"a language model of many words without logits", JOB_LM_LARGE_LOSS, 40, 1, 2, false, false, LUNA_RECOMPUTE_LAYER,
+     0},
     {"encoder layers", JOB_ENCODER, 60, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0},
     {"encoder layers computed again", JOB_ENCODER, 60, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0},
     {"a classifier", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
     {"a classifier, layers computed again", JOB_CLASSIFIER, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"a Linformer", JOB_CLASSIFIER, 40, 2, 2, false, true, LUNA_RECOMPUTE_FFN, 0.1f},
     {"a masked language model", JOB_MASKED_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
-    {"a masked language model, layers computed again", JOB_MASKED_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
+    {"a masked language model, layers computed again", JOB_MASKED_LM, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER,
+     0.1f},
     {"an encoder-decoder", JOB_SEQ2SEQ, 40, 2, 2, false, false, LUNA_RECOMPUTE_NONE, 0.1f},
     {"an encoder-decoder, layers computed again", JOB_SEQ2SEQ, 40, 2, 2, false, false, LUNA_RECOMPUTE_LAYER, 0.1f},
     {"inference of a language model", JOB_LM, 150, 3, 2, true, false, LUNA_RECOMPUTE_NONE, 0},

@@ -1,6 +1,7 @@
-/* Models of features: tests/data/features (float64 NumPy, tests/features.py) on every instruction set and in both forms, outputs to 2e-6
-   and gradients to 2e-5; losses of numbers against their equations and by finite differences; missing numbers and padding; the input
-   layer's fit; every model with features in training, saved, loaded, resumed and streamed; what is refused. Included by cuda.c, the files run on a device. */
+/* Models of features: tests/data/features (float64 NumPy, tests/features.py) on every instruction set and in both
+   forms, outputs to 2e-6 and gradients to 2e-5; losses of numbers against their equations and by finite differences;
+   missing numbers and padding; the input layer's fit; every model with features in training, saved, loaded, resumed and
+   streamed; what is refused. Included by cuda.c, the files run on a device. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -74,7 +75,8 @@ static luna_tensor *features_loss(const features_file *f, luna_tensor *y) {
   return f->labels ? luna_cross_entropy(y, f->labels) : luna_binary_cross_entropy(y, f->targets);
 }
 static luna_tensor *features_forward(const luna_model *model, const luna_input *input) {
-  return model->kind == LUNA_MODEL_LM ? luna_lm_forward(&model->lm, input) : luna_classifier_forward(&model->classifier, input);
+  return model->kind == LUNA_MODEL_LM ? luna_lm_forward(&model->lm, input) :
+      luna_classifier_forward(&model->classifier, input);
 }
 /* the same, step by step: what comes is not known to be padding, but reaches nothing before it */
 static void features_stream(const char *name, const luna_lm *lm, const features_file *f) {
@@ -87,9 +89,11 @@ static void features_stream(const char *name, const luna_lm *lm, const features_
     for (int64_t b = 0; b < batch; b++) memcpy(row + b * k, f->features + (b * n + t) * k, (size_t)k * sizeof(float));
     const float *y = luna_stream_step_features(s, row);
     for (int64_t b = 0; CHECK(y != NULL, "%s: %s", name, luna_stream_error(s)) && b < batch; b++)
-      for (int64_t i = 0, at = (b * n + t) * outputs; t < f->lengths[b] && i < outputs; i++, at++) got[at] = y[b * outputs + i], want[at] = f->output[at];
+      for (int64_t i = 0, at = (b * n + t) * outputs; t < f->lengths[b] && i < outputs; i++, at++)
+        got[at] = y[b * outputs + i], want[at] = f->output[at];
   }
-  CHECK(common_error(got, want, f->outputs, 0) <= 2e-6, "%s: a stream is off by %.3g", name, common_error(got, want, f->outputs, 0));
+  CHECK(common_error(got, want, f->outputs, 0) <= 2e-6, "%s: a stream is off by %.3g", name,
+        common_error(got, want, f->outputs, 0));
   luna_stream_close(s);
   free(row), free(got), free(want);
 }
@@ -103,7 +107,8 @@ static void features_run(const char *name, const luna_options *options, bool tra
   memset(&f, 0, sizeof f);
   look.pair = features_pair, look.tensor = features_entry, look.user = &f;
   snprintf(path, sizeof path, "tests/data/features/%s.safetensors", name);
-  if (CHECK(luna_inspect(ctx, path, &look) == LUNA_OK && luna_load_model(&model, params, path) == LUNA_OK && f.features && f.output && f.grads,
+  if (CHECK(luna_inspect(ctx, path, &look) == LUNA_OK && luna_load_model(&model, params, path) == LUNA_OK &&
+            f.features && f.output && f.grads,
             "%s: %s", path, luna_error(ctx))) {
     luna_input input = {0};
     input.features = f.features, input.lengths = f.lengths, input.batch = f.shape[0], input.n = f.shape[1];
@@ -112,7 +117,8 @@ static void features_run(const char *name, const luna_options *options, bool tra
     else luna_begin_inference(ctx);
     luna_tensor *y = features_forward(&model, &input), *loss = features_loss(&f, y);
     CHECK(luna_count(y) == f.outputs && luna_read(y, got) == LUNA_OK, "%s: %s", name, luna_error(ctx));
-    const double error = common_error(got, f.output, f.outputs, 0), off = fabs((double)luna_item(loss) / (double)f.value[0] - 1);
+    const double error = common_error(got, f.output, f.outputs, 0),
+        off = fabs((double)luna_item(loss) / (double)f.value[0] - 1);
     CHECK(error <= 2e-6, "%s on %s: outputs are off by %.3g", name, luna_isa_name(options->isa), error);
     CHECK(off <= 2e-6, "%s on %s: the loss is off by %.3g", name, luna_isa_name(options->isa), off);
     if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", name, luna_error(ctx)))
@@ -120,7 +126,8 @@ static void features_run(const char *name, const luna_options *options, bool tra
         luna_tensor *p = luna_params_find(params, f.grad[i].name);
         float *grad = common_floats(f.grad[i].count);
         if (p && p->has_grad) luna_read_grad(p, grad); /* zeros of what the loss does not reach */
-        CHECK(p && luna_count(p) == f.grad[i].count && features_grad_error(&f, i, grad) <= 2e-5, "%s on %s: the gradient of %s is off by %.3g",
+        CHECK(p && luna_count(p) == f.grad[i].count && features_grad_error(&f, i, grad) <= 2e-5,
+              "%s on %s: the gradient of %s is off by %.3g",
               name, luna_isa_name(options->isa), f.grad[i].name, features_grad_error(&f, i, grad));
         free(grad);
       }
@@ -128,7 +135,8 @@ static void features_run(const char *name, const luna_options *options, bool tra
     for (int i = 0; i < 2; i++) {
       const char *prefix = model.kind == LUNA_MODEL_LM ? "" : "encoder.";
       snprintf(path, sizeof path, "%sinput_norm.%s", prefix, i ? "scale" : "mean");
-      CHECK(luna_params_find(params, path) && !luna_params_find(params, path)->has_grad, "%s: %s has a gradient", name, path);
+      CHECK(luna_params_find(params, path) && !luna_params_find(params, path)->has_grad, "%s: %s has a gradient", name,
+            path);
     }
     free(got);
   }
@@ -163,7 +171,8 @@ static bool same(const float *a, const float *b, int64_t n) { return memcmp(a, b
 /* ---- the losses alone ---- */
 enum { MSE, HUBER, BINARY, LOSSES };
 static luna_tensor *loss_of(int kind, luna_tensor *x, const float *targets) {
-  return kind == MSE ? luna_mse(x, targets) : kind == HUBER ? luna_huber(x, targets, 0.5f) : luna_binary_cross_entropy(x, targets);
+  return kind == MSE ? luna_mse(x, targets) : kind == HUBER ? luna_huber(x, targets, 0.5f) :
+      luna_binary_cross_entropy(x, targets);
 }
 static double equation(int kind, double x, double t) {
   const double e = fabs(x - t);
@@ -182,7 +191,8 @@ static void check_losses(void) {
   luna_ctx *ctx = ctx_open(1, 2);
   for (int kind = 0; kind < LOSSES; kind++)
     for (int large = 0; large < 2; large++) {
-      float *x = common_random(COUNT, 3, large ? 80 : 2), *t = common_random(COUNT, 4, 1), *grad = common_floats(COUNT), *want = common_floats(COUNT);
+      float *x = common_random(COUNT, 3, large ? 80 : 2), *t = common_random(COUNT, 4, 1), *grad = common_floats(COUNT),
+          *want = common_floats(COUNT);
       double sum = 0;
       int counted = 0;
       for (int i = 0; i < COUNT; i++) {
@@ -194,13 +204,16 @@ static void check_losses(void) {
         sum += equation(kind, (double)x[i], (double)t[i]);
         counted++;
       }
-      for (int i = 0; i < COUNT; i++) want[i] = t[i] != t[i] ? 0 : (float)(slope(kind, (double)x[i], (double)t[i]) / counted);
+      for (int i = 0; i < COUNT; i++)
+        want[i] = t[i] != t[i] ? 0 : (float)(slope(kind, (double)x[i], (double)t[i]) / counted);
       luna_begin_step(ctx);
       luna_tensor *values = luna_require_grad(luna_tensor_new(ctx, x, 2, shape)), *loss = loss_of(kind, values, t);
       const double value = (double)luna_item(loss);
-      CHECK(fabs(value * counted / sum - 1) <= 2e-6, "%s: %.9g, not %.9g: %s", names[kind], value, sum / counted, luna_error(ctx));
+      CHECK(fabs(value * counted / sum - 1) <= 2e-6, "%s: %.9g, not %.9g: %s", names[kind], value, sum / counted,
+            luna_error(ctx));
       CHECK(loss && loss->rank == 1 && loss->shape[0] == 1, "%s is not [1]", names[kind]);
-      CHECK(luna_backward(loss) == LUNA_OK && luna_read_grad(values, grad) == LUNA_OK, "%s: %s", names[kind], luna_error(ctx));
+      CHECK(luna_backward(loss) == LUNA_OK && luna_read_grad(values, grad) == LUNA_OK, "%s: %s", names[kind],
+            luna_error(ctx));
       test_close(names[kind], grad, want, COUNT, 2e-6);
       free(x), free(t), free(grad), free(want);
     }
@@ -210,38 +223,46 @@ static void check_losses(void) {
     luna_begin_step(ctx);
     luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, fine, 1, &two));
     luna_tensor *loss = loss_of(kind, x, nothing);
-    CHECK(luna_item(loss) == 0 && luna_backward(loss) == LUNA_OK && x->grad && x->grad[0] == 0, "%s of no targets: %s", names[kind], luna_error(ctx));
+    CHECK(luna_item(loss) == 0 && luna_backward(loss) == LUNA_OK && x->grad && x->grad[0] == 0, "%s of no targets: %s",
+          names[kind], luna_error(ctx));
     luna_begin_inference(ctx);
-    CHECK(luna_item(loss_of(kind, luna_tensor_new(ctx, NULL, 2, none), NULL)) == 0, "%s of no values: %s", names[kind], luna_error(ctx));
+    CHECK(luna_item(loss_of(kind, luna_tensor_new(ctx, NULL, 2, none), NULL)) == 0, "%s of no values: %s", names[kind],
+          luna_error(ctx));
     CHECK(!loss_of(kind, NULL, fine), "%s of null", names[kind]);
     luna_begin_inference(ctx);
     x = luna_tensor_new(ctx, fine, 1, &two);
-    CHECK(!loss_of(kind, x, NULL) && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "%s without targets: %s", names[kind], luna_error(ctx));
+    CHECK(!loss_of(kind, x, NULL) && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "%s without targets: %s",
+          names[kind], luna_error(ctx));
   }
   static const float bad[] = {-0.5f, 1.5f, INFINITY, -INFINITY}, deltas[] = {-1, NAN, INFINITY};
   const int64_t one = 1;
   for (int i = 0; i < 4; i++) {
     luna_begin_inference(ctx);
-    CHECK(!luna_binary_cross_entropy(luna_tensor_new(ctx, NULL, 1, &one), &bad[i]) && luna_ctx_error_id(ctx) == LUNA_ERROR_TARGET_RANGE,
+    CHECK(!luna_binary_cross_entropy(luna_tensor_new(ctx, NULL, 1, &one), &bad[i]) &&
+          luna_ctx_error_id(ctx) == LUNA_ERROR_TARGET_RANGE,
           "a target of %g: %s", (double)bad[i], luna_error(ctx));
   }
   for (int i = 0; i < 3; i++) {
     luna_begin_inference(ctx);
-    CHECK(!luna_huber(luna_tensor_new(ctx, NULL, 1, &one), &bad[0], deltas[i]) && luna_ctx_error_id(ctx) == LUNA_ERROR_NEGATIVE,
+    CHECK(!luna_huber(luna_tensor_new(ctx, NULL, 1, &one), &bad[0], deltas[i]) &&
+          luna_ctx_error_id(ctx) == LUNA_ERROR_NEGATIVE,
           "a delta of %g: %s", (double)deltas[i], luna_error(ctx));
   }
   luna_close(ctx);
 }
 
 /* ---- every kind of model with features, and one of tokens with outputs ---- */
-static const char *const model_names[MODELS] = {"a detector", "a classifier", "a pair", "per step", "a masked model", "an encoder-decoder"};
+static const char *const model_names[MODELS] = {"a detector", "a classifier", "a pair", "per step", "a masked model",
+                                                "an encoder-decoder"};
 static luna_status model_init(luna_model *m, luna_params *params, int which, float dropout) {
   luna_encoder_config e = {0};
-  e.layers = 2, e.dim = 12, e.heads = 2, e.ffn = 20, e.memory = 4, e.layer.dropout = dropout, e.layer.activation = LUNA_ACTIVATION_GELU;
+  e.layers = 2, e.dim = 12, e.heads = 2, e.ffn = 20, e.memory = 4, e.layer.dropout = dropout,
+      e.layer.activation = LUNA_ACTIVATION_GELU;
   memset(m, 0, sizeof *m);
   if (which == 0) {
     luna_lm_config c = {0};
-    c.features = K, c.outputs = 2, c.dim = 12, c.heads = 2, c.ffn = 20, c.memory = 4, c.layer = e.layer, c.layer.convolution = 3;
+    c.features = K, c.outputs = 2, c.dim = 12, c.heads = 2, c.ffn = 20, c.memory = 4, c.layer = e.layer,
+        c.layer.convolution = 3;
     m->kind = LUNA_MODEL_LM;
     return luna_lm_init(&m->lm, params, &c);
   }
@@ -279,7 +300,8 @@ static luna_tensor *model_forward(const luna_model *m, const float *x) {
   const luna_input input = input_from(x);
   luna_input target = {0};
   target.tokens = targets, target.batch = BATCH, target.n = 4;
-  if (m->kind == LUNA_MODEL_CLASSIFIER && m->classifier.config.pair) return luna_classifier_forward_pair(&m->classifier, &input, &input);
+  if (m->kind == LUNA_MODEL_CLASSIFIER && m->classifier.config.pair)
+    return luna_classifier_forward_pair(&m->classifier, &input, &input);
   if (m->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_forward(&m->masked_lm, &input);
   if (m->kind == LUNA_MODEL_SEQ2SEQ) return luna_seq2seq_forward(&m->seq2seq, &input, &target);
   return features_forward(m, &input);
@@ -322,7 +344,8 @@ static void check_models(void) {
     float *x = series(8);
     const luna_input input = input_from(x);
     slow.weight_decay = 0.1f;
-    if (CHECK(model_init(&m, params, which, 0.1f) == LUNA_OK && luna_input_layer_fit(input_of(&m), &input) == LUNA_OK, "%s: %s", what, luna_error(ctx))) {
+    if (CHECK(model_init(&m, params, which, 0.1f) == LUNA_OK && luna_input_layer_fit(input_of(&m), &input) == LUNA_OK,
+              "%s: %s", what, luna_error(ctx))) {
       luna_optimizer *adam = luna_adamw(params, &slow), *adam_again;
       float mean[2 * K], after[2 * K];
       luna_read(input_of(&m)->mean, mean), luna_read(input_of(&m)->scale, mean + K);
@@ -334,7 +357,8 @@ static void check_models(void) {
       CHECK(!same(a, start, count), "%s: training changes nothing", what);
       free(start);
       /* saved and opened by what the file says */
-      CHECK(luna_save_training(adam, path) == LUNA_OK && luna_load_model(&loaded, again, path) == LUNA_OK && loaded.kind == m.kind, "%s: %s; %s",
+      CHECK(luna_save_training(adam, path) == LUNA_OK && luna_load_model(&loaded, again, path) == LUNA_OK &&
+            loaded.kind == m.kind, "%s: %s; %s",
             what, luna_error(ctx), luna_error(next));
       float *b = results(&loaded, x, &other);
       CHECK(other == count && same(a, b, count), "%s: another model is loaded", what);
@@ -356,7 +380,8 @@ static void check_models(void) {
             else if (*at != *at && v == 2) *at = mean[f];
           }
         float *c = results(&m, y, &other);
-        CHECK(same(a, c, count), "%s: %s changes the result", what, v == 2 ? "a mean in a missing number's place" : "the padding");
+        CHECK(same(a, c, count), "%s: %s changes the result", what,
+              v == 2 ? "a mean in a missing number's place" : "the padding");
         free(c), free(y);
       }
       free(a), free(b);
@@ -377,11 +402,14 @@ static void check_tagger(void) {
   luna_lm lm;
   input.tokens = tokens, input.batch = 2, input.n = 3;
   c.vocab = VOCAB, c.outputs = 3, c.dim = 8, c.heads = 2;
-  CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK && lm.embedding && lm.output.weight && lm.output.weight->shape[0] == 3, "%s", luna_error(ctx));
+  CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK && lm.embedding && lm.output.weight && lm.output.weight->shape[0] == 3,
+        "%s", luna_error(ctx));
   luna_begin_step(ctx);
   luna_tensor *y = luna_lm_forward(&lm, &input);
-  const double apart = (double)luna_item(luna_cross_entropy(y, labels)), direct = (double)luna_item(luna_lm_loss(&lm, &input, labels));
-  CHECK(y && y->shape[2] == 3 && fabs(apart - direct) <= 1e-6, "its loss is %g, not %g: %s", direct, apart, luna_error(ctx));
+  const double apart = (double)luna_item(luna_cross_entropy(y, labels)),
+      direct = (double)luna_item(luna_lm_loss(&lm, &input, labels));
+  CHECK(y && y->shape[2] == 3 && fabs(apart - direct) <= 1e-6, "its loss is %g, not %g: %s", direct, apart,
+        luna_error(ctx));
   luna_close(ctx);
 }
 
@@ -397,8 +425,10 @@ static void check_fit(void) {
   luna_input input = {0};
   double want[K] = {0}, deviation[K] = {0};
   int counted[K] = {0};
-  CHECK(luna_input_layer_init(&layer, params, "a.", K, 5, init) == LUNA_OK && luna_params_find(params, "a.input_norm.mean") == layer.mean &&
-            luna_params_find(params, "a.input_norm.scale") == layer.scale && luna_params_find(params, "a.input_proj.weight") == layer.projection.weight,
+  CHECK(luna_input_layer_init(&layer, params, "a.", K, 5, init) == LUNA_OK &&
+        luna_params_find(params, "a.input_norm.mean") == layer.mean &&
+            luna_params_find(params, "a.input_norm.scale") == layer.scale &&
+                luna_params_find(params, "a.input_proj.weight") == layer.projection.weight,
         "%s", luna_error(ctx));
   common_fill(x, ROWS * STEPS * K, 3, 2);
   for (int i = 0; i < ROWS * STEPS; i++) {
@@ -412,18 +442,21 @@ static void check_fit(void) {
   for (int f = 0; f < K; f++) want[f] /= counted[f];
   for (int i = 0; i < ROWS * STEPS; i++)
     for (int f = 0; f < K; f++)
-      if (i % STEPS < some[i / STEPS] && isfinite(x[i * K + f])) deviation[f] += pow((double)x[i * K + f] - want[f], 2) / counted[f];
+      if (i % STEPS < some[i / STEPS] && isfinite(x[i * K + f]))
+        deviation[f] += pow((double)x[i * K + f] - want[f], 2) / counted[f];
   input.features = x, input.lengths = some, input.batch = ROWS, input.n = STEPS;
   CHECK(luna_input_layer_fit(&layer, &input) == LUNA_OK, "%s", luna_error(ctx));
   luna_read(layer.mean, mean), luna_read(layer.scale, scale);
   for (int f = 0; f < K; f++) {
     const double expected = f == 1 ? 1 : 1 / sqrt(deviation[f]);
-    CHECK(fabs((double)mean[f] / want[f] - 1) <= 1e-6 && fabs((double)scale[f] / expected - 1) <= 1e-6, "feature %d: mean %g and scale %g, not %g and %g", f,
+    CHECK(fabs((double)mean[f] / want[f] - 1) <= 1e-6 && fabs((double)scale[f] / expected - 1) <= 1e-6,
+          "feature %d: mean %g and scale %g, not %g and %g", f,
           (double)mean[f], (double)scale[f], want[f], expected);
   }
   /* no data: mean 0, scale 1; a failed fit changes nothing */
   input.features = NULL;
-  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "no features: %s", luna_error(ctx));
+  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT,
+        "no features: %s", luna_error(ctx));
   CHECK(luna_input_layer_fit(&layer, NULL) == LUNA_BAD_ARGUMENT, "no input: %s", luna_error(ctx));
   CHECK(luna_input_layer_fit(NULL, &input) == LUNA_BAD_ARGUMENT, "no layer");
   luna_begin_inference(ctx);
@@ -432,7 +465,8 @@ static void check_fit(void) {
   CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT, "lengths beyond n: %s", luna_error(ctx));
   input.lengths = NULL;
   luna_begin_inference(ctx);
-  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_OK && layer.mean->data[0] == 0 && layer.scale->data[0] == 1, "no steps: %s", luna_error(ctx));
+  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_OK && layer.mean->data[0] == 0 && layer.scale->data[0] == 1,
+        "no steps: %s", luna_error(ctx));
   luna_tensor *y = luna_input_layer_forward(&layer, &input);
   CHECK(y && y->shape[1] == 0 && y->shape[2] == 5, "a forward of no steps: %s", luna_error(ctx));
   luna_close(ctx);
@@ -451,7 +485,8 @@ static void check_causality(void) {
   for (int v = 0; v < 4; v++) {
     x[3 * K] = strange[v];
     float *b = results(&m, x, &count);
-    CHECK(same(a, b, 3 * 2) && same(a + N * 2, b + N * 2, (BATCH - 1) * N * 2), "%g at step 3 changes what was before it or another sequence", (double)strange[v]);
+    CHECK(same(a, b, 3 * 2) && same(a + N * 2, b + N * 2, (BATCH - 1) * N * 2),
+          "%g at step 3 changes what was before it or another sequence", (double)strange[v]);
     CHECK(v > 1 || !same(a + 6, b + 6, 2), "%g at step 3 changes nothing", (double)strange[v]);
     free(b);
   }
@@ -459,7 +494,8 @@ static void check_causality(void) {
   luna_close(ctx);
 }
 
-/* ---- streams: steps and prefills against the forward of the whole sequence, from a model and from a file's bytes ---- */
+/* ---- streams: steps and prefills against the forward of the whole sequence, from a model and from a file's bytes
+   ---- */
 typedef struct bytes { size_t size; uint8_t at[1 << 16]; } bytes;
 static bool bytes_write(void *user, const void *from, size_t size) {
   bytes *b = (bytes *)user;
@@ -473,23 +509,31 @@ static void check_stream(luna_stream *s, const float *x, const float *want, int6
   static uint8_t saved[1 << 16];
   const size_t state = luna_stream_state_size(s);
   double error;
-  for (int round = 0; round < 3; round++) { /* 0, 1: single steps, from a state saved halfway; 2: 5 rows at once, then 4 */
+  /* 0, 1: single steps, from a state saved halfway; 2: 5 rows at once, then 4 */
+  for (int round = 0; round < 3; round++) {
     luna_input input = {0};
     if (round != 1) luna_stream_reset(s);
     for (int64_t t = round == 1 ? 5 : 0; t < N && round < 2; t++) {
-      if (t == 5 && round == 0) CHECK(state <= sizeof saved && luna_stream_state_save(s, saved, state) == LUNA_OK, "%s: save: %s", what, luna_stream_error(s));
-      if (t == 5 && round == 1) CHECK(luna_stream_state_load(s, saved, state) == LUNA_OK && luna_stream_position(s) == 5, "%s: load: %s", what, luna_stream_error(s));
+      if (t == 5 && round == 0)
+        CHECK(state <= sizeof saved && luna_stream_state_save(s, saved, state) == LUNA_OK, "%s: save: %s", what,
+              luna_stream_error(s));
+      if (t == 5 && round == 1)
+        CHECK(luna_stream_state_load(s, saved, state) == LUNA_OK && luna_stream_position(s) == 5, "%s: load: %s", what,
+              luna_stream_error(s));
       for (int64_t b = 0; b < BATCH; b++) memcpy(row + b * K, x + (b * N + t) * K, K * sizeof(float));
       const float *y = luna_stream_step_features(s, row);
       if (!CHECK(y != NULL, "%s: step %d: %s", what, (int)t, luna_stream_error(s))) return;
-      for (int64_t b = 0; b < BATCH; b++) memcpy(got + (b * N + t) * outputs, y + b * outputs, (size_t)outputs * sizeof(float));
+      for (int64_t b = 0; b < BATCH; b++)
+        memcpy(got + (b * N + t) * outputs, y + b * outputs, (size_t)outputs * sizeof(float));
     }
     for (int64_t t = 0; t < N && round == 2; t += input.n) {
       input.n = t ? N - t : 5, input.features = part;
-      for (int64_t b = 0; b < BATCH; b++) memcpy(part + b * input.n * K, x + (b * N + t) * K, (size_t)(input.n * K) * sizeof(float));
+      for (int64_t b = 0; b < BATCH; b++)
+        memcpy(part + b * input.n * K, x + (b * N + t) * K, (size_t)(input.n * K) * sizeof(float));
       const float *y = luna_stream_prefill(s, &input);
       if (!CHECK(y != NULL, "%s: prefill: %s", what, luna_stream_error(s))) return;
-      for (int64_t b = 0; b < BATCH; b++) memcpy(got + (b * N + t + input.n - 1) * outputs, y + b * outputs, (size_t)outputs * sizeof(float));
+      for (int64_t b = 0; b < BATCH; b++)
+        memcpy(got + (b * N + t + input.n - 1) * outputs, y + b * outputs, (size_t)outputs * sizeof(float));
     }
     error = common_error(got, want, BATCH * N * outputs, 0);
     CHECK(error <= 2e-6, "%s, round %d: a stream is off by %.3g", what, round, error);
@@ -498,8 +542,10 @@ static void check_stream(luna_stream *s, const float *x, const float *want, int6
   static const int32_t tokens[BATCH * 2] = {0};
   luna_input input = {0};
   input.tokens = tokens, input.n = 2;
-  CHECK(!luna_stream_step(s, tokens) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES && !luna_stream_step_features(s, NULL) &&
-            luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES && !luna_stream_prefill(s, &input), "%s: tokens for features", what);
+  CHECK(!luna_stream_step(s, tokens) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES &&
+        !luna_stream_step_features(s, NULL) &&
+            luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES && !luna_stream_prefill(s, &input),
+                "%s: tokens for features", what);
   CHECK(!luna_stream_step_features(NULL, row), "no stream");
 }
 static void check_streams(void) {
@@ -518,7 +564,8 @@ static void check_streams(void) {
       luna_params *params = luna_params_open(ctx);
       float *x = series(30), *want;
       luna_input input = input_from(x);
-      c.features = K, c.outputs = v == 1 ? 0 : 4, c.dim = 12, c.heads = 2, c.ffn = 20, c.memory = v == 2 ? 9 : 4, c.layer.pre_norm = v > 0, c.layer.convolution = v == 1 ? 0 : 4;
+      c.features = K, c.outputs = v == 1 ? 0 : 4, c.dim = 12, c.heads = 2, c.ffn = 20, c.memory = v == 2 ? 9 : 4,
+          c.layer.pre_norm = v > 0, c.layer.convolution = v == 1 ? 0 : 4;
       c.positions = v == 2 ? LUNA_POSITIONS_LEARNED : v == 1 ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_NONE;
       const int64_t outputs = v == 1 ? K : 4;
       CHECK(luna_lm_init(&lm, params, &c) == LUNA_OK, "%s", luna_error(ctx));
@@ -543,7 +590,8 @@ static void check_streams(void) {
     }
 }
 
-/* ---- gradients by central differences: every parameter of a classifier and of a detector, along a random direction ---- */
+/* ---- gradients by central differences: every parameter of a classifier and of a detector, along a random direction
+   ---- */
 static void check_differences(void) {
   for (int which = 0; which < 4; which++) {
     luna_model m;
@@ -551,8 +599,10 @@ static void check_differences(void) {
     luna_params *params = luna_params_open(ctx);
     float *x = series(21), targets[BATCH * N * 2];
     const luna_input input = input_from(x);
-    CHECK(model_init(&m, params, which, 0) == LUNA_OK && luna_input_layer_fit(input_of(&m), &input) == LUNA_OK, "%s", luna_error(ctx));
-    for (int i = 0; i < BATCH * N * 2; i++) targets[i] = i % 5 == 4 ? NAN : (float)(0.5 + 0.5 * common_number(4, (uint64_t)i));
+    CHECK(model_init(&m, params, which, 0) == LUNA_OK && luna_input_layer_fit(input_of(&m), &input) == LUNA_OK, "%s",
+          luna_error(ctx));
+    for (int i = 0; i < BATCH * N * 2; i++)
+      targets[i] = i % 5 == 4 ? NAN : (float)(0.5 + 0.5 * common_number(4, (uint64_t)i));
     for (int kind = 0; kind < LOSSES; kind++) {
       luna_begin_step(ctx);
       CHECK(luna_backward(loss_of(kind, model_forward(&m, x), targets)) == LUNA_OK, "%s", luna_error(ctx));
@@ -571,7 +621,8 @@ static void check_differences(void) {
           value[side] = (double)luna_item(loss_of(kind, model_forward(&m, x), targets));
         }
         luna_write(p, start);
-        CHECK(fabs((value[1] - value[0]) / (2 * h) - along) <= 2e-3 * (fabs(along) + 0.1), "%s, loss %d, %s: %g, by differences %g", model_names[which], kind,
+        CHECK(fabs((value[1] - value[0]) / (2 * h) - along) <= 2e-3 * (fabs(along) + 0.1),
+              "%s, loss %d, %s: %g, by differences %g", model_names[which], kind,
               name, along, (value[1] - value[0]) / (2 * h));
         free(direction), free(start);
       }
@@ -609,7 +660,8 @@ static void check_block(void) {
     options.block = common_alloc(options.block_size);
     ctx = luna_open(&options);
     const luna_status status = ctx ? block_job(ctx, i < 2) : LUNA_OUT_OF_MEMORY;
-    CHECK(status == (i % 2 ? LUNA_OUT_OF_MEMORY : LUNA_OK), "%zu of %zu bytes: %s", options.block_size, need, luna_error(ctx));
+    CHECK(status == (i % 2 ? LUNA_OUT_OF_MEMORY : LUNA_OK), "%zu of %zu bytes: %s", options.block_size, need,
+          luna_error(ctx));
     luna_close(ctx);
     free(options.block);
   }
@@ -626,19 +678,23 @@ static void check_refused(void) {
   CHECK(model_init(&m, params, 0, 0) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
   input.features = NULL, input.tokens = tokens;
-  CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "tokens for features: %s", luna_error(ctx));
+  CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT,
+        "tokens for features: %s", luna_error(ctx));
   input.features = x;
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
     input.lengths = i ? beyond : negative;
-    CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_ELEMENT_RANGE, "lengths: %s", luna_error(ctx));
+    CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_ELEMENT_RANGE, "lengths: %s",
+          luna_error(ctx));
   }
   luna_begin_inference(ctx);
   input.lengths = NULL, input.batch = INT64_MAX / 2;
-  CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_SHAPE, "a batch without end: %s", luna_error(ctx));
+  CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_SHAPE, "a batch without end: %s",
+        luna_error(ctx));
   luna_input_layer zeroed;
   memset(&zeroed, 0, sizeof zeroed);
-  CHECK(!luna_input_layer_forward(&zeroed, &input) && !luna_input_layer_forward(NULL, &input) && luna_input_layer_fit(&zeroed, &input) == LUNA_BAD_ARGUMENT, "a zeroed layer");
+  CHECK(!luna_input_layer_forward(&zeroed, &input) && !luna_input_layer_forward(NULL, &input) &&
+        luna_input_layer_fit(&zeroed, &input) == LUNA_BAD_ARGUMENT, "a zeroed layer");
   luna_close(ctx);
 
   for (int i = 0; i < 5; i++) {
@@ -647,10 +703,13 @@ static void check_refused(void) {
     luna_classifier classifier;
     luna_seq2seq seq2seq;
     ctx = ctx_open(1, 1), params = luna_params_open(ctx);
-    c.features = i == 2 ? -1 : i == 3 ? (int64_t)1 << 40 : 3, c.encoder.features = i == 0 ? 4 : 0, c.pair = c.per_step = i == 1;
+    c.features = i == 2 ? -1 : i == 3 ? (int64_t)1 << 40 : 3, c.encoder.features = i == 0 ? 4 : 0,
+        c.pair = c.per_step = i == 1;
     s.features = 3, s.share_embeddings = true;
-    const luna_status status = i < 4 ? luna_classifier_init(&classifier, params, &c) : luna_seq2seq_init(&seq2seq, params, &s);
-    const luna_error_id id = i == 0 ? LUNA_ERROR_FIELD_DIFFERS : i == 2 || i == 3 ? LUNA_ERROR_VALUE_RANGE : LUNA_ERROR_FIELD_UNUSED;
+    const luna_status status = i < 4 ? luna_classifier_init(&classifier, params, &c) :
+        luna_seq2seq_init(&seq2seq, params, &s);
+    const luna_error_id id = i == 0 ? LUNA_ERROR_FIELD_DIFFERS : i == 2 ||
+        i == 3 ? LUNA_ERROR_VALUE_RANGE : LUNA_ERROR_FIELD_UNUSED;
     CHECK(status == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == id, "config %d: %s", i, luna_error(ctx));
     luna_close(ctx);
   }
@@ -660,11 +719,15 @@ static void check_refused(void) {
 /* files whose sizes contradict their tensors */
 static void check_hostile(void) {
   static const char *const changes[][3] = {
-    {"forecast", "\"luna.features\": \"3\"", "\"luna.features\": \"4\""}, {"forecast", "\"luna.features\": \"3\"", "\"luna.features\": \"0\""},
-    {"forecast", "\"luna.outputs\": \"3\"", "\"luna.outputs\": \"2\""}, {"forecast", "\"luna.outputs\": \"3\"", "\"luna.outputs\": \"0\""},
-    {"classes", "\"luna.features\": \"3\"", "\"luna.features\": \"9\""}, {"classes", "\"luna.features\": \"3\"", "\"luna.features\": \"0\""},
+    {"forecast", "\"luna.features\": \"3\"", "\"luna.features\": \"4\""},
+        {"forecast", "\"luna.features\": \"3\"", "\"luna.features\": \"0\""},
+    {"forecast", "\"luna.outputs\": \"3\"", "\"luna.outputs\": \"2\""},
+        {"forecast", "\"luna.outputs\": \"3\"", "\"luna.outputs\": \"0\""},
+    {"classes", "\"luna.features\": \"3\"", "\"luna.features\": \"9\""},
+        {"classes", "\"luna.features\": \"3\"", "\"luna.features\": \"0\""},
     {"step_values", "\"luna.per_step\": \"1\"", "\"luna.per_step\": \"7\""},
-    {"rms_steps", "\"luna.norm\": \"1\"", "\"luna.norm\": \"0\""}, {"rms_steps", "\"luna.norm\": \"1\"", "\"luna.norm\": \"2\""},
+    {"rms_steps", "\"luna.norm\": \"1\"", "\"luna.norm\": \"0\""},
+        {"rms_steps", "\"luna.norm\": \"1\"", "\"luna.norm\": \"2\""},
     {"rms_classes", "\"luna.norm\": \"1\"", "\"luna.norm\": \"0\""}};
   static char bytes[1 << 16];
   for (size_t i = 0; i < sizeof changes / sizeof changes[0]; i++) {
@@ -679,7 +742,8 @@ static void check_hostile(void) {
     luna_ctx *ctx = ctx_open(1, 1);
     luna_model m;
     memcpy(bytes + at, changes[i][2], length);
-    CHECK(luna_load_model_bytes(&m, luna_params_open(ctx), bytes, size) != LUNA_OK && luna_error(ctx)[0], "%s with %s is loaded", path, changes[i][2]);
+    CHECK(luna_load_model_bytes(&m, luna_params_open(ctx), bytes, size) != LUNA_OK && luna_error(ctx)[0],
+          "%s with %s is loaded", path, changes[i][2]);
     luna_close(ctx);
   }
 }

@@ -1,6 +1,6 @@
-/* Every door through which luna.h takes a stranger's bytes: sets, models of every kind, streams and their states, training. Whatever the
-   bytes are: no crash, no allocation out of proportion to them; what is refused is refused with a sentence, changes no parameter and keeps
-   no memory; what is loaded can be used, saved and loaded again.
+/* Every door through which luna.h takes a stranger's bytes: sets, models of every kind, streams and their states,
+   training. Whatever the bytes are: no crash, no allocation out of proportion to them; what is refused is refused with
+   a sentence, changes no parameter and keeps no memory; what is loaded can be used, saved and loaded again.
 
      fuzz_safetensors                     the corpus, tests/data/fuzz, one file after another; part of `make test`
      fuzz_safetensors FILE|FOLDER...      those
@@ -31,7 +31,8 @@ typedef struct heap {
 static void *heap_allocate(void *user, size_t bytes) {
   heap *h = (heap *)user;
   const bool fits = bytes <= MOST_ONCE(h->input) && h->live + (int64_t)bytes <= MOST_IN_ALL(h->input);
-  HOLDS(fits, "%.0f bytes are asked for, with %.0f in use, for an input of %.0f", (double)bytes, (double)h->live, (double)h->input);
+  HOLDS(fits, "%.0f bytes are asked for, with %.0f in use, for an input of %.0f", (double)bytes, (double)h->live,
+        (double)h->input);
   void *p = fits ? malloc(bytes) : NULL;
   if (p) h->live += (int64_t)bytes;
   return p;
@@ -112,8 +113,10 @@ static void set_is(const luna_params *params, const uint8_t *bytes, size_t size,
   const bool opens = !lunai_st_open(&st, bytes, size);
   set_read(params, now);
   for (int i = 0; i < 2; i++) {
-    const bool there = opens && lunai_st_find(&st, i ? "second" : "first", &t) && t.count == (i ? 4 : 6) && lunai_st_floats(&t, values);
-    HOLDS(there && memcmp(values, now + (i ? 6 : 0), (size_t)t.count * sizeof(float)) == 0, "%s: loaded, but the file has not this %s", what, i ? "second" : "first");
+    const bool there = opens && lunai_st_find(&st, i ? "second" : "first", &t) && t.count == (i ? 4 : 6) &&
+        lunai_st_floats(&t, values);
+    HOLDS(there && memcmp(values, now + (i ? 6 : 0), (size_t)t.count * sizeof(float)) == 0,
+          "%s: loaded, but the file has not this %s", what, i ? "second" : "first");
   }
 }
 
@@ -137,9 +140,12 @@ static void try_set(const uint8_t *bytes, size_t size) {
     } else {
       buffer file = saved(params, NULL), again;
       luna_params *other = set_open(ctx);
-      if (way == MATCHING) HOLDS(match.loaded > 0 && match.loaded + match.missing == 2, "%s: loaded %d, missing %d", names[way], (int)match.loaded, (int)match.missing);
+      if (way == MATCHING)
+        HOLDS(match.loaded > 0 && match.loaded + match.missing == 2, "%s: loaded %d, missing %d", names[way],
+              (int)match.loaded, (int)match.missing);
       else set_is(params, bytes, size, names[way]);
-      HOLDS(luna_load_bytes(other, file.at, file.size) == LUNA_OK, "%s: what was loaded and saved cannot be loaded: %s", names[way], luna_error(ctx));
+      HOLDS(luna_load_bytes(other, file.at, file.size) == LUNA_OK, "%s: what was loaded and saved cannot be loaded: %s",
+            names[way], luna_error(ctx));
       again = saved(other, NULL);
       HOLDS(same(&file, &again), "%s: what was loaded and saved comes back as something else", names[way]);
       free(file.at), free(again.at);
@@ -154,7 +160,8 @@ static void try_set(const uint8_t *bytes, size_t size) {
   if (luna_load_borrowed(params, bytes, size) == LUNA_OK) {
     luna_tensor *first = luna_param(params, "first", 2, matrix, normal);
     float copy[6];
-    HOLDS(first ? luna_read(first, copy) == LUNA_OK : luna_error(ctx)[0] != 0, "borrowed: no parameter and no sentence");
+    HOLDS(first ? luna_read(first, copy) == LUNA_OK : luna_error(ctx)[0] != 0,
+          "borrowed: no parameter and no sentence");
   }
   ctx_close(ctx, &h);
 }
@@ -182,11 +189,13 @@ static void tokens_of(int32_t *tokens, int64_t count, int64_t vocab) {
   for (int64_t i = 0; i < count; i++) tokens[i] = (int32_t)((5 * i + 1) % vocab);
 }
 static void ran(luna_ctx *ctx, const luna_tensor *result, int64_t rows, int64_t columns) {
-  HOLDS(result ? luna_count(result) == rows * columns : luna_error(ctx)[0] != 0, "a model that was loaded gives nothing and says nothing");
+  HOLDS(result ? luna_count(result) == rows * columns : luna_error(ctx)[0] != 0,
+        "a model that was loaded gives nothing and says nothing");
   luna_begin_inference(ctx);
 }
 /* of tokens, or of features */
-static luna_input input_of(int32_t *tokens, float **values, int64_t vocab, int64_t features, const int32_t *lengths, int64_t batch) {
+static luna_input input_of(int32_t *tokens, float **values, int64_t vocab, int64_t features, const int32_t *lengths,
+                           int64_t batch) {
   const int64_t count = batch * TOKENS * features;
   luna_input input = { NULL, lengths, batch, TOKENS, NULL };
   *values = features ? common_floats(count) : NULL;
@@ -197,7 +206,8 @@ static luna_input input_of(int32_t *tokens, float **values, int64_t vocab, int64
 }
 static void use_lm(luna_ctx *ctx, const luna_lm *model) {
   const luna_stream_config config = {1, 2, LUNA_ISA_BEST};
-  const int64_t features = model->config.features, outputs = model->config.outputs ? model->config.outputs : features ? features : model->config.vocab;
+  const int64_t features = model->config.features, outputs =
+      model->config.outputs ? model->config.outputs : features ? features : model->config.vocab;
   int32_t tokens[TOKENS];
   float *values;
   const luna_input input = input_of(tokens, &values, model->config.vocab, features, NULL, 1);
@@ -214,7 +224,8 @@ static void use_classifier(luna_ctx *ctx, const luna_classifier *model) {
   float *values;
   const int32_t lengths[2] = {TOKENS, 2};
   const luna_input input = input_of(tokens, &values, model->config.vocab, model->config.features, lengths, 2);
-  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, &input, &input) : luna_classifier_forward(model, &input),
+  ran(ctx, model->config.pair ? luna_classifier_forward_pair(model, &input, &input) :
+      luna_classifier_forward(model, &input),
       model->config.per_step ? 2 * TOKENS : 2, model->config.classes);
   free(values);
 }
@@ -222,7 +233,8 @@ static void use_masked_lm(luna_ctx *ctx, const luna_masked_lm *model) {
   int32_t tokens[2 * TOKENS];
   const int32_t lengths[2] = {TOKENS, 2};
   tokens_of(tokens, 2 * TOKENS, model->config.vocab);
-  ran(ctx, luna_masked_lm_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }), 2 * TOKENS, model->config.vocab);
+  ran(ctx, luna_masked_lm_forward(model, &(luna_input){ tokens, lengths, 2, TOKENS, NULL }), 2 * TOKENS,
+      model->config.vocab);
 }
 static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   int32_t source[2 * TOKENS], target[2 * TOKENS], out[2 * TOKENS], out_lengths[2];
@@ -231,8 +243,10 @@ static void use_seq2seq(luna_ctx *ctx, const luna_seq2seq *model) {
   float scores[2];
   search.beam = 2, search.max_length = TOKENS, search.end = model->config.target_vocab > 1;
   tokens_of(source, 2 * TOKENS, model->config.vocab), tokens_of(target, 2 * TOKENS, model->config.target_vocab);
-  ran(ctx, luna_seq2seq_forward(model, &(luna_input){ source, lengths, 2, TOKENS, NULL }, &(luna_input){ target, NULL, 2, TOKENS, NULL }), 2 * TOKENS, model->config.target_vocab);
-  HOLDS(luna_seq2seq_generate(model, &search, &(luna_input){ source, lengths, 2, TOKENS, NULL }, out, out_lengths, scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
+  ran(ctx, luna_seq2seq_forward(model, &(luna_input){ source, lengths, 2, TOKENS, NULL },
+      &(luna_input){ target, NULL, 2, TOKENS, NULL }), 2 * TOKENS, model->config.target_vocab);
+  HOLDS(luna_seq2seq_generate(model, &search, &(luna_input){ source, lengths, 2, TOKENS, NULL }, out, out_lengths,
+                              scores) == LUNA_OK || luna_error(ctx)[0], "no translation, and no sentence");
   luna_begin_inference(ctx);
 }
 
@@ -244,9 +258,11 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
   luna_ctx *ctx = ctx_open(&h, size);
   luna_params *params = luna_params_open(ctx), *twice = luna_params_open(ctx);
   const int64_t live = h.live;
-  const luna_status status = any ? luna_load_model_bytes(&model, params, bytes, size) : luna_lm_load_bytes(&model.lm, params, bytes, size);
+  const luna_status status = any ? luna_load_model_bytes(&model, params, bytes, size) :
+      luna_lm_load_bytes(&model.lm, params, bytes, size);
   if (status != LUNA_OK) {
-    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"), "%s: refused, and %d parameters stay", what, (int)luna_params_tensor_count(params));
+    HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"),
+          "%s: refused, and %d parameters stay", what, (int)luna_params_tensor_count(params));
     refused(ctx, &h, live, what);
   } else {
     const luna_model_kind kind = any ? model.kind : LUNA_MODEL_LM;
@@ -256,7 +272,8 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
     if (kind == LUNA_MODEL_CLASSIFIER) use_classifier(ctx, &model.classifier);
     if (kind == LUNA_MODEL_MASKED_LM) use_masked_lm(ctx, &model.masked_lm);
     if (kind == LUNA_MODEL_SEQ2SEQ) use_seq2seq(ctx, &model.seq2seq);
-    HOLDS((any ? luna_load_model_bytes(&other, twice, file.at, file.size) : luna_lm_load_bytes(&other.lm, twice, file.at, file.size)) == LUNA_OK,
+    HOLDS((any ? luna_load_model_bytes(&other, twice, file.at, file.size) :
+           luna_lm_load_bytes(&other.lm, twice, file.at, file.size)) == LUNA_OK,
           "%s: what was loaded and saved cannot be loaded: %s", what, luna_error(ctx));
     buffer again = saved(twice, NULL);
     HOLDS(same(&file, &again), "%s: what was loaded and saved comes back as something else", what);
@@ -271,12 +288,14 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
   const luna_stream_config config = {2, 2, LUNA_ISA_BEST};
   const char *wrong = NULL;
   const size_t need = luna_stream_size(bytes, size, &config, &wrong);
-  HOLDS(need ? wrong && !*wrong : wrong && *wrong, "luna_stream_size: %.0f bytes and \"%s\"", (double)need, wrong ? wrong : "null");
+  HOLDS(need ? wrong && !*wrong : wrong && *wrong, "luna_stream_size: %.0f bytes and \"%s\"", (double)need,
+        wrong ? wrong : "null");
   HOLDS(need <= MOST_ONCE(size), "luna_stream_size: %.0f bytes for an input of %.0f", (double)need, (double)size);
   if (need == 0 || need > MOST_ONCE(size)) return;
   void *memory = malloc(need);
   luna_stream *stream = luna_stream_open_bytes(bytes, size, &config, memory, need, &wrong);
-  HOLDS(stream ? !*wrong : *wrong != 0, "luna_stream_open_bytes: %s and \"%s\"", stream ? "a stream" : "no stream", wrong);
+  HOLDS(stream ? !*wrong : *wrong != 0, "luna_stream_open_bytes: %s and \"%s\"", stream ? "a stream" : "no stream",
+        wrong);
   HOLDS(!stream || is_lm, "a stream of what is refused as a language model");
   if (stream) {
     const int64_t vocab = stream->sizes.vocab, features = stream->sizes.features;
@@ -328,8 +347,10 @@ static void try_state(const uint8_t *bytes, size_t size) {
     if (status == LUNA_OK) {
       HOLDS(size == room && memcmp(after, bytes, size) == 0, "a state loaded and saved is another");
       for (int i = 0; i < 2; i++)
-        if (!luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 1 + i, NULL })) HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
-    } else HOLDS(luna_stream_error(stream)[0] && memcmp(before, after, room) == 0, "a state is refused without a sentence, or changes the stream");
+        if (!luna_stream_prefill(stream, &(luna_input){ tokens, NULL, 0, 1 + i, NULL }))
+          HOLDS(luna_stream_error(stream)[0], "no logits, and no sentence");
+    } else HOLDS(luna_stream_error(stream)[0] && memcmp(before, after, room) == 0,
+                 "a state is refused without a sentence, or changes the stream");
     free(before), free(after);
   }
 }
@@ -342,7 +363,8 @@ static luna_optimizer *optimizer_open(luna_params *params, bool adam) {
 }
 static luna_status train(luna_ctx *ctx, luna_params *params, luna_optimizer *optimizer) {
   luna_begin_step(ctx);
-  luna_backward(luna_add(common_loss(luna_dropout(luna_params_find(params, "first"), 0.5f), 1), common_loss(luna_params_find(params, "second"), 2)));
+  luna_backward(luna_add(common_loss(luna_dropout(luna_params_find(params, "first"), 0.5f), 1),
+                         common_loss(luna_params_find(params, "second"), 2)));
   return luna_optimizer_step(optimizer);
 }
 static void try_training(const uint8_t *bytes, size_t size) {
@@ -360,7 +382,8 @@ static void try_training(const uint8_t *bytes, size_t size) {
     buffer after = saved(params, optimizer), again;
     if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training_bytes: refused, and something has changed");
     else {
-      HOLDS(luna_load_training_bytes(optimizer, after.at, after.size) == LUNA_OK, "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
+      HOLDS(luna_load_training_bytes(optimizer, after.at, after.size) == LUNA_OK,
+            "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
       again = saved(params, optimizer);
       HOLDS(same(&after, &again), "training that was loaded and saved comes back as something else");
       luna_begin_inference(ctx);
@@ -399,7 +422,9 @@ static buffer lm_file(int which) {
   luna_params *params = luna_params_open(ctx);
   memset(&config, 0, sizeof config);
   config.vocab = 3, config.layers = 1, config.memory = 2, config.max_length = 8, config.layer = tiny_layer();
-  if (which == LM_LEARNED) config.positions = LUNA_POSITIONS_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true, config.layer.sharing = LUNA_SHARING_FULL;
+  if (which == LM_LEARNED)
+    config.positions = LUNA_POSITIONS_LEARNED, config.layer.convolution = 2, config.layer.pre_norm = true,
+        config.layer.sharing = LUNA_SHARING_FULL;
   if (which == LM_PLAIN) config.positions = LUNA_POSITIONS_SINUSOIDAL;
   if (which == LM_SOFTMAX) config.layer.attention = LUNA_ATTENTION_SOFTMAX;
   if (which == LM_FEATURES) config.vocab = 0, config.features = 3, config.outputs = 2, config.layer.convolution = 2;
@@ -409,7 +434,9 @@ static buffer lm_file(int which) {
   luna_close(ctx);
   return file;
 }
-enum { CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_STEPS, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS };
+enum {
+  CLASSIFIER, CLASSIFIER_LINFORMER, CLASSIFIER_STEPS, CLASSIFIER_PAIR, MASKED_LM, SEQ2SEQ, SEQ2SEQ_SHARED, MODELS
+};
 static buffer model_file(int which) {
   luna_options options = {0};
   luna_encoder_config encoder;
@@ -421,11 +448,18 @@ static buffer model_file(int which) {
   options.threads = 1;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
-  memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier), memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
-  encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5, encoder.layer = tiny_layer(), encoder.layer.heads = 1;
-  if (which == CLASSIFIER_LINFORMER) encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2, encoder.tied_layers = true;
-  if (which == CLASSIFIER_PAIR) encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true, encoder.layer.sharing = LUNA_SHARING_FULL;
-  if (which == MASKED_LM || which == SEQ2SEQ) encoder.positions = LUNA_POSITIONS_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;
+  memset(&encoder, 0, sizeof encoder), memset(&classifier, 0, sizeof classifier),
+      memset(&masked_lm, 0, sizeof masked_lm), memset(&seq2seq, 0, sizeof seq2seq);
+  encoder.layers = 1, encoder.dim = 2, encoder.heads = 1, encoder.ffn = 2, encoder.memory = 2, encoder.max_length = 5,
+      encoder.layer = tiny_layer(), encoder.layer.heads = 1;
+  if (which == CLASSIFIER_LINFORMER)
+    encoder.layer.attention = LUNA_ATTENTION_LINFORMER, encoder.layer.linformer.k = 2, encoder.layers = 2,
+        encoder.tied_layers = true;
+  if (which == CLASSIFIER_PAIR)
+    encoder.own_memory = encoder.norm_embedding = encoder.layer.pre_norm = true,
+        encoder.layer.sharing = LUNA_SHARING_FULL;
+  if (which == MASKED_LM || which == SEQ2SEQ)
+    encoder.positions = LUNA_POSITIONS_LEARNED, encoder.first_position = 1, encoder.layer.pre_norm = true;
   classifier.encoder = masked_lm.encoder = seq2seq.encoder = encoder;
   classifier.vocab = masked_lm.vocab = seq2seq.vocab = 3, classifier.classes = 2;
   if (which == CLASSIFIER_PAIR) classifier.pair = true, classifier.pre_logits = 2;
@@ -482,10 +516,11 @@ static buffer forged(const char *json, uint64_t claim, size_t data_size) {
   for (size_t i = 0; i < data_size; i++) buffer_write(&b, &(uint8_t){(uint8_t)(i % 4 == 3 ? 0x3F : i)}, 1);
   return b;
 }
-/* The file with data_offsets that fit its dtypes and shapes, in their order, and as much data; false when there would be too much or the
-   header is not written as luna.h writes it. */
+/* The file with data_offsets that fit its dtypes and shapes, in their order, and as much data; false when there would
+   be too much or the header is not written as luna.h writes it. */
 static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) {
-  static const char *const with[2] = {"{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[%159[0-9,]],\"data_offsets\":[%*[0-9,]]}%n",
+  static const char *const with[2] =
+      {"{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[%159[0-9,]],\"data_offsets\":[%*[0-9,]]}%n",
                                       "{\"dtype\":\"%7[A-Z0-9_]\",\"shape\":[],\"data_offsets\":[%*[0-9,]]}%n"};
   const size_t header = size < 8 ? 0 : (size_t)(file[0] | file[1] << 8 | file[2] << 16);
   buffer text = {NULL, 0, 0};
@@ -503,8 +538,10 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) 
     }
     while (format < LUNAI_ST_DTYPES && strcmp(lunai_st_formats[format].name, dtype) != 0) format++;
     double count = format < LUNAI_ST_DTYPES ? lunai_st_formats[format].size : 1;
-    for (char *number = shape; *number; number += strcspn(number, ","), number += *number == ',') count *= strtod(number, NULL);
-    snprintf(offsets, sizeof offsets, "{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%.0f,%.0f]}", dtype, shape, total, total + count);
+    for (char *number = shape; *number; number += strcspn(number, ","), number += *number == ',')
+      count *= strtod(number, NULL);
+    snprintf(offsets, sizeof offsets, "{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%.0f,%.0f]}", dtype, shape,
+             total, total + count);
     buffer_write(&text, offsets, strlen(offsets));
     total = total + count <= (double)max ? total + count : -1;
     at += used;
@@ -513,7 +550,8 @@ static bool repaired(const uint8_t *file, size_t size, size_t max, buffer *out) 
   const bool fits = total >= 0 && 8 + (double)text.size + total <= (double)max;
   for (int i = 0; i < 8 && fits; i++) buffer_write(out, &(uint8_t){(uint8_t)((uint64_t)text.size >> 8 * i)}, 1);
   if (fits) buffer_write(out, text.at, text.size);
-  for (size_t i = 0; fits && i < (size_t)total; i++) buffer_write(out, i < size - 8 - header ? file + 8 + header + i : (const uint8_t *)"", 1);
+  for (size_t i = 0; fits && i < (size_t)total; i++)
+    buffer_write(out, i < size - 8 - header ? file + 8 + header + i : (const uint8_t *)"", 1);
   free(text.at);
   return fits;
 }
@@ -522,7 +560,8 @@ static buffer edited(buffer file, const char *const *edits) {
   buffer whole = {NULL, 0, 0};
   for (; *edits; edits += 2) {
     buffer b = {NULL, 0, 0};
-    const size_t header = (size_t)(file.at[0] | file.at[1] << 8), nf = strlen(edits[0]), nt = strlen(edits[1]), size = header - nf + nt;
+    const size_t header = (size_t)(file.at[0] | file.at[1] << 8), nf = strlen(edits[0]), nt = strlen(edits[1]),
+        size = header - nf + nt;
     size_t at = 8;
     while (at + nf <= 8 + header && memcmp(file.at + at, edits[0], nf) != 0) at++;
     if (at + nf > 8 + header) {
@@ -584,8 +623,10 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
   SEED("training_sgd.safetensors", training_file(0))
   SEED("training_adamw.safetensors", training_file(1))
   SEED("set.safetensors", set_file())
-  SEED("set_mixed.safetensors", forged("{\"__metadata__\":{\"a\\u00e9\\ud83d\\ude00\":\"\\\"\\n\"}," T("second", "F64", "4", 0, 32) "," T("first", "F16", "2,3", 32, 44) "}", 0, 44))
-  SEED("set_half.safetensors", forged("{" T("first", "BF16", "2,3", 8, 20) "," T("second", "F16", "4", 0, 8) "}", 0, 20))
+  SEED("set_mixed.safetensors", forged("{\"__metadata__\":{\"a\\u00e9\\ud83d\\ude00\":\"\\\"\\n\"}," T("second", "F64",
+      "4", 0, 32) "," T("first", "F16", "2,3", 32, 44) "}", 0, 44))
+  SEED("set_half.safetensors", forged("{" T("first", "BF16", "2,3", 8, 20) "," T("second", "F16", "4", 0, 8) "}", 0,
+                                      20))
   SEED("set_partly.safetensors", forged("{" FIRST "," T("third", "I64", "1", 24, 32) "}", 0, 32))
   SEED("stream_learned.state", state_file(LM_LEARNED))
   SEED("stream_plain.state", state_file(LM_PLAIN))
@@ -606,20 +647,38 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
   SEED("header_claim.safetensors", forged("{" BOTH "}", 99999999, 40))
   SEED("header_claim_most.safetensors", forged("{" BOTH "}", UINT64_MAX, 40))
   SEED("shape_claim.safetensors", forged("{" T("first", "F32", "4294967296,4294967296", 0, 0) "}", 0, 0))
-  SEED("no_rows.safetensors", forged("{" T("first", "F32", "0,9223372036854775807", 0, 0) "," T("second", "F32", "4", 0, 16) "}", 0, 16))
-  SEED("lm_memory_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "F32", "2,2"), SHAPE("projected_embeddings", "F32", "1048576,0"))))
-  SEED("lm_positions_claim.safetensors", edited(lm_file(LM_LEARNED), EDIT("\"luna.max_length\":\"8\"", "\"luna.max_length\":\"67108864\"", SHAPE("embed_positions.weight", "F32", "8,2"), SHAPE("embed_positions.weight", "F32", "67108864,0"))))
-  SEED("lm_dim_claim.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.vocab\":\"3\"", "\"luna.vocab\":\"1\"", "\"luna.dim\":\"2\"", "\"luna.dim\":\"1200\"", "\"luna.heads\":\"2\"", "\"luna.heads\":\"1200\"", "\"luna.memory\":\"2\"", "\"luna.memory\":\"1\"", "\"luna.ffn\":\"2\"", "\"luna.ffn\":\"1\"", SHAPE("embed_tokens.weight", "F32", "3,2"), SHAPE("embed_tokens.weight", "U8", "1,1200"), SHAPE("projected_embeddings", "F32", "2,2"), SHAPE("projected_embeddings", "U8", "1,1200"), SHAPE("fc1.weight", "F32", "2,2"), SHAPE("fc1.weight", "U8", "1,1200"))))
-  SEED("lm_features_claim.safetensors", edited(lm_file(LM_FEATURES), EDIT("\"luna.features\":\"3\"", "\"luna.features\":\"1048576\"", SHAPE("input_norm.mean", "F32", "3"), SHAPE("input_norm.mean", "F32", "0,1048576"), SHAPE("input_norm.scale", "F32", "3"), SHAPE("input_norm.scale", "F32", "1048576,0"), SHAPE("input_proj.weight", "F32", "2,3"), SHAPE("input_proj.weight", "F32", "0,1048576"))))
-  SEED("lm_no_outputs.safetensors", edited(lm_file(LM_FEATURES), EDIT("\"luna.outputs\":\"2\"", "\"luna.outputs\":\"0\"")))
+  SEED("no_rows.safetensors", forged("{" T("first", "F32", "0,9223372036854775807", 0, 0) "," T("second", "F32", "4", 0,
+      16) "}", 0, 16))
+  SEED("lm_memory_claim.safetensors", edited(lm_file(LM_PLAIN),
+      EDIT("\"luna.memory\":\"2\"", "\"luna.memory\":\"1048576\"", SHAPE("projected_embeddings", "F32", "2,2"),
+           SHAPE("projected_embeddings", "F32", "1048576,0"))))
+  SEED("lm_positions_claim.safetensors", edited(lm_file(LM_LEARNED),
+      EDIT("\"luna.max_length\":\"8\"", "\"luna.max_length\":\"67108864\"",
+           SHAPE("embed_positions.weight", "F32", "8,2"), SHAPE("embed_positions.weight", "F32", "67108864,0"))))
+  SEED("lm_dim_claim.safetensors", edited(lm_file(LM_PLAIN),
+      EDIT("\"luna.vocab\":\"3\"", "\"luna.vocab\":\"1\"", "\"luna.dim\":\"2\"", "\"luna.dim\":\"1200\"",
+          "\"luna.heads\":\"2\"", "\"luna.heads\":\"1200\"", "\"luna.memory\":\"2\"", "\"luna.memory\":\"1\"",
+              "\"luna.ffn\":\"2\"", "\"luna.ffn\":\"1\"", SHAPE("embed_tokens.weight", "F32", "3,2"),
+                  SHAPE("embed_tokens.weight", "U8", "1,1200"), SHAPE("projected_embeddings", "F32", "2,2"),
+                      SHAPE("projected_embeddings", "U8", "1,1200"), SHAPE("fc1.weight", "F32", "2,2"),
+                          SHAPE("fc1.weight", "U8", "1,1200"))))
+  SEED("lm_features_claim.safetensors", edited(lm_file(LM_FEATURES),
+      EDIT("\"luna.features\":\"3\"", "\"luna.features\":\"1048576\"", SHAPE("input_norm.mean", "F32", "3"),
+          SHAPE("input_norm.mean", "F32", "0,1048576"), SHAPE("input_norm.scale", "F32", "3"),
+              SHAPE("input_norm.scale", "F32", "1048576,0"), SHAPE("input_proj.weight", "F32", "2,3"),
+                  SHAPE("input_proj.weight", "F32", "0,1048576"))))
+  SEED("lm_no_outputs.safetensors", edited(lm_file(LM_FEATURES),
+                                           EDIT("\"luna.outputs\":\"2\"", "\"luna.outputs\":\"0\"")))
   SEED("lm_omega.safetensors", edited(lm_file(LM_PLAIN), EDIT("\"luna.omega\":\"5\"", "\"luna.omega\":\"2\"")))
-  SEED("training_step.safetensors", edited(training_file(0), EDIT("\"luna.step\":\"0000000000000002\"", "\"luna.step\":\"ffffffffffffffff\"")))
+  SEED("training_step.safetensors", edited(training_file(0),
+      EDIT("\"luna.step\":\"0000000000000002\"", "\"luna.step\":\"ffffffffffffffff\"")))
 #undef SEED
   return false;
 }
 
 #ifdef FUZZ_LIBFUZZER
-/* ---- libFuzzer: a third of its changes go to the header, a third to a number in it, and then offsets and sizes are made to fit ---- */
+/* ---- libFuzzer: a third of its changes go to the header, a third to a number in it, and then offsets and sizes are
+   made to fit ---- */
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 size_t LLVMFuzzerMutate(uint8_t *bytes, size_t size, size_t max);
 size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int seed);
@@ -636,15 +695,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
 
 /* a number of the header becomes another; returns the header's new size */
 static size_t change_number(char *header, size_t size, size_t max, uint64_t random) {
-  static const char *const numbers[] = {"0", "1", "2", "3", "4", "5", "8", "16", "64", "255", "256", "1024", "4095", "65536", "1048576", "16777216", "67108864", "2147483647", "4294967296", "9223372036854775807"};
+  static const char *const numbers[] = {"0", "1", "2", "3", "4", "5", "8", "16", "64", "255", "256", "1024", "4095",
+      "65536", "1048576", "16777216", "67108864", "2147483647", "4294967296", "9223372036854775807"};
   const char *number = numbers[random / 65536 % (sizeof numbers / sizeof numbers[0])];
   const size_t n = strlen(number);
   size_t digits = 0, at, end, which;
-  for (at = 0; at < size; at++) digits += header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9');
+  for (at = 0; at < size; at++)
+    digits += header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9');
   if (digits == 0) return size;
   which = (size_t)(random % 65536) % digits;
   for (at = 0;; at++)
-    if (header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9') && which-- == 0) break;
+    if (header[at] >= '0' && header[at] <= '9' && (at == 0 || header[at - 1] < '0' || header[at - 1] > '9') &&
+        which-- == 0) break;
   for (end = at; end < size && header[end] >= '0' && header[end] <= '9'; end++) {}
   if (size - (end - at) + n > max) return size;
   memmove(header + at + n, header + end, size - end);
@@ -661,7 +723,8 @@ size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned
   memcpy(text, bytes + 8, header);
   size_t now = header;
   if (way == 1) now = LLVMFuzzerMutate((uint8_t *)text, header, room);
-  else for (uint64_t i = 0; i <= random / 4 % 3; i++) now = change_number(text, now, room, common_hash(number, size + 1 + i));
+  else for (uint64_t i = 0; i <= random / 4 % 3; i++)
+    now = change_number(text, now, room, common_hash(number, size + 1 + i));
   memmove(bytes + 8 + now, bytes + 8 + header, data);
   memcpy(bytes + 8, text, now);
   for (int i = 0; i < 8; i++) bytes[i] = (uint8_t)((uint64_t)now >> 8 * i);
@@ -683,7 +746,8 @@ static uint8_t *file_read(const char *path, size_t *size) {
   if (file && fseek(file, 0, SEEK_END) == 0) length = ftell(file);
   if (length >= 0 && length < LONG_MAX) {
     rewind(file);
-    bytes = (uint8_t *)malloc(length ? (size_t)length : 1); /* of its own size, so that a sanitizer sees what reads beyond */
+    /* of its own size, so that a sanitizer sees what reads beyond */
+    bytes = (uint8_t *)malloc(length ? (size_t)length : 1);
     *size = (size_t)length;
     if (bytes && fread(bytes, 1, *size, file) != *size) free(bytes), bytes = NULL;
   }
@@ -710,7 +774,8 @@ static void replay(const char *path) {
     return;
   }
   while ((entry = readdir(dir)) != NULL && count < MAX)
-    if (entry->d_name[0] != '.') names[count++] = strcpy((char *)common_alloc(strlen(entry->d_name) + 1), entry->d_name);
+    if (entry->d_name[0] != '.')
+      names[count++] = strcpy((char *)common_alloc(strlen(entry->d_name) + 1), entry->d_name);
   closedir(dir);
   qsort(names, (size_t)count, sizeof names[0], by_name);
   CHECK(count > 0, "%s has no files", path);

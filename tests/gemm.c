@@ -1,5 +1,6 @@
-/* gemm against a triple loop in double and against the reference: odd sizes, any strides, batches, epilogues; the same bits for any
-   number of threads, for a row alone, for a column alone, and from the product that attention and causal kernels use. */
+/* gemm against a triple loop in double and against the reference: odd sizes, any strides, batches, epilogues; the same
+   bits for any number of threads, for a row alone, for a column alone, and from the product that attention and causal
+   kernels use. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -14,8 +15,10 @@ typedef struct trial {
   double *want, *want_pre, *scale; /* scale: the sum of |terms|, what an element's error is measured by */
 } trial;
 
-/* Random strides: rows, columns or neither dense, a few floats of NaN between rows; an operand may be shared by the whole batch. */
-static float *operand(int64_t rows, int64_t columns, int64_t b0, int64_t b1, int64_t *row, int64_t *column, int64_t batch[2]) {
+/* Random strides: rows, columns or neither dense, a few floats of NaN between rows; an operand may be shared by the
+   whole batch. */
+static float *operand(int64_t rows, int64_t columns, int64_t b0, int64_t b1, int64_t *row, int64_t *column,
+                      int64_t batch[2]) {
   const int64_t layout = pick(4), gap = pick(3), shared = pick(4) == 0;
   *row = layout == 1 ? 1 : layout == 2 ? 2 * columns + gap : columns + gap;
   *column = layout == 1 ? rows + gap : layout == 2 ? 2 : 1;
@@ -93,7 +96,8 @@ static void reference(trial *t) {
 static double trial_error(const trial *t, const float *c, const double *want) {
   double worst = 0;
   for (int64_t i = 0; i < t->c_size; i++) {
-    const double difference = fabs((double)c[i] - want[i]), error = t->scale[i] < 0 ? difference > 0 : difference / t->scale[i];
+    const double difference = fabs((double)c[i] - want[i]),
+        error = t->scale[i] < 0 ? difference > 0 : difference / t->scale[i];
     if (!(error <= worst)) worst = error == error ? error : INFINITY;
   }
   return worst;
@@ -122,16 +126,19 @@ static void check_alone(const trial *t, const float *c, bool column) {
   g.pre = g.pre ? pre + i * g.c_row + j : NULL;
   run(kernels, &g, 1);
   for (int64_t r = 0; r < g.m; r++) equal = equal && same(g.c + r * g.c_row, c + (i + r) * g.c_row + j, g.n);
-  CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row", (int)t->g.m, (int)g.k,
+  CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row",
+        (int)t->g.m, (int)g.k,
         (int)g.k, (int)t->g.n);
   release(own), release(pre);
 }
 static void check_product(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
   float *panels = zeros(lunai_panels_size(kernels, g->n, g->k)), *own = copied(t->before, t->c_size);
-  lunai_matmul(kernels, g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own, g->c_row,
+  lunai_matmul(kernels, g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own,
+               g->c_row,
                g->accumulate, panels);
-  CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m, (int)g->k, (int)g->k,
+  CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m,
+        (int)g->k, (int)g->k,
         (int)g->n);
   release(panels), release(own);
 }
@@ -146,21 +153,25 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   t.g.pre = mode & PRE ? pre : NULL;
   for (int s = 0; s <= KERNELS_THREADS; s++) { /* the last time: the reference */
     memcpy(c, t.before, bytes), memcpy(pre, t.before, bytes);
-    run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_REFERENCE), &t.g, s < KERNELS_THREADS ? kernels_threads[s] : 1);
+    run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_REFERENCE), &t.g,
+        s < KERNELS_THREADS ? kernels_threads[s] : 1);
     if (s == 0) {
       memcpy(first, c, bytes);
       error[0] = trial_error(&t, c, t.want), error[1] = mode & PRE ? trial_error(&t, pre, t.want_pre) : 0;
       CHECK(error[0] <= 5e-7 && error[1] <= 5e-7,
-            "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d, activation %d: error %.3g, of the pre-activation %.3g", kernels_name, (int)m,
+            "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d, activation %d: error %.3g, of the pre-activation %.3g",
+                kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode, t.g.activation, error[0], error[1]);
     } else if (s < KERNELS_THREADS)
-      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d threads", kernels_name, (int)m,
+      CHECK(same(c, first, t.c_size), "%s: [%d,%d] x [%d,%d], batch %d x %d, mode %d: other bits with %d threads",
+            kernels_name, (int)m,
             (int)k, (int)k, (int)n, (int)b0, (int)b1, mode,
             (int)kernels_threads[s]);
   }
   for (int64_t i = 0; i < t.c_size; i++) t.want[i] = (double)first[i];
   error[0] = trial_error(&t, c, t.want);
-  CHECK(error[0] <= 8e-7, "%s: [%d,%d] x [%d,%d], mode %d: %.3g from the reference", kernels_name, (int)m, (int)k, (int)k, (int)n, mode,
+  CHECK(error[0] <= 8e-7, "%s: [%d,%d] x [%d,%d], mode %d: %.3g from the reference", kernels_name, (int)m, (int)k,
+        (int)k, (int)n, mode,
         error[0]);
   if (m > 0 && n > 0 && b0 > 0 && b1 > 0) {
     check_alone(&t, first, false);
@@ -191,7 +202,8 @@ static void check_not_finite(float odd) {
         wrong += !touched && c[i * N + j] != clean[i * N + j];
         lost += touched && fabs((double)c[i * N + j]) < 1e30;
       }
-    CHECK(wrong == 0 && lost == 0, "%s: %g in %s reaches %d elements it should not, and not %d that it should", kernels_name, (double)odd,
+    CHECK(wrong == 0 && lost == 0, "%s: %g in %s reaches %d elements it should not, and not %d that it should",
+          kernels_name, (double)odd,
           side ? "B" : "A", wrong, lost);
     *at = was;
   }
@@ -210,15 +222,18 @@ static void check_random(int times, range m, range n, range k, range batch, int 
 
 int main(void) {
   const range small = {0, 41}, batch = {3, 2}, one = {1, 1};
-  const range high = {0, 80}, wide = {0, 300}, deep = {200, 900}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200}, next = {513, 50};
+  const range high = {0, 80}, wide = {0, 300}, deep = {200, 900}, tall = {230, 300}, few = {1, 16}, broad = {1000, 200},
+      next = {513, 50};
   for (int at = 0; kernels_next(&at);) {
     check_random(300, small, small, small, batch, -1);
     check_random(12, high, wide, deep, one, -1);
     check_random(4, tall, small, deep, one, -1);
     check_random(4, few, broad, wide, one, -1);
-    for (int mode = 0; mode < 8; mode++) check(3 + 30 * mode, 70 - 9 * mode, 130 * (mode % 3), 2, 1, mode & 5); /* no epilogue */
+    /* no epilogue */
+    for (int mode = 0; mode < 8; mode++) check(3 + 30 * mode, 70 - 9 * mode, 130 * (mode % 3), 2, 1, mode & 5);
     for (int mode = 0; mode < 4; mode++) check_random(1, tall, high, next, one, ACCUMULATE | ACTIVATION | mode);
-    check(0, 5, 5, 1, 1, 0), check(5, 0, 5, 1, 1, 0), check(5, 7, 0, 2, 2, ALPHA | BIAS | ACTIVATION), check(5, 7, 0, 1, 1, ACCUMULATE),
+    check(0, 5, 5, 1, 1, 0), check(5, 0, 5, 1, 1, 0), check(5, 7, 0, 2, 2, ALPHA | BIAS | ACTIVATION),
+        check(5, 7, 0, 1, 1, ACCUMULATE),
       check(5, 5, 5, 0, 1, 0), check(1, 1, 1, 1, 1, 0);
     check_not_finite((float)NAN), check_not_finite((float)INFINITY), check_not_finite(-(float)INFINITY);
   }

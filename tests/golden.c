@@ -1,11 +1,12 @@
-/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data, and tests/data/baselines), on every instruction
-   set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is zero in
-   exact arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
-   A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths, outputs y,
-   yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model (classifier, seq2seq)
-   tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean cross-entropy. One of another attention
-   (its kind is a name in examples/attentions/attentions.h): its options as metadata, its parameters, arrays and inputs. Included by
-   cuda.c, it runs on a device. */
+/* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data, and tests/data/baselines), on every
+   instruction set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| /
+   ||b||; of a gradient that is zero in exact arithmetic, as key biases' and those of a softmax over one key: see
+   golden_gradient_error). A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs
+   x, p, context, lengths, outputs y, yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as
+   grad.NAME; one of a model (classifier, seq2seq) tokens, lengths, labels, what the encoder gives, logits, and the
+   gradients of the mean cross-entropy. One of another attention (its kind is a name in
+   examples/attentions/attentions.h): its options as metadata, its parameters, arrays and inputs. Included by cuda.c, it
+   runs on a device. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -71,7 +72,8 @@ static luna_tensor *golden_tensor(const golden *g, luna_ctx *ctx, const char *na
   free(values);
   return made;
 }
-static int32_t *golden_numbers(const golden *g, const char *name, int64_t *columns) { /* to be freed; null when not there */
+/* to be freed; null when not there */
+static int32_t *golden_numbers(const golden *g, const char *name, int64_t *columns) {
   lunai_st_tensor t;
   int32_t *out;
   if (!lunai_st_find(&g->st, name, &t) || t.dtype != LUNAI_ST_I32) return NULL;
@@ -94,7 +96,8 @@ static bool golden_open(golden *g) {
   const size_t got = fread(g->bytes, 1, g->size, file);
   fclose(file);
   wrong = got == g->size ? lunai_st_open(&g->st, g->bytes, g->size) : "it is cut short";
-  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(lunai_st_meta(&g->st, "kind", &kind), "%s does not say its kind", g->name))
+  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(lunai_st_meta(&g->st, "kind", &kind),
+                                                         "%s does not say its kind", g->name))
     return false;
   lunai_st_decode(kind, g->kind, sizeof g->kind);
   g->dim = golden_number(g, "dim");
@@ -104,7 +107,8 @@ static bool golden_open(golden *g) {
   g->tied = golden_is(g, "tied_kv", "true");
   g->pre_norm = golden_is(g, "pre_norm", "true");
   g->activation = golden_is(g, "activation", "gelu") ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_RELU;
-  g->omega = golden_is(g, "pack_activation", "elu") || golden_is(g, "pack_activation", "elu1") ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_SOFTPLUS2;
+  g->omega = golden_is(g, "pack_activation", "elu") || golden_is(g, "pack_activation", "elu1") ? LUNA_ACTIVATION_ELU1 :
+      LUNA_ACTIVATION_SOFTPLUS2;
   return true;
 }
 
@@ -117,7 +121,8 @@ static double golden_rms(const float *x, int64_t n) {
 static bool golden_is_zero(const float *expected, int64_t n, double largest) {
   return golden_rms(expected, n) <= TRUE_ZERO * largest;
 }
-/* held to GRADIENT_LIMIT: ||got - expected|| / ||expected||, with no floor; of a true zero max |got - expected| / largest */
+/* held to GRADIENT_LIMIT: ||got - expected|| / ||expected||, with no floor; of a true zero max |got - expected| /
+   largest */
 static double golden_gradient_error(const float *got, const float *expected, int64_t n, double largest) {
   double max = 0;
   if (!golden_is_zero(expected, n, largest)) return common_error(got, expected, n, 0);
@@ -166,12 +171,15 @@ static luna_status golden_init(const golden *g, golden_layer *layer, luna_params
   if (strcmp(g->kind, "encoder_layer") == 0) return luna_encoder_layer_init(&layer->encoder, params, NULL, &config);
   return luna_decoder_layer_init(&layer->decoder, params, NULL, &config);
 }
-static luna_tensor *golden_forward(const golden *g, const golden_layer *layer, luna_tensor *x, luna_tensor *p, luna_tensor *context,
+static luna_tensor *golden_forward(const golden *g, const golden_layer *layer, luna_tensor *x, luna_tensor *p,
+                                   luna_tensor *context,
                                    const int32_t *lengths, luna_tensor **packed_context) {
-  if (strcmp(g->kind, "attention") == 0) return luna_nested_attention_layer_forward(&layer->attention, x, p, context, lengths, packed_context);
+  if (strcmp(g->kind, "attention") == 0)
+    return luna_nested_attention_layer_forward(&layer->attention, x, p, context, lengths, packed_context);
   if (strcmp(g->kind, "causal") == 0) return luna_causal_attention_layer_forward(&layer->causal, x, p, lengths);
   *packed_context = p;
-  if (strcmp(g->kind, "encoder_layer") == 0) return luna_encoder_layer_forward(&layer->encoder, x, packed_context, lengths);
+  if (strcmp(g->kind, "encoder_layer") == 0)
+    return luna_encoder_layer_forward(&layer->encoder, x, packed_context, lengths);
   return luna_decoder_layer_forward(&layer->decoder, x, packed_context, context, lengths);
 }
 
@@ -205,7 +213,8 @@ static void golden_output(golden *g, const char *name, const luna_tensor *t, con
     float *got = common_floats(found.count);
     luna_read(t, got);
     for (int64_t b = 0; lengths && b < t->shape[0]; b++) {
-      const int64_t from = (b * t->shape[1] + lengths[b]) * t->shape[2], size = (t->shape[1] - lengths[b]) * t->shape[2];
+      const int64_t from = (b * t->shape[1] + lengths[b]) * t->shape[2],
+          size = (t->shape[1] - lengths[b]) * t->shape[2];
       memcpy(expected + from, got + from, (size_t)size * sizeof(float));
     }
     golden_note(g, &g->output, name, common_error(got, expected, found.count, 1e-6));
@@ -219,11 +228,13 @@ static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
   float *expected, *got;
   strncat(full, name, sizeof full - strlen(full) - 1);
   expected = golden_floats(g, full, &found);
-  if (!t || !CHECK(expected && luna_count(t) == found.count, "%s: there is no %s of that size (%s)", g->name, full, g->how)) {
+  if (!t || !CHECK(expected && luna_count(t) == found.count, "%s: there is no %s of that size (%s)", g->name, full,
+                   g->how)) {
     free(expected);
     return 0;
   }
-  got = common_floats(found.count); /* zeros: of a parameter that backward did not reach (the folded form has no key bias) */
+  /* zeros: of a parameter that backward did not reach (the folded form has no key bias) */
+  got = common_floats(found.count);
   if (CHECK(!t->grad || luna_read_grad(t, got) == LUNA_OK, "%s: no gradient for %s (%s)", g->name, name, g->how))
     golden_note(g, golden_is_zero(expected, found.count, g->largest) ? &g->zero : &g->gradient, full,
                 golden_gradient_error(got, expected, found.count, g->largest));
@@ -241,7 +252,8 @@ static void golden_gradients(golden *g, const luna_params *params, int compared)
     const char *name;
     const luna_tensor *parameter = luna_params_at(params, i, &name);
     snprintf(full, sizeof full, "grad.%s", name);
-    if (g->system && !parameter->has_grad && !lunai_st_find(&g->st, full, &t)) continue; /* an array that is not trained */
+    /* an array that is not trained */
+    if (g->system && !parameter->has_grad && !lunai_st_find(&g->st, full, &t)) continue;
     compared += golden_gradient(g, name, parameter);
   }
   while (lunai_st_next(&g->st, &cursor, &t)) count += t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0;
@@ -267,7 +279,8 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   luna_tensor *packed_context = NULL;
   int32_t *lengths = golden_numbers(g, "lengths", NULL);
   char how[96];
-  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded", training ? "" : " inference");
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded",
+           training ? "" : " inference");
   g->how = how;
   options.threads = 2;
   options.isa = isa;
@@ -283,12 +296,15 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   golden_set(g, params);
   if (training) luna_begin_step(ctx);
   else luna_begin_inference(ctx);
-  luna_tensor *x = golden_tensor(g, ctx, "x"), *p = golden_tensor(g, ctx, "p"), *context = golden_tensor(g, ctx, "context");
+  luna_tensor *x = golden_tensor(g, ctx, "x"), *p = golden_tensor(g, ctx, "p"),
+      *context = golden_tensor(g, ctx, "context");
   luna_tensor *y = golden_forward(g, &layer, x, p, context, lengths, &packed_context);
   golden_output(g, "y", y, NULL);
   if (packed_context) golden_output(g, "yp", packed_context, NULL);
-  if (training && CHECK(luna_backward(golden_loss(g, y, packed_context)) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx)))
-    golden_gradients(g, params, golden_gradient(g, "x", x) + golden_gradient(g, "p", p) + golden_gradient(g, "context", context));
+  if (training && CHECK(luna_backward(golden_loss(g, y, packed_context)) == LUNA_OK, "%s (%s): %s", g->name, how,
+                        luna_error(ctx)))
+    golden_gradients(g, params, golden_gradient(g, "x", x) + golden_gradient(g, "p", p) +
+                     golden_gradient(g, "context", context));
   luna_close(ctx);
   free(lengths);
 }
@@ -297,7 +313,8 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
 static luna_encoder_config golden_encoder(const golden *g) {
   luna_encoder_config c = {0};
   lunai_st_tensor t;
-  c.layers = golden_number(g, "layers"), c.dim = g->dim, c.heads = g->heads, c.ffn = g->ffn, c.memory = golden_number(g, "memory");
+  c.layers = golden_number(g, "layers"), c.dim = g->dim, c.heads = g->heads, c.ffn = g->ffn,
+      c.memory = golden_number(g, "memory");
   c.positions = golden_is(g, "learned_positions", "true") ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   c.first_position = golden_number(g, "padding_idx") + 1;
   if (lunai_st_find(&g->st, "encoder.embed_positions.weight", &t)) c.max_length = t.shape[0] - c.first_position;
@@ -313,7 +330,8 @@ static luna_status golden_model_init(const golden *g, luna_model *model, luna_pa
   if (strcmp(g->kind, "classifier") == 0) {
     luna_classifier_config c = {0};
     c.vocab = golden_number(g, "vocab"), c.classes = golden_number(g, "classes");
-    c.pooling = golden_is(g, "pooling", "cls") ? LUNA_POOLING_CLS : golden_is(g, "pooling", "mean") ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY_BATCH;
+    c.pooling = golden_is(g, "pooling", "cls") ? LUNA_POOLING_CLS : golden_is(g, "pooling", "mean") ?
+        LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY_BATCH;
     c.pair = golden_is(g, "dual", "true");
     c.pre_logits = lunai_st_find(&g->st, "pre_logits.0.bias", &t) ? t.shape[0] : 0;
     c.encoder = golden_encoder(g);
@@ -324,7 +342,8 @@ static luna_status golden_model_init(const golden *g, luna_model *model, luna_pa
   c.share_embeddings = golden_is(g, "share_all_embeddings", "true");
   c.encoder = golden_encoder(g);
   c.encoder.keep_padding = true;
-  if (lunai_st_find(&g->st, "decoder.embed_positions.weight", &t)) c.max_target_length = t.shape[0] - c.encoder.first_position;
+  if (lunai_st_find(&g->st, "decoder.embed_positions.weight", &t))
+    c.max_target_length = t.shape[0] - c.encoder.first_position;
   return luna_seq2seq_init(&model->seq2seq, params, &c);
 }
 
@@ -335,13 +354,16 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   luna_tensor *p = NULL, *x, *logits;
   char how[96];
   int64_t n = 0, m = 0;
-  int32_t *tokens = golden_numbers(g, classifier ? "tokens" : "src_tokens", &n), *lengths = golden_numbers(g, classifier ? "lengths" : "src_lengths", NULL);
-  int32_t *other = golden_numbers(g, classifier ? "tokens2" : "prev_output_tokens", &m), *other_lengths = golden_numbers(g, "lengths2", NULL);
+  int32_t *tokens = golden_numbers(g, classifier ? "tokens" : "src_tokens", &n),
+      *lengths = golden_numbers(g, classifier ? "lengths" : "src_lengths", NULL);
+  int32_t *other = golden_numbers(g, classifier ? "tokens2" : "prev_output_tokens", &m),
+      *other_lengths = golden_numbers(g, "lengths2", NULL);
   int32_t *labels = golden_numbers(g, classifier ? "labels" : "targets", NULL);
   lunai_st_tensor t;
   lunai_st_find(&g->st, "logits", &t);
   const int64_t batch = t.shape[0];
-  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded", training ? "" : " inference");
+  snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded",
+           training ? "" : " inference");
   g->how = how;
   options.threads = 2;
   options.isa = isa;
@@ -352,17 +374,23 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   if (CHECK(golden_model_init(g, &model, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
     golden_set(g, params);
     luna_begin_inference(ctx);
-    x = luna_encoder_forward(classifier ? &model.classifier.encoder : &model.seq2seq.encoder, &(luna_input){ tokens, lengths, batch, n, NULL }, &p);
-    golden_output(g, "encoder_out", x, classifier ? NULL : lengths); /* a learned position of padding, which nothing reads, is in one file */
+    x = luna_encoder_forward(classifier ? &model.classifier.encoder : &model.seq2seq.encoder,
+                             &(luna_input){ tokens, lengths, batch, n, NULL }, &p);
+    /* a learned position of padding, which nothing reads, is in one file */
+    golden_output(g, "encoder_out", x, classifier ? NULL : lengths);
     golden_output(g, classifier ? "packed_out" : "encoder_projected_out", p, NULL);
     if (training) luna_begin_step(ctx);
-    logits = !classifier ? luna_seq2seq_forward(&model.seq2seq, &(luna_input){ tokens, lengths, batch, n, NULL }, &(luna_input){ other, NULL, batch, m, NULL })
-             : other     ? luna_classifier_forward_pair(&model.classifier, &(luna_input){ tokens, lengths, batch, n, NULL }, &(luna_input){ other, other_lengths, batch, m, NULL })
+    logits = !classifier ? luna_seq2seq_forward(&model.seq2seq, &(luna_input){ tokens, lengths, batch, n, NULL },
+                                                &(luna_input){ other, NULL, batch, m, NULL })
+             : other     ? luna_classifier_forward_pair(&model.classifier,
+                 &(luna_input){ tokens, lengths, batch, n, NULL },
+                     &(luna_input){ other, other_lengths, batch, m, NULL })
                          : luna_classifier_forward(&model.classifier, &(luna_input){ tokens, lengths, batch, n, NULL });
     golden_output(g, "logits", logits, NULL);
     luna_tensor *loss = luna_cross_entropy(logits, labels);
     golden_output(g, "loss", loss, NULL);
-    if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx))) golden_gradients(g, params, 0);
+    if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx)))
+      golden_gradients(g, params, 0);
   }
   luna_close(ctx);
   free(tokens), free(lengths), free(other), free(other_lengths), free(labels);
@@ -383,7 +411,8 @@ static void golden_option(void *user, const char *key, const char *value) {
 /* what a file says by its tensors alone: an axis (or -1: that there is one) of a tensor, and more, is an option */
 static void golden_shapes(golden_attention *a) {
   static const struct { const char *system, *option, *tensor; int axis, more; } shapes[] = {
-    {"synthesizer", "mixture", "mixture", -1, 0}, {"synthesizer", "a", "dense_a.weight", 1, 0}, {"synthesizer", "b", "dense_b.weight", 1, 0},
+    {"synthesizer", "mixture", "mixture", -1, 0}, {"synthesizer", "a", "dense_a.weight", 1, 0},
+        {"synthesizer", "b", "dense_b.weight", 1, 0},
     {"bigbird", "max_blocks", "random_blocks", 1, 2},
   };
   for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
@@ -434,12 +463,14 @@ static void golden_causality(golden *g, luna_ctx *ctx, attentions *choice, luna_
     int64_t differ = 0;
     if (t) luna_read(t, got);
     for (int64_t b = 0; b < batch; b++)
-      for (int64_t j = 0; j < cut * d; j++) differ += memcmp(&got[b * n * d + j], &y[b * n * d + j], sizeof(float)) != 0;
+      for (int64_t j = 0; j < cut * d; j++)
+        differ += memcmp(&got[b * n * d + j], &y[b * n * d + j], sizeof(float)) != 0;
     CHECK(t && differ == 0, "%s (%s): %d numbers before token %d depend on it", g->name, g->how, (int)differ, (int)cut);
     free(got);
   }
 }
-static void golden_attention_outputs(golden *g, const golden_attention *a, luna_tensor *y, const luna_attention_call *call) {
+static void golden_attention_outputs(golden *g, const golden_attention *a, luna_tensor *y,
+                                     const luna_attention_call *call) {
   const attention *layer = a->choice.layers;
   golden_output(g, "y", y, call->lengths);
   golden_output(g, "yp", call->next_p, NULL);
@@ -447,7 +478,8 @@ static void golden_attention_outputs(golden *g, const golden_attention *a, luna_
   golden_output(g, "next_compressed", layer->next_compressed, NULL);
   golden_output(g, "loss", layer->loss, NULL);
 }
-static void golden_attention_run(golden_attention *a, luna_ctx *ctx, luna_params *params, const int32_t *lengths, bool training) {
+static void golden_attention_run(golden_attention *a, luna_ctx *ctx, luna_params *params, const int32_t *lengths,
+                                 bool training) {
   golden *g = a->g;
   attention *layer = a->choice.layers;
   luna_attention_call call;
@@ -504,7 +536,8 @@ static void golden_run_attention(golden *g, luna_isa isa, luna_form form, bool t
 }
 
 static int golden_file(golden *g) { /* 1 when it was compared */
-  static const char *const kinds[6] = {"attention", "causal", "encoder_layer", "decoder_layer", "classifier", "seq2seq"};
+  static const char *const kinds[6] = {"attention", "causal", "encoder_layer", "decoder_layer", "classifier",
+                                       "seq2seq"};
   int known = 0;
   if (!golden_open(g)) return 0;
   for (int i = 0; i < ATTENTION_SYSTEMS; i++) g->system |= strcmp(g->kind, attention_systems[i]->name) == 0;

@@ -1,5 +1,5 @@
-/* Every op and layer of op_cases.h: luna_backward against central finite differences, in a double-precision build of the scalar
-   path (`float` is double inside luna.h and here), 1e-6 relative for each input and parameter. */
+/* Every op and layer of op_cases.h: luna_backward against central finite differences, in a double-precision build of
+   the scalar path (`float` is double inside luna.h and here), 1e-6 relative for each input and parameter. */
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -35,14 +35,16 @@ static double worst;
 static const char *worst_name = "none";
 
 /* derivative of the loss along `direction` (element `only` when that is >= 0) of input i */
-static double gradient_difference(trial *t, const op_case *c, int variant, int i, const double *direction, int64_t only) {
+static double gradient_difference(trial *t, const op_case *c, int variant, int i, const double *direction,
+                                  int64_t only) {
   trial_array *a = &t->input[i];
   double side[2] = {0, 0};
   double *saved = common_floats(a->count);
   memcpy(saved, a->values, (size_t)a->count * sizeof *saved);
   for (int s = 0; s < 2; s++) {
     const double step = s ? -STEP : STEP;
-    for (int64_t j = 0; j < a->count; j++) a->values[j] = saved[j] + (only < 0 ? step * direction[j] : j == only ? step : 0);
+    for (int64_t j = 0; j < a->count; j++)
+      a->values[j] = saved[j] + (only < 0 ? step * direction[j] : j == only ? step : 0);
     if (!trial_run(t, c, variant, false)) side[s] = NAN;
     else side[s] = t->value;
   }
@@ -63,7 +65,8 @@ static double gradient_error(trial *t, const op_case *c, int variant, int i) {
   } else {
     double size = FLOOR * FLOOR * (double)n, off = 0;
     for (int64_t j = 0; j < n; j++) size += gradient[j] * gradient[j];
-    for (int k = 0; k < DIRECTIONS; k++) { /* for random directions the mean of (difference . direction)^2 is |difference|^2 / 3 */
+    /* for random directions the mean of (difference . direction)^2 is |difference|^2 / 3 */
+    for (int k = 0; k < DIRECTIONS; k++) {
       double *direction = common_random(n, 5000 + (uint64_t)k, 1), along = 0;
       for (int64_t j = 0; j < n; j++) along += gradient[j] * direction[j];
       along -= gradient_difference(t, c, variant, i, direction, -1);
@@ -88,7 +91,8 @@ static void gradient_case(const op_case *c, int variant) {
   const int inputs = t.inputs;
   for (int i = 0; i < inputs; i++) {
     const double error = gradient_error(&t, c, variant, i);
-    CHECK(error <= TOLERANCE, "%s, variant %d, input %d of %d (%lld numbers): gradient is off by %.3g", c->name, variant, i, inputs,
+    CHECK(error <= TOLERANCE, "%s, variant %d, input %d of %d (%lld numbers): gradient is off by %.3g", c->name,
+          variant, i, inputs,
           (long long)t.input[i].count, error);
     if (!(error <= worst)) worst = error, worst_name = c->name;
   }

@@ -5,7 +5,8 @@
 #include "common.h"
 #include "models.h"
 
-/* ---- an attention from outside luna.h: a learned moving average, a custom op; y_t = (1 - a) sum_j a^|t-j| x_j, one a = sigmoid(decay) a
+/* ---- an attention from outside luna.h: a learned moving average, a custom op; y_t = (1 - a) sum_j a^|t-j| x_j, one a
+   = sigmoid(decay) a
  * head ---- */
 typedef struct average_layer {
   luna_tensor *decay;
@@ -13,8 +14,10 @@ typedef struct average_layer {
 } average_layer;
 typedef struct average_hook {
   average_layer layers[8];
-  int made, fail_at;                                        /* init number fail_at returns null, after it has made a parameter */
-  int forwards, with_memory, causal, with_lengths, strange; /* what forward has seen; strange: a p that is no tensor of the model's sizes */
+  /* init number fail_at returns null, after it has made a parameter */
+  int made, fail_at;
+  /* what forward has seen; strange: a p that is no tensor of the model's sizes */
+  int forwards, with_memory, causal, with_lengths, strange;
   luna_tensor *expected_memory;
 } average_hook;
 typedef struct average_state {
@@ -122,41 +125,51 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   }
   counting_task(0, tokens, lengths, labels);
   luna_begin_step(ctx);
-  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
+  luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0],
+      &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
   const double value = (double)luna_item(loss);
   const int first_run = state.forwards;
   CHECK(luna_backward(loss) == LUNA_OK, "hook: %s", luna_error(ctx));
   CHECK(first_run == 2 && state.forwards == 2, "recompute %d: the hook ran %d times, then %d",
         recompute, first_run, state.forwards - first_run);
-  CHECK(state.with_memory == 0 && state.strange == 0, "recompute %d: of %d forwards %d have a memory, and the encoder has none", recompute,
+  CHECK(state.with_memory == 0 && state.strange == 0,
+        "recompute %d: of %d forwards %d have a memory, and the encoder has none", recompute,
         state.forwards, state.with_memory);
   CHECK(state.causal == 0 && state.with_lengths == state.forwards,
-        "recompute %d: an encoder's hook is called causal %d times, with lengths %d times of %d", recompute, state.causal,
+        "recompute %d: an encoder's hook is called causal %d times, with lengths %d times of %d", recompute,
+            state.causal,
         state.with_lengths, state.forwards);
-  for (int i = 0; i < 2; i++) { /* the gradient, and what the loss does when a decay changes: a central difference in float, to 3% */
+  /* the gradient, and what the loss does when a decay changes: a central difference in float, to 3% */
+  for (int i = 0; i < 2; i++) {
     luna_tensor *decay = state.layers[i].decay;
     float side[2], *g = gradient_of(decay);
     for (int s = 0; s < 2; s++) {
       decay->data[0] = s ? -0.005f : 0.005f;
       luna_begin_step(ctx);
-      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels));
+      side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0],
+          &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels));
     }
     decay->data[0] = 0;
     const double difference = ((double)side[0] - (double)side[1]) / 0.01;
     CHECK(fabs(difference - (double)g[0]) <= 3e-2 * fabs(difference) + 1e-4 && g[0] != 0,
-          "hook, layer %d: the loss %.4f changes by %.5f a decay, the gradient is %.5f", i, value, difference, (double)g[0]);
+          "hook, layer %d: the loss %.4f changes by %.5f a decay, the gradient is %.5f", i, value, difference,
+              (double)g[0]);
     free(g);
   }
   luna_params_zero_grad(set[0]);
   const double fell = train_classifier(set[0], &model[0], 100, 1e-2f);
   CHECK(fell < 0.5, "a hooked classifier's loss falls to %.3f of ln 2 only", fell);
-  CHECK(state.layers[0].decay->data[0] != 0 && state.layers[1].decay->data[1] != 0, "training has not changed the hook's parameters");
-  CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "hook: %s", luna_error(ctx));
+  CHECK(state.layers[0].decay->data[0] != 0 && state.layers[1].decay->data[1] != 0,
+        "training has not changed the hook's parameters");
+  CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "hook: %s",
+        luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
-    logits[i] = values_of(ctx, luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), "logits");
+    logits[i] = values_of(ctx, luna_classifier_forward(&model[i],
+        &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), "logits");
   }
-  CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2), "a hooked classifier comes back from its file with other bits");
+  CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2),
+        "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
   refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0,
       NOT_A_MODEL,
@@ -182,7 +195,8 @@ static void check_hook_lm(void) {
   luna_optimizer *adam = luna_adamw(params, &adamw);
   for (int step = 0; step < 150; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 19, NULL }), tokens + 1);
+    luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 19, NULL }),
+                                           tokens + 1);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "hook: %s", luna_error(ctx))) break;
     last = (double)luna_item(loss);
@@ -190,7 +204,8 @@ static void check_hook_lm(void) {
   }
   CHECK(last < 0.2 * first, "a hooked language model's loss falls from %.3f to %.3f only", first, last);
   CHECK(state.causal == state.forwards && state.with_memory == 0 && state.with_lengths == 0 && state.forwards == 300,
-        "of 300 forwards in a language model %d were made, %d are causal, %d have a memory, %d lengths", state.forwards, state.causal,
+        "of 300 forwards in a language model %d were made, %d are causal, %d have a memory, %d lengths", state.forwards,
+            state.causal,
         state.with_memory, state.with_lengths);
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
@@ -237,7 +252,8 @@ static void check_hook_refusals(void) {
     l.layer.hook = &hook;
     refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, HOOK_INIT,
         "a language model whose hook's init %d returns null", fail_at);
-    CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 && !luna_params_get(params, "luna.kind"),
+    CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 &&
+          !luna_params_get(params, "luna.kind"),
           "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));
   }
   luna_layer_config config = {0};
@@ -281,19 +297,22 @@ static void check_hook_refusals(void) {
     CHECK(luna_encoder_layer_forward(&layer, x, &p, NULL) && p == given && state.with_memory == 1 && state.strange == 0,
           "a hook does not get the layer's memory: %s", luna_error(ctx));
     state.expected_memory = NULL;
-    CHECK(luna_encoder_layer_forward(&layer, x, NULL, NULL) && state.with_memory == 1 && state.strange == 0, "a hook without a memory: %s",
+    CHECK(luna_encoder_layer_forward(&layer, x, NULL, NULL) && state.with_memory == 1 && state.strange == 0,
+          "a hook without a memory: %s",
           luna_error(ctx));
   }
   luna_close(ctx);
 }
 static void check_hooks(void) {
-  for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++) check_hook_classifier((luna_recompute_kind)recompute);
+  for (int recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute++)
+    check_hook_classifier((luna_recompute_kind)recompute);
   check_hook_lm();
   check_hook_refusals();
   heap_check("hooks");
 }
 
-/* ---- a model that is none of luna.h's: a Luna encoder layer reads a list, a question looks into it through softmax attention ---- */
+/* ---- a model that is none of luna.h's: a Luna encoder layer reads a list, a question looks into it through softmax
+   attention ---- */
 typedef struct lookup {
   luna_tensor *embedding, *question, *memory;
   luna_encoder_layer reader;
@@ -311,19 +330,22 @@ static bool lookup_init(lookup *m, luna_params *params) {
   m->embedding = luna_param(params, "embedding", 2, table, normal);
   m->question = luna_param(params, "question", 2, table, normal);
   m->memory = luna_param(params, "memory", 2, slots, normal);
-  return m->embedding && m->question && m->memory && luna_encoder_layer_init(&m->reader, params, "reader.", &layer) == LUNA_OK &&
+  return m->embedding && m->question && m->memory && luna_encoder_layer_init(&m->reader, params, "reader.", &layer) ==
+      LUNA_OK &&
          luna_attention_layer_init(&m->look, params, "look.", &attention) == LUNA_OK &&
          luna_norm_layer_init(&m->norm, params, "norm", DIM, LUNA_NORM_LAYER) == LUNA_OK &&
          luna_linear_layer_init(&m->answer, params, "answer", DIM, 2, xavier) == LUNA_OK;
 }
 /* is the symbol asked for in the list? list [batch, n], asked [batch] -> [batch, 1, 2] */
-static luna_tensor *lookup_forward(const lookup *m, const int32_t *list, const int32_t *lengths, const int32_t *asked, int64_t batch,
+static luna_tensor *lookup_forward(const lookup *m, const int32_t *list, const int32_t *lengths, const int32_t *asked,
+                                   int64_t batch,
                                    int64_t n) {
   luna_tensor *p = luna_expand(m->memory, batch), *x = luna_embedding(m->embedding, list, batch, n),
               *q = luna_embedding(m->question, asked, batch, 1);
   x = luna_encoder_layer_forward(&m->reader, x, &p, lengths);
   return luna_linear_layer_forward(&m->answer,
-                                   luna_norm_layer_forward(&m->norm, luna_add(luna_attention_layer_forward(&m->look, q, x, lengths), q)));
+                                   luna_norm_layer_forward(&m->norm, luna_add(luna_attention_layer_forward(&m->look, q,
+                                       x, lengths), q)));
 }
 static void check_composed(void) {
   enum { LISTS = 32, LENGTH = 8 };
@@ -361,7 +383,8 @@ static void check_composed(void) {
   }
   CHECK(sum < 0.5, "a composed model's loss falls to %.3f of ln 2 only", sum);
   check_moved(set[0], before, "a composed model");
-  CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "a composed model: %s", luna_error(ctx));
+  CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "a composed model: %s",
+        luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
     y[i] = values_of(ctx, lookup_forward(&model[i], list, lengths, asked, LISTS, LENGTH), "a composed model");

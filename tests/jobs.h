@@ -1,18 +1,22 @@
-/* What memory.c and failures.c do with a context: train and run every model, and what stands around them. Include it after luna.h, test.h and common.h.
-   A call that fails for want of memory is made a second time, so that a job in which one allocation fails ends with the bits of one where none does. */
+/* What memory.c and failures.c do with a context: train and run every model, and what stands around them. Include it
+   after luna.h, test.h and common.h. A call that fails for want of memory is made a second time, so that a job in which
+   one allocation fails ends with the bits of one where none does. */
 #ifndef JOBS_H
 #define JOBS_H
 
 enum { VOCAB = 23, LARGE_VOCAB = 1100, DIM = 16 };
 
 /* LARGE: of a large vocabulary, trained by its logits; LARGE_LOSS: by luna_lm_loss */
-typedef enum job_model { JOB_LM, JOB_LM_LARGE, JOB_LM_LARGE_LOSS, JOB_ENCODER, JOB_CLASSIFIER, JOB_MASKED_LM, JOB_SEQ2SEQ } job_model;
+typedef enum job_model {
+  JOB_LM, JOB_LM_LARGE, JOB_LM_LARGE_LOSS, JOB_ENCODER, JOB_CLASSIFIER, JOB_MASKED_LM, JOB_SEQ2SEQ
+} job_model;
 typedef struct job {
   const char *name;
   job_model model;
   int64_t n, layers;
   int steps;
-  bool inference, other; /* other: SGD instead of Adam; Linformer in the classifier, softmax attention in the language model */
+  /* other: SGD instead of Adam; Linformer in the classifier, softmax attention in the language model */
+  bool inference, other;
   luna_recompute_kind recompute;
   float dropout;
 } job;
@@ -85,7 +89,8 @@ static luna_status job_init(job_run *r) {
   luna_masked_lm_config masked_lm = {0};
   luna_seq2seq_config seq2seq = {0};
   luna_encoder_config encoder = {0};
-  encoder.layers = j->layers, encoder.dim = DIM, encoder.heads = 2, encoder.ffn = 24, encoder.memory = 5, encoder.max_length = j->n;
+  encoder.layers = j->layers, encoder.dim = DIM, encoder.heads = 2, encoder.ffn = 24, encoder.memory = 5,
+      encoder.max_length = j->n;
   encoder.norm_embedding = true;
   encoder.positions = j->model == JOB_MASKED_LM ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   encoder.layer.dropout = j->dropout;
@@ -121,12 +126,18 @@ static luna_status job_open_optimizer(job_run *r) {
 static luna_tensor *job_forward(job_run *r) {
   const job *j = r->j;
   const int32_t *tokens = r->tokens, lengths[2] = {(int32_t)j->n, 3}, labels[2] = {1, 0};
-  if (j->model == JOB_LM_LARGE_LOSS) return luna_lm_loss(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }, tokens + 1);
-  if (j->model == JOB_LM || j->model == JOB_LM_LARGE) return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }), tokens + 1);
-  if (j->model == JOB_CLASSIFIER) return luna_cross_entropy(luna_classifier_forward(&r->model.classifier, &(luna_input){ tokens, lengths, 2, j->n, NULL }), labels);
-  if (j->model == JOB_MASKED_LM) return luna_masked_lm_loss(&r->model.masked_lm, &(luna_input){ tokens, lengths, 2, j->n, NULL }, tokens + 1);
+  if (j->model == JOB_LM_LARGE_LOSS)
+    return luna_lm_loss(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }, tokens + 1);
+  if (j->model == JOB_LM || j->model == JOB_LM_LARGE)
+    return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }), tokens + 1);
+  if (j->model == JOB_CLASSIFIER)
+    return luna_cross_entropy(luna_classifier_forward(&r->model.classifier,
+                                                      &(luna_input){ tokens, lengths, 2, j->n, NULL }), labels);
+  if (j->model == JOB_MASKED_LM)
+    return luna_masked_lm_loss(&r->model.masked_lm, &(luna_input){ tokens, lengths, 2, j->n, NULL }, tokens + 1);
   if (j->model == JOB_SEQ2SEQ)
-    return luna_cross_entropy(luna_seq2seq_forward(&r->model.seq2seq, &(luna_input){ tokens, lengths, 2, j->n, NULL }, &(luna_input){ tokens + 1, NULL, 2, j->n / 2, NULL }), tokens);
+    return luna_cross_entropy(luna_seq2seq_forward(&r->model.seq2seq, &(luna_input){ tokens, lengths, 2, j->n, NULL },
+                                                   &(luna_input){ tokens + 1, NULL, 2, j->n / 2, NULL }), tokens);
   const int64_t shape[3] = {1, j->n, DIM}, flat[2] = {1, j->n * DIM};
   luna_tensor *x = luna_tensor_new(r->ctx, NULL, 3, shape), *p = luna_expand(r->slots, 1);
   for (int64_t i = 0; i < j->layers; i++) x = luna_encoder_layer_forward(&r->layer[i], x, &p, NULL);
@@ -136,14 +147,17 @@ static luna_status job_step(job_run *r) {
   if (r->j->inference) luna_begin_inference(r->ctx);
   else luna_begin_step(r->ctx);
   r->loss = job_forward(r);
-  if (luna_ctx_status(r->ctx) != LUNA_OK || r->j->inference) return r->loss ? luna_ctx_status(r->ctx) : job_given(r->ctx, NULL);
+  if (luna_ctx_status(r->ctx) != LUNA_OK || r->j->inference)
+    return r->loss ? luna_ctx_status(r->ctx) : job_given(r->ctx, NULL);
   if (!r->loss) return LUNA_UNSUPPORTED;
   luna_backward(r->loss);
   return luna_optimizer_step(r->optimizer);
 }
 
-/* Returns the first failure that a second try does not mend, and what came out. `more`, if not null, goes on with what was made. */
-static luna_status job_do(luna_ctx *ctx, const job *j, luna_status (*more)(job_run *r, uint64_t *bits), outcome *result) {
+/* Returns the first failure that a second try does not mend, and what came out. `more`, if not null, goes on with what
+   was made. */
+static luna_status job_do(luna_ctx *ctx, const job *j, luna_status (*more)(job_run *r, uint64_t *bits),
+                          outcome *result) {
   job_run r;
   luna_status status;
   memset(&r, 0, sizeof r);
@@ -199,9 +213,11 @@ static luna_options guarded(guard *g) {
   return options;
 }
 static void check_released(const guard *g, const char *what, int64_t at) {
-  CHECK(g->live == 0 && g->blocks == 0, "%s, allocation %lld failed: %lld bytes in %lld blocks leak", what, (long long)at,
+  CHECK(g->live == 0 && g->blocks == 0, "%s, allocation %lld failed: %lld bytes in %lld blocks leak", what,
+        (long long)at,
         (long long)g->live, (long long)g->blocks);
-  CHECK(g->wrong == 0, "%s, allocation %lld failed: %lld releases with another size", what, (long long)at, (long long)g->wrong);
+  CHECK(g->wrong == 0, "%s, allocation %lld failed: %lld releases with another size", what, (long long)at,
+        (long long)g->wrong);
 }
 
 #endif

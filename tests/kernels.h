@@ -1,5 +1,6 @@
-/* What the tests of the kernels share; include it after luna.h's implementation, test.h and common.h. Arrays are as long as they must
-   be and lie at odd places; scratch ends where the kernel said it does: the address sanitizer sees one byte too many. */
+/* What the tests of the kernels share; include it after luna.h's implementation, test.h and common.h. Arrays are as
+   long as they must be and lie at odd places; scratch ends where the kernel said it does: the address sanitizer sees
+   one byte too many. */
 #ifndef KERNELS_H
 #define KERNELS_H
 #include "naive.h"
@@ -100,11 +101,14 @@ TEST_UNUSED static float *copied(const float *from, int64_t n) {
 }
 TEST_UNUSED static void fill(float *x, int64_t n, float value) { for (int64_t i = 0; i < n; i++) x[i] = value; }
 TEST_UNUSED static double *doubles(int64_t n) { return (double *)common_alloc((size_t)n * sizeof(double)); }
-TEST_UNUSED static bool same(const float *a, const float *b, int64_t n) { return n <= 0 || memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
+TEST_UNUSED static bool same(const float *a, const float *b, int64_t n) {
+  return n <= 0 || memcmp(a, b, (size_t)n * sizeof(float)) == 0;
+}
 /* a whole number in [0, n) */
 TEST_UNUSED static int64_t pick(int64_t n) { return (int64_t)(common_hash(++kernels_seed, 7) % (uint64_t)n); }
 
-/* ---- what a kernel computes, beside its reference: results, and gradients that it adds to. Both start from KERNELS_START. ---- */
+/* ---- what a kernel computes, beside its reference: results, and gradients that it adds to. Both start from
+   KERNELS_START. ---- */
 #define KERNELS_START 0.01f
 enum { KERNELS_OUTPUTS = 7 };
 typedef struct outputs {
@@ -136,7 +140,8 @@ TEST_UNUSED static double outputs_error(const outputs *o, int i, const float *fi
   size = sqrt(size);
   return difference == 0 ? 0 : sqrt(difference) / fmax(size, floor * sqrt((double)o->size[i]));
 }
-/* Runs a call with each number of threads and by the reference: near the double results, the same bits, near the reference. */
+/* Runs a call with each number of threads and by the reference: near the double results, the same bits, near the
+   reference. */
 enum { KERNELS_RESULT, KERNELS_GRADIENT };
 static const double kernels_tolerance[2] = {1e-6, 5e-6};
 typedef void (*outputs_run)(const void *call, const lunai_kernels *table, int64_t threads);
@@ -155,7 +160,8 @@ TEST_UNUSED static void outputs_check(outputs *o, const char *what, outputs_run 
       if (s == 0) first[i] = copied(o->got[i], o->size[i]);
       CHECK(error <= max, "%s, %s: %s: error %.3g over %.3g%s", kernels_name, what, o->name[i], error, max,
             s ? " beside the reference" : "");
-      CHECK(s == KERNELS_THREADS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d threads", kernels_name, what,
+      CHECK(s == KERNELS_THREADS || same(o->got[i], first[i], o->size[i]), "%s, %s: %s: other bits with %d threads",
+            kernels_name, what,
             o->name[i], (int)kernels_threads[s % KERNELS_THREADS]);
     }
   }

@@ -1,4 +1,5 @@
-/* The masked language model: which places are masked, and losses of those places alone; the loss of a language model. */
+/* The masked language model: which places are masked, and losses of those places alone; the loss of a language
+   model. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -59,7 +60,8 @@ static void check_mask_rates(luna_masking masking, int32_t vocab, const int32_t 
 }
 static void check_masking(void) {
   const int32_t vocab = 20;
-  int32_t *tokens = common_tokens(PLACES, 8, vocab), lengths[ROWS], *alias = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
+  int32_t *tokens = common_tokens(PLACES, 8, vocab), lengths[ROWS],
+      *alias = (int32_t *)common_alloc(PLACES * sizeof(int32_t));
   luna_masking masking = {0, 20, 0, 7, 1}, other;
   for (int b = 0; b < ROWS; b++) lengths[b] = b == 0 ? 0 : 900 + (int32_t)(common_hash(9, (uint64_t)b) % 201);
   check_mask_rates(masking, vocab, tokens, NULL);
@@ -116,7 +118,8 @@ static void check_masked_loss(int v, luna_form form) {
     luna_params_zero_grad(params);
     luna_begin_step(ctx);
     luna_tensor *y = i ? luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, labels)
-                       : luna_cross_entropy(luna_masked_lm_forward(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }), labels);
+                       : luna_cross_entropy(luna_masked_lm_forward(&model,
+                           &(luna_input){ input, lengths_of_5, BATCH, N, NULL }), labels);
     loss[i] = luna_item(y);
     CHECK(luna_backward(y) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
     gradient[i] = all_gradients(params);
@@ -145,10 +148,12 @@ static void check_masked_loss(int v, luna_form form) {
   free(tokens), free(gradient[0]), free(gradient[1]);
   luna_close(ctx);
 }
-/* luna_lm_loss and the cross-entropy of the logits: of few words and of many, some without a label, in training and in inference */
+/* luna_lm_loss and the cross-entropy of the logits: of few words and of many, some without a label, in training and in
+   inference */
 static void check_lm_loss(int64_t vocab, bool inference) {
   enum { TOKENS = 26 };
-  const luna_lm_config config = {.vocab = vocab, .layers = 2, .layer = {.dim = 12, .heads = 2, .ffn = 20, .pre_norm = true}};
+  const luna_lm_config config = {.vocab = vocab, .layers = 2,
+                                 .layer = {.dim = 12, .heads = 2, .ffn = 20, .pre_norm = true}};
   int32_t *tokens = common_tokens(TOKENS, 4, (int32_t)vocab), *labels = common_tokens(TOKENS, 5, (int32_t)vocab);
   const luna_input input = {tokens, NULL, 2, TOKENS / 2, NULL};
   luna_ctx *ctx = luna_open(NULL);
@@ -161,13 +166,15 @@ static void check_lm_loss(int64_t vocab, bool inference) {
     luna_params_zero_grad(params);
     if (inference) luna_begin_inference(ctx);
     else luna_begin_step(ctx);
-    luna_tensor *y = i ? luna_lm_loss(&model, &input, labels) : luna_cross_entropy(luna_lm_forward(&model, &input), labels);
+    luna_tensor *y = i ? luna_lm_loss(&model, &input, labels) :
+        luna_cross_entropy(luna_lm_forward(&model, &input), labels);
     loss[i] = luna_item(y);
     if (!inference) CHECK(luna_backward(y) == LUNA_OK, "luna_lm_loss: %s", luna_error(ctx));
     if (!inference) gradient[i] = all_gradients(params);
   }
   test_close("luna_lm_loss", loss + 1, loss, 1, 1e-6);
-  if (!inference) test_close("luna_lm_loss's gradient", gradient[1], gradient[0], (size_t)luna_params_element_count(params), 2e-6);
+  if (!inference)
+    test_close("luna_lm_loss's gradient", gradient[1], gradient[0], (size_t)luna_params_element_count(params), 2e-6);
   refused(ctx, !luna_lm_loss(&model, &input, NULL), NULL_ARGUMENT, "null for labels");
   free(gradient[0]), free(gradient[1]), free(tokens), free(labels);
   luna_close(ctx);

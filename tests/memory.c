@@ -1,5 +1,5 @@
-/* Memory: a measured size works as a block and 64 bytes less do not; no allocation in a steady step; inference and long sequences need what
-   they should. Memory that ends is failures.c's. */
+/* Memory: a measured size works as a block and 64 bytes less do not; no allocation in a steady step; inference and long
+   sequences need what they should. Memory that ends is failures.c's. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -26,7 +26,8 @@ static luna_memory_usage measured(const job *j, int threads) {
   options.measure = true;
   options.threads = threads;
   luna_ctx *ctx = luna_open(&options);
-  if (CHECK(ctx && job_do(ctx, j, saves, &ignored) == LUNA_OK, "measuring fails: %s", luna_error(ctx))) use = luna_memory(ctx);
+  if (CHECK(ctx && job_do(ctx, j, saves, &ignored) == LUNA_OK, "measuring fails: %s", luna_error(ctx)))
+    use = luna_memory(ctx);
   luna_close(ctx);
   return use;
 }
@@ -68,10 +69,13 @@ static void check_block(const job *j, int threads) {
       const luna_status status = ctx ? job_do(ctx, j, saves, &got) : LUNA_OUT_OF_MEMORY;
       if (!less) {
         CHECK(status == LUNA_OK, "%s: %zu bytes were measured and are not enough: %s", what, need, luna_error(ctx));
-        CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: in a block the result is %.9g, not %.9g", what, got.loss, expected.loss);
+        CHECK(memcmp(&got, &expected, sizeof got) == 0, "%s: in a block the result is %.9g, not %.9g", what, got.loss,
+              expected.loss);
       } else {
-        CHECK(status == LUNA_OUT_OF_MEMORY, "%s: 64 bytes less than measured gives \"%s\"", what, luna_status_text(status));
-        CHECK(!ctx || (luna_ctx_status(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]), "%s: 64 bytes less says \"%s\"", what,
+        CHECK(status == LUNA_OUT_OF_MEMORY, "%s: 64 bytes less than measured gives \"%s\"", what,
+              luna_status_text(status));
+        CHECK(!ctx || (luna_ctx_status(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]),
+              "%s: 64 bytes less says \"%s\"", what,
               luna_error(ctx));
       }
       luna_close(ctx);
@@ -106,17 +110,21 @@ static void check_steady(void) {
     luna_backward(luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 290, NULL }), tokens + 1));
     CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "step: %s", luna_error(ctx));
     luna_begin_inference(ctx);
-    CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 150, NULL }) != NULL, "inference: %s", luna_error(ctx));
+    CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 150, NULL }) != NULL, "inference: %s",
+          luna_error(ctx));
     if (step == 3) after = g.calls, early = luna_memory(ctx);
   }
   const luna_memory_usage late = luna_memory(ctx);
   const size_t parameters = (size_t)luna_params_element_count(params) * sizeof(float);
   CHECK(g.calls == after, "eight steady steps allocate %lld times", (long long)(g.calls - after));
   CHECK(early.current == late.current && early.peak == late.peak,
-        "memory goes from %zu to %zu bytes in steady steps, its peak from %zu to %zu", early.current, late.current, early.peak, late.peak);
+        "memory goes from %zu to %zu bytes in steady steps, its peak from %zu to %zu", early.current, late.current,
+            early.peak, late.peak);
   CHECK(late.peak > late.current && late.current > 4 * parameters,
-        "memory: %zu bytes, peak %zu, with %zu of parameters and their gradients and moments", late.current, late.peak, parameters);
-  CHECK((int64_t)late.current <= g.live, "memory counts %zu bytes, the allocator gave %lld", late.current, (long long)g.live);
+        "memory: %zu bytes, peak %zu, with %zu of parameters and their gradients and moments", late.current, late.peak,
+            parameters);
+  CHECK((int64_t)late.current <= g.live, "memory counts %zu bytes, the allocator gave %lld", late.current,
+        (long long)g.live);
   luna_begin_inference(ctx);
   CHECK(luna_memory(ctx).current < late.current, "begin frees nothing");
   free(tokens);
@@ -132,13 +140,16 @@ static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
 static void check_sizes(void) {
   const int64_t n = 4096;
   for (int encoder = 0; encoder < 2; encoder++) {
-    const size_t train = peak_of(encoder, false, 8, n), infer = peak_of(encoder, true, 8, n), shallow = peak_of(encoder, true, 2, n);
+    const size_t train = peak_of(encoder, false, 8, n), infer = peak_of(encoder, true, 8, n),
+        shallow = peak_of(encoder, true, 2, n);
     const size_t weights = peak_of(encoder, true, 8, 1) - peak_of(encoder, true, 2, 1);
     CHECK(infer < train / 4, "8 layers: inference takes %zu bytes, training %zu", infer, train);
     const size_t outputs =
-        encoder ? 6 * (size_t)n * DIM * sizeof(float) : 0; /* of layers called one by one: the caller may still want them */
+        /* of layers called one by one: the caller may still want them */
+        encoder ? 6 * (size_t)n * DIM * sizeof(float) : 0;
     CHECK(infer - weights < shallow + shallow / 8 + outputs,
-          "inference takes %zu bytes for 8 layers without their weights, %zu for 2: temporaries stay", infer - weights, shallow);
+          "inference takes %zu bytes for 8 layers without their weights, %zu for 2: temporaries stay", infer - weights,
+              shallow);
     for (int inference = 0; inference < 2; inference++) {
       const double a = (double)peak_of(encoder, inference, 2, n), b = (double)peak_of(encoder, inference, 2, 2 * n),
                    c = (double)peak_of(encoder, inference, 2, 4 * n);
@@ -149,8 +160,8 @@ static void check_sizes(void) {
   }
 }
 
-/* A language model of 30,000 words on 2048 tokens: besides parameters, gradients and moments a step takes one array of logits at most, and
-   by luna_lm_loss a fifth of one */
+/* A language model of 30,000 words on 2048 tokens: besides parameters, gradients and moments a step takes one array of
+   logits at most, and by luna_lm_loss a fifth of one */
 static void check_logits_bytes(void) {
   enum { WORDS = 30000, TOKENS = 2048 };
   const double logits = (double)WORDS * TOKENS * sizeof(float);
@@ -166,17 +177,21 @@ static void check_logits_bytes(void) {
     luna_optimizer *adam = luna_adamw(params, NULL);
     for (int step = 0; step < 2; step++) {
       luna_begin_step(ctx);
-      luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1) : luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1));
+      luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1) :
+                    luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1));
       CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a language model: %s", luna_error(ctx));
     }
     const double rest = (double)luna_memory(ctx).peak - 4 * sizeof(float) * (double)luna_params_element_count(params);
-    CHECK(rest < (loss ? 0.2 : 1.2) * logits, "a step with %d words takes %.1f MB beside its parameters; the logits are %.1f MB", WORDS, rest * 1e-6, logits * 1e-6);
+    CHECK(rest < (loss ? 0.2 : 1.2) * logits,
+        "a step with %d words takes %.1f MB beside its parameters; the logits are %.1f MB", WORDS, rest * 1e-6,
+            logits * 1e-6);
     luna_close(ctx);
   }
   free(tokens);
 }
 
-/* What the manual says that training takes: a 4-layer byte classifier of 256 dimensions on 4096 tokens, one and four sequences */
+/* What the manual says that training takes: a 4-layer byte classifier of 256 dimensions on 4096 tokens, one and four
+   sequences */
 static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, luna_pooling pooling) {
   const int64_t n = 4096;
   luna_options options = {0};
@@ -196,7 +211,8 @@ static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, lun
   luna_optimizer *adam = luna_adamw(params, NULL);
   for (int step = 0; step < 2; step++) {
     luna_begin_step(ctx);
-    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, batch, n, NULL }), labels));
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, batch, n, NULL }),
+                                     labels));
     CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a classifier: %s", luna_error(ctx));
   }
   const size_t bytes = luna_memory(ctx).peak;
@@ -205,15 +221,19 @@ static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, lun
   return bytes;
 }
 static void check_training_bytes(void) {
-  static const struct { int64_t batch; luna_recompute_kind recompute; double max[2]; } row[4] = { /* mean, memory pooled */
+  /* mean, memory pooled */
+  static const struct { int64_t batch; luna_recompute_kind recompute; double max[2]; } row[4] = {
     {1, LUNA_RECOMPUTE_NONE, {172e6, 148e6}},
     {1, LUNA_RECOMPUTE_FFN, {108e6, 100e6}},
     {4, LUNA_RECOMPUTE_NONE, {500e6, 410e6}},
     {4, LUNA_RECOMPUTE_FFN, {235e6, 215e6}}};
   for (int i = 0; i < 8; i++) {
-    const double bytes = (double)classifier_bytes(row[i / 2].batch, row[i / 2].recompute, i % 2 ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN);
-    CHECK(bytes > 0 && bytes <= row[i / 2].max[i % 2], "training %d x 4096 tokens, recompute %d, takes %.1f MB", (int)row[i / 2].batch, row[i / 2].recompute, bytes * 1e-6);
-    printf("memory: training %d x 4096 tokens%s, %s pooled: %.1f MB\n", (int)row[i / 2].batch, row[i / 2].recompute ? ", feed-forward recomputed" : "", i % 2 ? "memory" : "mean", bytes * 1e-6);
+    const double bytes = (double)classifier_bytes(row[i / 2].batch, row[i / 2].recompute,
+                                                  i % 2 ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN);
+    CHECK(bytes > 0 && bytes <= row[i / 2].max[i % 2], "training %d x 4096 tokens, recompute %d, takes %.1f MB",
+          (int)row[i / 2].batch, row[i / 2].recompute, bytes * 1e-6);
+    printf("memory: training %d x 4096 tokens%s, %s pooled: %.1f MB\n", (int)row[i / 2].batch,
+           row[i / 2].recompute ? ", feed-forward recomputed" : "", i % 2 ? "memory" : "mean", bytes * 1e-6);
   }
 }
 

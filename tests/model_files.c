@@ -59,7 +59,8 @@ static luna_status open_bytes(opened *o, const bytes *file) {
   return luna_load_model_bytes(&o->model, o->params, file->at, file->size);
 }
 static bool comes_back(const opened *a, const opened *b) { /* the same kind, with the same logits bit for bit */
-  if (a->model.kind != b->model.kind || luna_params_tensor_count(a->params) != luna_params_tensor_count(b->params)) return false;
+  if (a->model.kind != b->model.kind || luna_params_tensor_count(a->params) != luna_params_tensor_count(b->params))
+    return false;
   const texts t = texts_make();
   luna_begin_inference(a->ctx), luna_begin_inference(b->ctx);
   luna_tensor *x = model_logits(&a->model, &t), *y = model_logits(&b->model, &t);
@@ -81,7 +82,8 @@ static bool opened_init(opened *o, luna_model_kind kind, int v) {
   else if (kind == LUNA_MODEL_CLASSIFIER) {
     classifier.vocab = VOCAB, classifier.classes = 4;
     classifier.encoder = encoder_config(v % 2 ? 3 : 8);
-    classifier.pooling = (luna_pooling)((v - ENCODERS) % 5), classifier.pair = v % 2, classifier.pre_logits = v % 3 ? 7 : 0;
+    classifier.pooling = (luna_pooling)((v - ENCODERS) % 5), classifier.pair = v % 2,
+        classifier.pre_logits = v % 3 ? 7 : 0;
     status = luna_classifier_init(&o->model.classifier, o->params, &classifier);
   } else {
     seq2seq = translator_config(v - ENCODERS);
@@ -97,23 +99,28 @@ static void check_comes_back(luna_model_kind kind, int v) {
   luna_params_set(a.params, "note", "kept");
   bytes file = saved(a.params);
   const luna_status status = open_bytes(&b, &file);
-  CHECK(status == LUNA_OK && comes_back(&a, &b), "%s %d does not come back from its file: %s", model_names[kind], v, luna_error(b.ctx));
+  CHECK(status == LUNA_OK && comes_back(&a, &b), "%s %d does not come back from its file: %s", model_names[kind], v,
+        luna_error(b.ctx));
   const char *note = luna_params_get(b.params, "note");
   CHECK(note && strcmp(note, "kept") == 0, "%s %d: a text pair is lost", model_names[kind], v);
   bytes again = saved(b.params);
-  CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0, "%s %d: saved, loaded and saved it is another file",
+  CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0,
+        "%s %d: saved, loaded and saved it is another file",
         model_names[kind], v);
   refused(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, SET_NOT_EMPTY,
           "%s %d: loading into a set that is not empty", model_names[kind], v);
-  CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params), "%s %d: a refused load took the set's parameters", model_names[kind], v);
+  CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params),
+        "%s %d: a refused load took the set's parameters", model_names[kind], v);
   free(file.at), free(again.at);
   luna_close(a.ctx), luna_close(b.ctx);
 }
 /* what a file that is not loaded must leave: a sentence, an empty set, no memory */
 static void check_nothing_left(const opened *o, int64_t before, const char *what) {
-  CHECK(luna_error(o->ctx)[0] && luna_params_tensor_count(o->params) == 0 && luna_params_element_count(o->params) == 0 &&
+  CHECK(luna_error(o->ctx)[0] && luna_params_tensor_count(o->params) == 0 &&
+        luna_params_element_count(o->params) == 0 &&
             !luna_params_get(o->params, "luna.kind"),
-        "%s: refused with \"%s\", %d parameters left", what, luna_error(o->ctx), (int)luna_params_tensor_count(o->params));
+        "%s: refused with \"%s\", %d parameters left", what, luna_error(o->ctx),
+            (int)luna_params_tensor_count(o->params));
   CHECK(heap_live - before <= 0, "%s: %lld bytes more than before stay in use", what, (long long)(heap_live - before));
 }
 /* a file of changed metadata: a model of all its tensors, or nothing at all; whether it was loaded */
@@ -123,15 +130,18 @@ static bool check_claim(const bytes *file, int64_t tensors, const char *what) {
   o.params = luna_params_open(o.ctx);
   const int64_t before = heap_most = heap_live;
   const luna_status status = luna_load_model_bytes(&o.model, o.params, file->at, file->size);
-  CHECK(heap_most - before <= 8 * (int64_t)file->size + 200000, "%s: a file of %d bytes made luna.h take %lld", what, (int)file->size,
+  CHECK(heap_most - before <= 8 * (int64_t)file->size + 200000, "%s: a file of %d bytes made luna.h take %lld", what,
+        (int)file->size,
         (long long)(heap_most - before));
   if (status != LUNA_OK) check_nothing_left(&o, before, what);
   else {
     bytes copy = saved(o.params);
-    CHECK(luna_params_tensor_count(o.params) == tensors, "%s: a model of %d tensors is loaded from %d", what, (int)luna_params_tensor_count(o.params),
+    CHECK(luna_params_tensor_count(o.params) == tensors, "%s: a model of %d tensors is loaded from %d", what,
+          (int)luna_params_tensor_count(o.params),
           (int)tensors);
     const luna_status second = open_bytes(&again, &copy);
-    CHECK(second == LUNA_OK && comes_back(&o, &again), "%s: it is loaded, but not what was saved of that: %s", what, luna_error(again.ctx));
+    CHECK(second == LUNA_OK && comes_back(&o, &again), "%s: it is loaded, but not what was saved of that: %s", what,
+          luna_error(again.ctx));
     luna_close(again.ctx);
     free(copy.at);
   }
@@ -158,7 +168,8 @@ static void check_claims(luna_model_kind kind, int v) {
   bytes file = saved(o.params);
   all.count = 0;
   inspection.user = &all;
-  CHECK(luna_inspect_bytes(o.ctx, file.at, file.size, &inspection) == LUNA_OK && all.count >= 15, "%s: %d pairs: %s", model_names[kind],
+  CHECK(luna_inspect_bytes(o.ctx, file.at, file.size, &inspection) == LUNA_OK && all.count >= 15, "%s: %d pairs: %s",
+        model_names[kind],
         all.count, luna_error(o.ctx));
   for (int i = 0; i < all.count; i++)
     for (size_t j = 0; j < sizeof values / sizeof *values; j++) {
@@ -172,7 +183,8 @@ static void check_claims(luna_model_kind kind, int v) {
       else refusals++;
       free(wrong.at);
     }
-  CHECK(loaded >= 10 && refusals >= 4 * all.count, "%s %d: of %d changes of metadata %d are loaded", model_names[kind], v,
+  CHECK(loaded >= 10 && refusals >= 4 * all.count, "%s %d: of %d changes of metadata %d are loaded", model_names[kind],
+        v,
         loaded + refusals, loaded);
   for (size_t cut = 0; cut < file.size; cut += cut < 64 ? 1 : 131) {
     const bytes piece = {file.at, cut, 0};
@@ -196,7 +208,8 @@ static void check_model_paths(void) {
     opened_init(&a, kind, 0);
     b.ctx = ctx_open();
     b.params = luna_params_open(b.ctx);
-    CHECK(luna_save(a.params, path.text) == LUNA_OK && luna_load_model(&b.model, b.params, path.text) == LUNA_OK && comes_back(&a, &b),
+    CHECK(luna_save(a.params, path.text) == LUNA_OK && luna_load_model(&b.model, b.params, path.text) == LUNA_OK &&
+          comes_back(&a, &b),
           "%s by path: %s", model_names[kind], luna_error(b.ctx));
     luna_params *empty = luna_params_open(b.ctx);
     refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, CANNOT_OPEN,
@@ -252,7 +265,8 @@ static void check_matching(void) {
   luna_load_report match = {told_take, NULL, -1, -1, -1}, quiet = {NULL, NULL, -1, -1, -1};
   masked_config.vocab = config.vocab = VOCAB, masked_config.encoder = config.encoder = encoder_config(6);
   config.encoder.max_length = 20, config.pre_logits = 5;
-  CHECK(luna_masked_lm_init(&masked_lm, from, &masked_config) == LUNA_OK && luna_classifier_init(&classifier, to, &config) == LUNA_OK &&
+  CHECK(luna_masked_lm_init(&masked_lm, from, &masked_config) == LUNA_OK &&
+        luna_classifier_init(&classifier, to, &config) == LUNA_OK &&
             luna_lm_init(&lm, lm_set, NULL) == LUNA_OK,
         "%s", luna_error(ctx));
   common_params(from, 101), common_params(to, 102);
@@ -266,7 +280,8 @@ static void check_matching(void) {
     luna_load_report *m = way == 0 ? &match : way == 1 ? &quiet : NULL;
     CHECK(luna_load_matching_bytes(to, file.at, file.size, m) == LUNA_OK, "%s", luna_error(ctx));
     if (m)
-      CHECK(m->loaded == luna_params_tensor_count(to) - 4 && m->missing == 4 && m->unused == 5, "%d are loaded, %d left as they were, %d left out",
+      CHECK(m->loaded == luna_params_tensor_count(to) - 4 && m->missing == 4 && m->unused == 5,
+            "%d are loaded, %d left as they were, %d left out",
             (int)m->loaded, (int)m->missing, (int)m->unused);
     for (int i = 0; i < LINES && way == 0; i++) CHECK(was_reported(&t, lines[i]), "\"%s\" is not reported", lines[i]);
     CHECK(way || t.count == LINES, "%d things are reported, not %d", t.count, LINES);
@@ -274,7 +289,8 @@ static void check_matching(void) {
       const char *name;
       const luna_tensor *p = luna_params_at(to, i, &name), *q = luna_params_find(from, name);
       const bool fits = q && luna_count(q) == luna_count(p);
-      CHECK(same_bits(p->data, fits ? q->data : at, luna_count(p)), "%s is %s", name, fits ? "not what the file has" : "changed");
+      CHECK(same_bits(p->data, fits ? q->data : at, luna_count(p)), "%s is %s", name,
+            fits ? "not what the file has" : "changed");
       at += luna_count(p);
     }
     free(before);
@@ -283,8 +299,10 @@ static void check_matching(void) {
   float *before = common_parameters(to), *after;
   refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, NOTHING_MATCHES,
       "a file of which nothing fits");
-  CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) && quiet.unused == luna_params_tensor_count(lm_set),
-        "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing, (int)quiet.unused);
+  CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) &&
+        quiet.unused == luna_params_tensor_count(lm_set),
+        "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing,
+            (int)quiet.unused);
   for (size_t cut = 0; cut < file.size; cut += 997)
     refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, NOT_SAFETENSORS,
         "a file cut to %d bytes", (int)cut);
@@ -293,7 +311,8 @@ static void check_matching(void) {
   CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
   after = common_parameters(to);
   CHECK(same_bits(before, after, luna_params_element_count(to)), "files that do not fit change parameters");
-  CHECK(luna_save(from, path.text) == LUNA_OK && luna_load_matching(to, path.text, &quiet) == LUNA_OK && quiet.missing == 4, "by path: %s",
+  CHECK(luna_save(from, path.text) == LUNA_OK && luna_load_matching(to, path.text, &quiet) == LUNA_OK &&
+        quiet.missing == 4, "by path: %s",
         luna_error(ctx));
   free(before), free(after), free(file.at);
   remove(path.text);
@@ -304,9 +323,11 @@ static void check_checkpoints(void) {
     for (int v = 0; v < ENCODERS + 16; v++) check_comes_back(kind, v);
     check_claims(kind, 0);
   }
-  check_claims(LUNA_MODEL_CLASSIFIER, 6), check_claims(LUNA_MODEL_CLASSIFIER, 12), check_claims(LUNA_MODEL_CLASSIFIER, 14),
+  check_claims(LUNA_MODEL_CLASSIFIER, 6), check_claims(LUNA_MODEL_CLASSIFIER, 12),
+      check_claims(LUNA_MODEL_CLASSIFIER, 14),
       check_claims(LUNA_MODEL_CLASSIFIER, ENCODERS + 1);
-  check_claims(LUNA_MODEL_SEQ2SEQ, ENCODERS + 5), check_claims(LUNA_MODEL_MASKED_LM, 5), check_claims(LUNA_MODEL_LM, 10),
+  check_claims(LUNA_MODEL_SEQ2SEQ, ENCODERS + 5), check_claims(LUNA_MODEL_MASKED_LM, 5),
+      check_claims(LUNA_MODEL_LM, 10),
       check_claims(LUNA_MODEL_LM, 6);
   check_model_paths();
   check_matching();

@@ -1,5 +1,5 @@
-/* What the tests of models share: contexts whose memory is counted, encoders of every sort, a model of each kind. Include it
-   after test.h, luna.h and common.h. Tolerances are those of test_close: ||a - b|| / ||b||. */
+/* What the tests of models share: contexts whose memory is counted, encoders of every sort, a model of each kind.
+   Include it after test.h, luna.h and common.h. Tolerances are those of test_close: ||a - b|| / ||b||. */
 #ifndef MODELS_H
 #define MODELS_H
 #include <sys/stat.h>
@@ -40,9 +40,11 @@ TEST_UNUSED static void heap_check(const char *what) {
 
 /* ---- values and gradients as arrays, to be freed ---- */
 #define values_of(ctx, t, what) values_at(__LINE__, ctx, t, what)
-TEST_UNUSED static float *values_at(int line, luna_ctx *ctx, const luna_tensor *t, const char *what) { /* one NaN when there is no tensor */
+/* one NaN when there is no tensor */
+TEST_UNUSED static float *values_at(int line, luna_ctx *ctx, const luna_tensor *t, const char *what) {
   float *out = common_floats(t ? luna_count(t) : 1 << 16);
-  if (!test_check(t && luna_read(t, out) == LUNA_OK, __FILE__, line, "%s: there is no result: %s", what, luna_error(ctx))) out[0] = NAN;
+  if (!test_check(t && luna_read(t, out) == LUNA_OK, __FILE__, line, "%s: there is no result: %s", what,
+                  luna_error(ctx))) out[0] = NAN;
   return out;
 }
 TEST_UNUSED static float *gradient_of(const luna_tensor *t) { /* zeros where backward has not been */
@@ -70,12 +72,15 @@ TEST_UNUSED static double gradient_size(const luna_tensor *t) {
   free(g);
   return size;
 }
-TEST_UNUSED static bool same_bits(const float *a, const float *b, int64_t n) { return a && b && memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
+TEST_UNUSED static bool same_bits(const float *a, const float *b, int64_t n) {
+  return a && b && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
+}
 TEST_UNUSED static double parameter(const luna_tensor *t, int64_t i) { return (double)t->data[i]; }
 
 /* a call that must fail with LUNA_ERROR_id; the context is fit to go on */
 #define refused(ctx, failed, id, ...) refused_at(__LINE__, ctx, failed, LUNA_ERROR_##id, __VA_ARGS__)
-TEST_UNUSED TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool failed, luna_error_id id, const char *format, ...) {
+TEST_UNUSED TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool failed, luna_error_id id,
+                                                  const char *format, ...) {
   char what[160];
   va_list list;
   va_start(list, format);
@@ -115,7 +120,8 @@ TEST_UNUSED static luna_encoder_config encoder_config(int v) {
   c.layers = v == 6 ? 3 : 2, c.dim = DIM, c.heads = 2, c.ffn = 20, c.memory = SLOTS, c.max_length = 2 * N;
   c.layer.pre_norm = v == 1 || v == 4 || v == 8 || v == 10;
   c.layer.activation = v == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
-  c.layer.sharing = v == 2 ? LUNA_SHARING_FULL : v == 3 ? LUNA_SHARING_NO_KEY : v == 4 ? LUNA_SHARING_QK : LUNA_SHARING_TIED;
+  c.layer.sharing = v == 2 ? LUNA_SHARING_FULL : v == 3 ? LUNA_SHARING_NO_KEY : v == 4 ? LUNA_SHARING_QK :
+      LUNA_SHARING_TIED;
   c.layer.pack_heads = v == 2 ? 3 : 0;
   c.norm_embedding = v == 3 || v == 4 || v == 7;
   c.own_memory = v == 5 || v == 8;
@@ -130,7 +136,8 @@ TEST_UNUSED static luna_encoder_config encoder_config(int v) {
   l->k = v >= 11 ? 5 : 0;
   l->k_last_head = v == 12 ? 3 : v == 15 ? 2 : 0;
   l->k_last_layer = v == 13 ? 3 : v == 14 ? 2 : v == 15 ? 8 : 0;
-  l->sharing = v == 12 ? LUNA_LINFORMER_SHARING_KEY_VALUE : v == 11 || v == 16 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_LAYERWISE;
+  l->sharing = v == 12 ? LUNA_LINFORMER_SHARING_KEY_VALUE : v == 11 ||
+      v == 16 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_LAYERWISE;
   l->projection = v == 12              ? LUNA_LINFORMER_PROJECTION_MEAN
                   : v == 13            ? LUNA_LINFORMER_PROJECTION_MAX
                   : v == 14 || v == 16 ? LUNA_LINFORMER_PROJECTION_CONVOLUTION
@@ -150,12 +157,14 @@ TEST_UNUSED static bool classifier_open(classifier *c, int v, luna_form form, lu
   config.vocab = VOCAB;
   config.classes = 3;
   config.encoder = encoder_config(v);
-  if (!CHECK(luna_classifier_init(&c->model, c->params, &config) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(c->ctx))) return false;
+  if (!CHECK(luna_classifier_init(&c->model, c->params, &config) == LUNA_OK, "%s: %s", encoder_names[v],
+             luna_error(c->ctx))) return false;
   common_params(c->params, 60);
   return true;
 }
 /* tokens [batch, n] with `token` in the padding, or, where that is negative, as they are */
-TEST_UNUSED static int32_t *padded_tokens(int64_t batch, int64_t n, const int32_t *lengths, uint64_t seed, int32_t token) {
+TEST_UNUSED static int32_t *padded_tokens(int64_t batch, int64_t n, const int32_t *lengths, uint64_t seed,
+                                          int32_t token) {
   int32_t *tokens = common_tokens(batch * n, seed, VOCAB);
   for (int64_t i = 0; i < batch * n && token >= 0; i++)
     if (i % n >= lengths[i / n]) tokens[i] = token;
@@ -164,9 +173,11 @@ TEST_UNUSED static int32_t *padded_tokens(int64_t batch, int64_t n, const int32_
 
 /* ---- a model of each kind ---- */
 enum { MODELS = 4, TARGET = 8 };
-static const char *const model_names[MODELS + 1] = {"", "language model", "classifier", "masked language model", "encoder-decoder"};
+static const char *const model_names[MODELS + 1] = {"", "language model", "classifier", "masked language model",
+                                                    "encoder-decoder"};
 /* a model of each kind with what it can take from an encoder's config */
-TEST_UNUSED static luna_status model_init(luna_model *m, luna_params *params, luna_model_kind kind, luna_encoder_config encoder) {
+TEST_UNUSED static luna_status model_init(luna_model *m, luna_params *params, luna_model_kind kind,
+                                          luna_encoder_config encoder) {
   luna_lm_config lm = {0};
   luna_classifier_config classifier = {0};
   luna_masked_lm_config masked_lm = {0};
@@ -206,10 +217,15 @@ TEST_UNUSED static luna_tensor *model_logits(const luna_model *m, const texts *t
   switch (m->kind) {
     case LUNA_MODEL_LM: return luna_lm_forward(&m->lm, &(luna_input){ t->tokens, NULL, BATCH, N, NULL });
     case LUNA_MODEL_CLASSIFIER:
-      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL }, &(luna_input){ t->targets, NULL, BATCH, TARGET, NULL })
-                                       : luna_classifier_forward(&m->classifier, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL });
-    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL });
-    default: return luna_seq2seq_forward(&m->seq2seq, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL }, &(luna_input){ t->targets, NULL, BATCH, TARGET, NULL });
+      return m->classifier.config.pair ? luna_classifier_forward_pair(&m->classifier,
+          &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL },
+              &(luna_input){ t->targets, NULL, BATCH, TARGET, NULL })
+                                       : luna_classifier_forward(&m->classifier,
+                                           &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL });
+    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_forward(&m->masked_lm,
+                                                             &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL });
+    default: return luna_seq2seq_forward(&m->seq2seq, &(luna_input){ t->tokens, t->lengths, BATCH, N, NULL },
+                                         &(luna_input){ t->targets, NULL, BATCH, TARGET, NULL });
   }
 }
 
@@ -252,7 +268,8 @@ TEST_UNUSED static double train_classifier(luna_params *params, const luna_class
   for (int step = 0; step < steps; step++) {
     counting_task((uint64_t)step, tokens, lengths, labels);
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model, &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model,
+        &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "step %d: %s", step, luna_error(ctx))) return NAN;
     if (step >= steps - 10) sum += (double)luna_item(loss) / 10 / log(2);
@@ -271,12 +288,15 @@ TEST_UNUSED static void check_moved(const luna_params *params, const float *befo
 
 /* ---- encoder-decoders of every sort ---- */
 enum { STEPS = 12 }; /* tokens of a target */
-TEST_UNUSED static luna_seq2seq_config translator_config(int v) { /* bits: pre-norm, full sharing, learned positions, large memory */
+/* bits: pre-norm, full sharing, learned positions, large memory */
+TEST_UNUSED static luna_seq2seq_config translator_config(int v) {
   luna_seq2seq_config c = {0};
-  c.vocab = VOCAB, c.target_vocab = v % 3 == 0 ? VOCAB : 8, c.share_embeddings = v % 3 == 0, c.separate_output = v % 3 == 1;
+  c.vocab = VOCAB, c.target_vocab = v % 3 == 0 ? VOCAB : 8, c.share_embeddings = v % 3 == 0,
+      c.separate_output = v % 3 == 1;
   c.decoder_layers = v % 5 == 4 ? 3 : 0;
   c.encoder.layers = 2, c.encoder.dim = DIM, c.encoder.heads = 3, c.encoder.ffn = 20;
-  c.encoder.memory = v & 8 ? 8 : 3; /* of a layer 3 heads x 3 slots are folded into the scores, 3 x 8 > 12 + 8 are not */
+  /* of a layer 3 heads x 3 slots are folded into the scores, 3 x 8 > 12 + 8 are not */
+  c.encoder.memory = v & 8 ? 8 : 3;
   c.encoder.layer.pre_norm = v & 1, c.encoder.layer.sharing = v & 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   c.encoder.layer.omega = v == 5 ? LUNA_ACTIVATION_ELU1 : v == 10 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_NONE;
   c.encoder.layer.activation = v == 3 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;

@@ -1,5 +1,6 @@
-/* The runs of collective.c with ranks that are processes, and examples/mpi.h: mpirun -n R build/mpi/tests/mpi. R ranks give the loss and
-   gradients of one, data and sequence parallel; all ranks the same bits; every byte handed over is counted. Rank 0 reports. */
+/* The runs of collective.c with ranks that are processes, and examples/mpi.h: mpirun -n R build/mpi/tests/mpi. R ranks
+   give the loss and gradients of one, data and sequence parallel; all ranks the same bits; every byte handed over is
+   counted. Rank 0 reports. */
 #define main collective_main
 #include "collective.c"
 #undef main
@@ -22,11 +23,14 @@ static void sums(void) {
     float single[12], many[12];
     double wide[12], sum = 0;
     for (int64_t i = 0; i < n; i++) single[i] = 0.1f * (float)(rank + 1) + (float)i, wide[i] = single[i];
-    CHECK(mpi_reduce(&mpi, single, n, LUNA_REDUCTION_SUM_F32) && mpi_reduce(&mpi, wide, n, LUNA_REDUCTION_SUM_F64), "sums");
+    CHECK(mpi_reduce(&mpi, single, n, LUNA_REDUCTION_SUM_F32) && mpi_reduce(&mpi, wide, n, LUNA_REDUCTION_SUM_F64),
+          "sums");
     for (int64_t i = 0; i < n; i++, sum = 0) {
       many[i] = 0;
-      for (int r = 0; r < ranks; r++) many[i] += 0.1f * (float)(r + 1) + (float)i, sum += 0.1f * (float)(r + 1) + (float)i;
-      CHECK(single[i] == many[i] && wide[i] == sum, "number %d of %d: %.9g and %.17g", (int)i, (int)n, (double)single[i], wide[i]);
+      for (int r = 0; r < ranks; r++)
+        many[i] += 0.1f * (float)(r + 1) + (float)i, sum += 0.1f * (float)(r + 1) + (float)i;
+      CHECK(single[i] == many[i] && wide[i] == sum, "number %d of %d: %.9g and %.17g", (int)i, (int)n,
+            (double)single[i], wide[i]);
     }
   }
 }
@@ -39,7 +43,8 @@ static void compare(const char *name, run *like, luna_parallelism mode) {
   for (int odd = 0; odd < 2; odd++) {
     run many = *like;
     uint64_t own[2], all[2 * HUB_RANKS];
-    memcpy(many.parts, (mode ? odd ? odd_rows : even_rows : odd ? odd_batch : even_batch)[ranks], (size_t)ranks * sizeof *many.parts);
+    memcpy(many.parts, (mode ? odd ? odd_rows : even_rows : odd ? odd_batch : even_batch)[ranks],
+           (size_t)ranks * sizeof *many.parts);
     hub_open(&h, ranks, mode);
     h.rank[rank].collective.all_gather = gather, h.rank[rank].collective.all_reduce = reduce;
     rank_main(&many, &h.rank[rank].collective);
@@ -49,13 +54,15 @@ static void compare(const char *name, run *like, luna_parallelism mode) {
     memcpy(&own[1], &many.ranks_loss[rank][STEPS - 1], sizeof own[1]);
     CHECK(mpi_gather(&mpi, own, all, sizeof own), "gather");
     for (int r = 1; r < ranks; r++)
-      CHECK(all[2 * r] == all[0] && all[2 * r + 1] == all[1], "%s: rank %d of %d has other bits than rank 0", name, r, ranks);
+      CHECK(all[2 * r] == all[0] && all[2 * r + 1] == all[1], "%s: rank %d of %d has other bits than rank 0", name, r,
+            ranks);
     many.gradient = common_floats(one.count);
     memcpy(many.gradient, many.ranks_gradient[rank], (size_t)one.count * sizeof(float));
     CHECK(mpi_reduce(&mpi, many.gradient, one.count, LUNA_REDUCTION_SUM_F32), "sum of gradients");
     memcpy(many.loss, many.ranks_loss[rank], sizeof many.loss);
     if (rank == 0) run_compare(&one, &many, ranks, 2e-6, 2e-5);
-    if (rank == 0 && !odd) printf("%s on %d ranks: %lld bytes a step and rank\n", name, ranks, (long long)many.bytes[0]);
+    if (rank == 0 && !odd)
+      printf("%s on %d ranks: %lld bytes a step and rank\n", name, ranks, (long long)many.bytes[0]);
     run_free(&many);
   }
   run_free(&one);

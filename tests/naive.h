@@ -1,5 +1,5 @@
-/* Attention and its parts by their equations: naive loops in double, for every test that needs one. Include it after test.h,
-   luna.h and common.h. */
+/* Attention and its parts by their equations: naive loops in double, for every test that needs one. Include it after
+   test.h, luna.h and common.h. */
 #ifndef NAIVE_H
 #define NAIVE_H
 #include <math.h>
@@ -40,8 +40,8 @@ TEST_UNUSED static double naive_slope(int kind, double x) {
     default: return 1;
   }
 }
-/* The rule of luna_dropout: of element e half-word e mod 8 of counter (e / 8, op number, step), key = seed, which drops it
-   when below round(65536 p). */
+/* The rule of luna_dropout: of element e half-word e mod 8 of counter (e / 8, op number, step), key = seed, which drops
+   it when below round(65536 p). */
 TEST_UNUSED static uint32_t naive_half_word(uint64_t seed, uint32_t op, uint32_t step, uint64_t e) {
   const uint32_t counter[4] = {(uint32_t)(e / 8), (uint32_t)(e / 8 >> 32), op, step};
   uint32_t word[4];
@@ -77,9 +77,11 @@ TEST_UNUSED static double naive_kept(const naive *a, int64_t e) { /* of weight e
   return naive_dropped(a->seed, a->op, a->step, (uint64_t)e, a->dropout) ? 0 : 1 / (1 - a->dropout);
 }
 /* softmax attention of dense [batch, rows, heads, dim] or ragged rows */
-TEST_UNUSED static void naive_attention(const naive *a, const float *q, const float *k, const float *v, float *out, float *lse, float *sums) {
+TEST_UNUSED static void naive_attention(const naive *a, const float *q, const float *k, const float *v, float *out,
+                                        float *lse, float *sums) {
   for (int64_t b = 0; b < a->batch; b++) {
-    const int64_t q0 = a->query_offsets ? a->query_offsets[b] : b * a->queries, k0 = a->key_offsets ? a->key_offsets[b] : b * a->keys;
+    const int64_t q0 = a->query_offsets ? a->query_offsets[b] : b * a->queries,
+        k0 = a->key_offsets ? a->key_offsets[b] : b * a->keys;
     const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - q0 : a->queries;
     const int64_t all = a->lengths ? a->lengths[b] : a->key_offsets ? a->key_offsets[b + 1] - k0 : a->keys;
     for (int64_t i = 0; i < rows; i++)
@@ -88,9 +90,11 @@ TEST_UNUSED static void naive_attention(const naive *a, const float *q, const fl
         double *p = (double *)common_alloc((size_t)(keys + 1) * sizeof(double)), kept = 0;
         float *y = out + ((q0 + i) * a->heads + h) * a->value_dim;
         for (int64_t j = 0; j < keys; j++)
-          p[j] = a->scale * naive_dot(q + ((q0 + i) * a->heads + h) * a->dim, k + ((k0 + j) * a->heads + h) * a->dim, a->dim);
+          p[j] = a->scale * naive_dot(q + ((q0 + i) * a->heads + h) * a->dim, k + ((k0 + j) * a->heads + h) * a->dim,
+                                      a->dim);
         const double log_sum = naive_softmax(p, keys);
-        for (int64_t j = 0; j < keys; j++) kept += p[j] *= naive_kept(a, ((b * a->heads + h) * a->queries + i) * a->keys + j);
+        for (int64_t j = 0; j < keys; j++)
+          kept += p[j] *= naive_kept(a, ((b * a->heads + h) * a->queries + i) * a->keys + j);
         if (sums) sums[(q0 + i) * a->heads + h] = (float)kept;
         for (int64_t e = 0; e < a->value_dim; e++) {
           double total = 0;

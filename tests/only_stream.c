@@ -1,5 +1,6 @@
-/* A detector and a forecaster under LUNA_ONLY_STREAM, as a microcontroller has them: the file's bytes and the stream's memory are static arrays, no
-   allocator is called. Against the outputs in tests/data/features. It has an implementation of its own: not that of build/luna.o (LUNAI_IMPLEMENTED). */
+/* A detector and a forecaster under LUNA_ONLY_STREAM, as a microcontroller has them: the file's bytes and the stream's
+   memory are static arrays, no allocator is called. Against the outputs in tests/data/features. It has an
+   implementation of its own: not that of build/luna.o (LUNAI_IMPLEMENTED). */
 #include "test.h"
 #define LUNA_ONLY_STREAM
 #define LUNA_IMPLEMENTATION
@@ -50,14 +51,17 @@ static void check(const char *name, int outputs) {
       if (t < lengths[b]) test_close(name, y + b * outputs, want + (b * N + t) * outputs, (size_t)outputs, 1e-5);
   }
   CHECK(luna_stream_position(s) == N, "%s: after %d steps it is at %d", name, (int)N, (int)luna_stream_position(s));
-  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES, "%s: null features", name);
+  CHECK(!luna_stream_step_features(s, NULL) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NO_FEATURES,
+        "%s: null features", name);
   const luna_input longer = {.batch = BATCH, .n = huge + 1, .features = x};
-  CHECK(!luna_stream_prefill(s, &longer) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_TOO_MANY_TOKENS, "%s: too large an n", name);
+  CHECK(!luna_stream_prefill(s, &longer) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_TOO_MANY_TOKENS,
+        "%s: too large an n", name);
   luna_stream_close(s);
   for (int i = 0; i < 4; i++) {      /* sizes whose lower 32 bits are good ones */
     luna_stream_config large = {.batch = i < 2 ? huge + 1 : 1, .chunk = i % 2 ? huge + 1 : 1};
     if (i == 0) large.batch = -huge + 1;
-    CHECK(i == 2 || luna_stream_size(file.at, size, &large, &error) == 0, "%s: batch %g, chunk %g", name, (double)large.batch, (double)large.chunk);
+    CHECK(i == 2 || luna_stream_size(file.at, size, &large, &error) == 0, "%s: batch %g, chunk %g", name,
+          (double)large.batch, (double)large.chunk);
   }
 }
 
@@ -74,14 +78,16 @@ static void check_lacking(const char *name) {
   char *at = strstr((char *)file.at + 8, key);
   if (!CHECK(at != NULL, "%s has no %s", name, key)) return;
   at[1 + 9] = 'x';                   /* layers.1.xc2.bias */
-  CHECK(!luna_stream_open_bytes(file.at, size, &config, memory, sizeof memory, &error) && strstr(error, "layers.1.fc2.bias is missing"),
+  CHECK(!luna_stream_open_bytes(file.at, size, &config, memory, sizeof memory, &error) &&
+        strstr(error, "layers.1.fc2.bias is missing"),
         "%s without a bias: %s", name, error);
 }
 
 /* what a caller's sizes say beyond 32 bits counts, where a stream's own have no more */
 static void check_sample(void) {
   const float logits[4] = {0, 1, 3, 2};
-  CHECK(luna_sample(logits, huge + 4, NULL) == -1 && luna_sample(logits, -huge + 4, NULL) == -1, "sizes of a vocabulary");
+  CHECK(luna_sample(logits, huge + 4, NULL) == -1 && luna_sample(logits, -huge + 4, NULL) == -1,
+        "sizes of a vocabulary");
   CHECK(luna_sample(logits, 4, NULL) == 2, "the largest");
 }
 

@@ -160,7 +160,8 @@ static luna_status can_backward(luna_op *op) {
     }
     for (int j = 0; j < op->inputs && (can & LUNA_GRAD_IN_PLACE(i)); j++) {
       if (!(can & LUNA_ADDS_IN_PLACE(j)) || !(whole >> j & 1) || (same & ~(1 << j))) continue;
-      CHECK(can_in_place(op, i, 1 << j, &before, &alone), "%s: the gradient of inputs %d and %d cannot lie where the result's does",
+      CHECK(can_in_place(op, i, 1 << j, &before, &alone),
+            "%s: the gradient of inputs %d and %d cannot lie where the result's does",
             luna_op_name(op->kind), i, j);
       can_met[op->kind] |= LUNA_ADDS_IN_PLACE(j);
     }
@@ -214,7 +215,8 @@ static void can_check(const luna_backend *table, const char *skip) {
                 op_cases[i].name, plain.error, probed.error))
         for (int k = 0; k < plain.inputs; k++)
           CHECK(can_equal(plain.input[k].gradient, probed.input[k].gradient, NULL, 0, plain.input[k].count, 0),
-                "%s, variant %d: the gradient of input %d is another where nothing is set or in place", op_cases[i].name,
+                "%s, variant %d: the gradient of input %d is another where nothing is set or in place",
+                    op_cases[i].name,
                 v, k);
       trial_free(&plain);
       trial_free(&probed);
@@ -225,7 +227,8 @@ static void can_check(const luna_backend *table, const char *skip) {
     const int lacks = can_met[kind] & (LUNA_ADDS_IN_PLACE(0) - 1) & ~can_not[kind] & ~can;
     CHECK((can & ~can_met[kind]) == 0, "%s: no case shows that it can do %x", luna_op_name((luna_op_kind)kind),
           (unsigned)(can & ~can_met[kind]));
-    CHECK(lacks == 0, "%s: the table does not say that it can do %x", luna_op_name((luna_op_kind)kind), (unsigned)lacks);
+    CHECK(lacks == 0, "%s: the table does not say that it can do %x", luna_op_name((luna_op_kind)kind),
+          (unsigned)lacks);
   }
 }
 #endif

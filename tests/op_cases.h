@@ -1,8 +1,10 @@
-/* Every op and layer of luna.h as a table of cases, each with numbered variants. gradients.c holds their gradients against
-   finite differences, ops.c every instruction set against the reference; a new op is one function and one row here.
+/* Every op and layer of luna.h as a table of cases, each with numbered variants. gradients.c holds their gradients
+   against finite differences, ops.c every instruction set against the reference; a new op is one function and one row
+   here.
 
-   A case asks for its inputs with in1..in4, calls the op, and hands its results to give(). The trial keeps the values of the
-   inputs (random the first time, the caller may change them between runs), the outputs and, after backward, the gradients. */
+   A case asks for its inputs with in1..in4, calls the op, and hands its results to give(). The trial keeps the values
+   of the inputs (random the first time, the caller may change them between runs), the outputs and, after backward, the
+   gradients. */
 #ifndef OP_CASES_H
 #define OP_CASES_H
 #include "common.h"
@@ -61,7 +63,9 @@ static luna_tensor *trial_input(trial *t, double scale, int rank, int64_t a, int
 static luna_tensor *in1(trial *t, int64_t a) { return trial_input(t, 1, 1, a, 1, 1, 1); }
 static luna_tensor *in2(trial *t, int64_t a, int64_t b) { return trial_input(t, 1, 2, a, b, 1, 1); }
 static luna_tensor *in3(trial *t, int64_t a, int64_t b, int64_t c) { return trial_input(t, 1, 3, a, b, c, 1); }
-static luna_tensor *in4(trial *t, int64_t a, int64_t b, int64_t c, int64_t d) { return trial_input(t, 1, 4, a, b, c, d); }
+static luna_tensor *in4(trial *t, int64_t a, int64_t b, int64_t c, int64_t d) {
+  return trial_input(t, 1, 4, a, b, c, d);
+}
 
 /* parameters made so far become inputs too; call after the inputs */
 static void in_params(trial *t) {
@@ -104,7 +108,8 @@ typedef struct op_case {
   int variants;
 } op_case;
 
-/* Runs a case in a context of its own (so that dropout finds the same step each time). False, with t->error, when anything failed. */
+/* Runs a case in a context of its own (so that dropout finds the same step each time). False, with t->error, when
+   anything failed. */
 static bool trial_run(trial *t, const op_case *c, int variant, bool backward) {
   bool fine = true;
   t->ctx = NULL, t->params = NULL, t->loss = NULL;
@@ -146,8 +151,10 @@ static void op_slice(trial *t, int v) {
 static void op_views(trial *t, int v) { /* views of views, overlapping; the gradient meets in the owner */
   luna_tensor *x = in3(t, 4, 3, 2);
   const int64_t flat[2] = {6, 2};
-  luna_tensor *upper = luna_reshape(luna_slice(x, 0, 0, 2), 2, flat), *lower = luna_reshape(luna_slice(x, 0, 1, 2), 2, flat);
-  give(t, v == 0 ? luna_mul(upper, lower) : luna_slice(luna_gelu(luna_add(upper, luna_slice(lower, 0, 0, 6))), 0, 2, 3));
+  luna_tensor *upper = luna_reshape(luna_slice(x, 0, 0, 2), 2, flat),
+      *lower = luna_reshape(luna_slice(x, 0, 1, 2), 2, flat);
+  give(t, v == 0 ? luna_mul(upper, lower) : luna_slice(luna_gelu(luna_add(upper, luna_slice(lower, 0, 0, 6))), 0, 2,
+                                                       3));
 }
 static void op_permute(trial *t, int v) {
   static const int axes[9][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {1, 2, 0, 3}, {2, 0, 1, 3},
@@ -169,7 +176,8 @@ static void op_repeat(trial *t, int v) { give(t, luna_expand(v ? in3(t, 2, 3, 4)
 static void op_pair(trial *t, int v, luna_tensor **x, luna_tensor **y) {
   const int64_t a = SIZE(2, 7), b = SIZE(3, 33), c = SIZE(4, 37);
   *x = v == 7 ? in1(t, b) : v == 6 ? in3(t, a, 1, c) : v == 8 ? in4(t, a, 1, b, 1) : in3(t, a, b, c);
-  *y = v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : v == 4 ? in3(t, a, b, 1) : v == 5 ? in3(t, 1, b, 1) :
+  *y = v == 0 ? in3(t, a, b, c) : v == 1 ? in1(t, c) : v == 2 ? in2(t, b, c) : v == 4 ? in3(t, a, b, 1) : v == 5 ?
+      in3(t, 1, b, 1) :
        v == 6 ? in2(t, b, 1) : v == 7 ? in3(t, a, c, b) : v == 8 ? in3(t, a, 1, c) : *x;
 }
 typedef luna_tensor *op_binary_op(luna_tensor *a, luna_tensor *b);
@@ -193,8 +201,12 @@ static void op_where(trial *t, int v) {
   luna_tensor *condition = v == 3 ? luna_less(luna_slice(x, 2, 0, 1), luna_slice(y, 1, 0, 1)) : luna_less(x, y);
   give(t, luna_where(condition, x, v == 4 ? luna_add_scalar(x, 2) : y));
 }
-static void op_clamp(trial *t, int v) { give(t, luna_clamp(in2(t, 3, SIZE(5, 101)), v ? -(float)INFINITY : (float)-0.3, (float)0.4)); }
-static void op_add_scalar(trial *t, int v) { give(t, luna_gelu(luna_add_scalar(luna_scale(in2(t, 3, SIZE(5, 101)), 2), (float)v - (float)0.5))); }
+static void op_clamp(trial *t, int v) {
+  give(t, luna_clamp(in2(t, 3, SIZE(5, 101)), v ? -(float)INFINITY : (float)-0.3, (float)0.4));
+}
+static void op_add_scalar(trial *t, int v) {
+  give(t, luna_gelu(luna_add_scalar(luna_scale(in2(t, 3, SIZE(5, 101)), 2), (float)v - (float)0.5)));
+}
 /* One result of an op as two inputs of another: its gradient has two parts; its data, computed again, two readers */
 static void op_one_tensor_twice(trial *t, int v) {
   const int64_t n = SIZE(4, 33);
@@ -220,18 +232,23 @@ static void op_mean(trial *t, int v) {
 }
 #define UNARY_CASE(name) \
   static void op_##name(trial *t, int v) { \
-    give(t, luna_##name(v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : in2(t, SIZE(3, 70), v == 1 ? SIZE(7, 1031) : 1))); \
+    give(t, luna_##name(v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : \
+                        in2(t, SIZE(3, 70), v == 1 ? SIZE(7, 1031) : 1))); \
   }
 COMMON_UNARY(UNARY_CASE)
 #undef UNARY_CASE
 static void op_cumsum(trial *t, int v) {
   give(t, luna_cumsum(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 530), SIZE(4, 67)) : in1(t, SIZE(7, 1200)), v % 3));
 }
-static void op_transpose(trial *t, int v) { give(t, luna_transpose(in3(t, SIZE(2, 17), 3, SIZE(4, 19)), v, v < 2 ? 2 : 0)); }
-static void op_matmul(trial *t, int v) { /* four transpositions, times the batch shapes; 16..: long sums and single rows */
+static void op_transpose(trial *t, int v) {
+  give(t, luna_transpose(in3(t, SIZE(2, 17), 3, SIZE(4, 19)), v, v < 2 ? 2 : 0));
+}
+/* four transpositions, times the batch shapes; 16..: long sums and single rows */
+static void op_matmul(trial *t, int v) {
   const bool ta = (v & 1) != 0, tb = (v & 2) != 0;
   const int form = v / 4;
-  const int64_t m = form == 4 ? 1 : SIZE(2, 37), k = form == 4 ? SIZE(5, 531) : SIZE(3, 43), n = form == 4 ? SIZE(1, 3) : SIZE(4, 35);
+  const int64_t m = form == 4 ? 1 : SIZE(2, 37), k = form == 4 ? SIZE(5, 531) : SIZE(3, 43),
+      n = form == 4 ? SIZE(1, 3) : SIZE(4, 35);
   const int64_t a0 = ta ? k : m, a1 = ta ? m : k, b0 = tb ? n : k, b1 = tb ? k : n;
   luna_tensor *a = form == 0 || form == 4 ? in2(t, a0, a1) : in4(t, 2, 3, a0, a1);
   luna_tensor *b = form == 2 ? in3(t, 3, b0, b1) : form == 3 ? in4(t, 2, 3, b0, b1) : in2(t, b0, b1);
@@ -255,7 +272,8 @@ static void op_activate(trial *t, int v) { /* by number, then by name */
   const bool by_name = v >= LUNA_ACTIVATION_COUNT;
   const luna_activation kind = (luna_activation)(by_name ? v - LUNA_ACTIVATION_COUNT + 1 : v);
   luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
-  if (kind == LUNA_ACTIVATION_LOG || kind == LUNA_ACTIVATION_SQRT || kind == LUNA_ACTIVATION_RSQRT) x = luna_add_scalar(luna_mul(x, x), 1);
+  if (kind == LUNA_ACTIVATION_LOG || kind == LUNA_ACTIVATION_SQRT || kind == LUNA_ACTIVATION_RSQRT)
+    x = luna_add_scalar(luna_mul(x, x), 1);
   give(t, by_name ? maps[kind - 1](x) : luna_activate(x, kind));
 }
 static void op_softmax(trial *t, int v) {
@@ -263,7 +281,9 @@ static void op_softmax(trial *t, int v) {
   luna_tensor *x = v < 2 ? in2(t, 3, SIZE(5, 133)) : trial_input(t, 3, 3, 3, 2, SIZE(5, 67), 1);
   give(t, luna_softmax(x, v == 0 || v == 2 ? NULL : v == 4 ? some : lengths));
 }
-static void op_dropout(trial *t, int v) { give(t, luna_gelu(luna_dropout(in2(t, 3, SIZE(7, 131)), (float)(v ? 0.75 : 0.3)))); }
+static void op_dropout(trial *t, int v) {
+  give(t, luna_gelu(luna_dropout(in2(t, 3, SIZE(7, 131)), (float)(v ? 0.75 : 0.3))));
+}
 static void op_layer_norm(trial *t, int v) {
   luna_tensor *x = v < 4 ? in3(t, 2, SIZE(3, 17), SIZE(5, 67)) : in2(t, SIZE(2, 5), v == 4 ? 1 : SIZE(6, 1031));
   const int64_t d = x ? x->shape[x->rank - 1] : 1;
@@ -278,7 +298,8 @@ static void op_rms_norm(trial *t, int v) {
 static void op_gated(trial *t, int v) { /* GLU, SwiGLU; with dropout, a residual, recomputed */
   const int64_t in = SIZE(3, 33), hidden = SIZE(4, 45);
   luna_feed_forward_config c = {0};
-  luna_tensor *x = in3(t, 2, SIZE(3, 17), in), *w1 = in2(t, hidden, in), *b1 = v ? in1(t, hidden) : NULL, *w2 = in2(t, in, hidden);
+  luna_tensor *x = in3(t, 2, SIZE(3, 17), in), *w1 = in2(t, hidden, in), *b1 = v ? in1(t, hidden) : NULL,
+      *w2 = in2(t, in, hidden);
   c.gate = in2(t, hidden, in);
   c.gate_bias = v ? in1(t, hidden) : NULL;
   c.activation = v == 0 ? LUNA_ACTIVATION_SIGMOID : LUNA_ACTIVATION_SILU;
@@ -327,7 +348,8 @@ static void op_linear_cross_entropy(trial *t, int v) {
   luna_tensor *bias = v > 1 ? in1(t, classes) : NULL;
   give(t, luna_linear_cross_entropy(x, weight, bias, v == 1 || v == 5 ? none : labels, v < 2 ? NULL : &config));
 }
-/* logits whose gradient the linear op makes by panels, and (from 3 on) logits that something else reads, before the loss or after */
+/* logits whose gradient the linear op makes by panels, and (from 3 on) logits that something else reads, before the
+   loss or after */
 static void op_logits(trial *t, int v) {
   static const int32_t labels[12] = {4, 0, -1, 2, 513, 1, 3, -1, 5, 6, 7, 8};
   const int64_t in = SIZE(3, 67), classes = SIZE(1028, 2500), flat[2] = {6, classes}, halves[2] = {12, classes / 2};
@@ -343,7 +365,8 @@ static void op_logits(trial *t, int v) {
   if (v == 1 || v == 4) y = luna_reshape(y, 2, flat);
   if (v == 3) z = luna_scale(y, (float)0.5);
   if (v == 4) z = luna_sum(luna_slice(y, 0, 1, 3), 1);
-  give(t, luna_cross_entropy(v == 7 ? luna_reshape(y, 2, halves) : y, labels)); /* 7: not the columns that the linear op makes */
+  /* 7: not the columns that the linear op makes */
+  give(t, luna_cross_entropy(v == 7 ? luna_reshape(y, 2, halves) : y, labels));
   if (v == 5) z = luna_mean(y, 2);
   if (v == 6) z = luna_cross_entropy(y, labels + 1);
   if (z) give(t, z);
@@ -363,7 +386,8 @@ static void op_attention(trial *t, int v) {
   c.dropout = v == 5 || v == 7 || v == 10 || v == 14 ? (float)0.3 : 0;
   c.scale = v == 6 ? (float)0.9 : 0;
   c.sums = v == 5 || v == 9 || v == 10 ? &sums : NULL;
-  luna_tensor *q = in3(t, v == 12 ? 1 : 2, n, 2 * dk), *k = in3(t, v == 13 ? 1 : 2, m, 2 * dk); /* 1: shared by the batch */
+  /* 1: shared by the batch */
+  luna_tensor *q = in3(t, v == 12 ? 1 : 2, n, 2 * dk), *k = in3(t, v == 13 ? 1 : 2, m, 2 * dk);
   luna_tensor *values = v == 11 ? k : in3(t, v == 13 ? 1 : 2, m, 2 * dv);
   give(t, luna_softmax_attention(q, k, values, &c));
   if (c.sums) give(t, sums);
@@ -386,7 +410,8 @@ static void op_attention_ragged(trial *t, int v) {
   if (c.sums) give(t, sums);
 }
 static void op_sparse_attention(trial *t, int v) {
-  static const int32_t lengths[2] = {5, 3}, queries[4] = {0, 3, 5, 7}, offsets[4] = {0, 2, 3, 5}, order[7] = {6, 2, 4, 0, 1, 5, 3};
+  static const int32_t lengths[2] = {5, 3}, queries[4] = {0, 3, 5, 7}, offsets[4] = {0, 2, 3, 5},
+      order[7] = {6, 2, 4, 0, 1, 5, 3};
   static const int32_t keys[10] = {3, 1, 4, 1, 5, 0, 2, 6, 6, 3};
   static const luna_key_run runs[5] = {{0, 3, false}, {4, 2, true}, {1, 5, false}, {0, 1, false}, {3, 4, true}};
   const int64_t n = v >= 5 ? SIZE(7, 600) : 7, d = SIZE(2, 24);
@@ -435,7 +460,8 @@ static void op_pack(trial *t, int v) {
 }
 static void op_unpack(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3}, empty[2] = {0, 9};
-  const int64_t n = v == 5 ? SIZE(515, 1030) : SIZE(5, 70), d = SIZE(3, 37), h = 2, l = SIZE(3, 18); /* 5: more rows than a block */
+  /* 5: more rows than a block */
+  const int64_t n = v == 5 ? SIZE(515, 1030) : SIZE(5, 70), d = SIZE(3, 37), h = 2, l = SIZE(3, 18);
   luna_tensor *x = in3(t, 2, n, d), *k = in4(t, 2, h, l, d), *bias = in3(t, 2, h, l), *values = in4(t, 2, h, l, d);
   give(t, luna_unpack(x, k, bias, values, v % 2 ? in1(t, d) : NULL,
                       v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL,
@@ -443,10 +469,13 @@ static void op_unpack(trial *t, int v) {
 }
 /* the residual: none, of its own, x itself, and x itself as an op's result, whose gradient is then made in place */
 static void op_feed_forward(trial *t, int v) {
-  static const luna_activation kinds[4] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_SOFTPLUS};
-  const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37); /* 8: more rows than a block */
+  static const luna_activation kinds[4] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU,
+                                           LUNA_ACTIVATION_SOFTPLUS};
+  /* 8: more rows than a block */
+  const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37);
   luna_feed_forward_config c = {0};
-  luna_tensor *x = in3(t, 2, n, d), *w1 = in2(t, f, d), *w2 = in2(t, d, f), *b1 = v % 3 ? in1(t, f) : NULL, *b2 = v % 3 ? in1(t, d) : NULL;
+  luna_tensor *x = in3(t, 2, n, d), *w1 = in2(t, f, d), *w2 = in2(t, d, f), *b1 = v % 3 ? in1(t, f) : NULL,
+      *b2 = v % 3 ? in1(t, d) : NULL;
   c.activation = kinds[v % 4];
   if (v % 2) c.activation_dropout = (float)0.25, c.dropout = (float)0.125;
   c.recompute = v / 2 % 2;
@@ -460,16 +489,19 @@ static void op_causal_nested(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
   static const luna_activation omega[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
-  luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d), *s = in3(t, 2, n, h * l);
+  luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d),
+      *s = in3(t, 2, n, h * l);
   give(t,
-       luna_causal_nested_attention(q, k, values, s, h, omega[v % 3], v == 3 || v == 4 ? lengths : NULL, v >= 4 && v < 7 ? (float)0.3 : 0));
+       luna_causal_nested_attention(q, k, values, s, h, omega[v % 3], v == 3 || v == 4 ? lengths : NULL,
+                                    v >= 4 && v < 7 ? (float)0.3 : 0));
 }
 
 /* y = factor a b^2, with the factor in the op's state */
 static void op_custom_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const float factor = *(const float *)state;
   (void)count;
-  for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = factor * in[0]->data[i] * in[1]->data[i] * in[1]->data[i];
+  for (int64_t i = 0; i < luna_count(out); i++)
+    out->data[i] = factor * in[0]->data[i] * in[1]->data[i] * in[1]->data[i];
 }
 static void op_custom_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const float factor = *(const float *)state;
@@ -506,7 +538,8 @@ static void op_ratio(trial *t, int v) {
   give(t, luna_ratio(luna_activate(x, LUNA_ACTIVATION_SOFTPLUS))); /* away from division by 0 */
 }
 static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, a view; a scope inside */
-  luna_tensor *in[3] = {in3(t, 2, SIZE(3, 20), SIZE(4, 33)), in2(t, SIZE(5, 40), SIZE(4, 33)), in2(t, SIZE(2, 8), SIZE(5, 40))};
+  luna_tensor *in[3] = {in3(t, 2, SIZE(3, 20), SIZE(4, 33)), in2(t, SIZE(5, 40), SIZE(4, 33)),
+                        in2(t, SIZE(2, 8), SIZE(5, 40))};
   luna_tensor *x = luna_dropout(in[0], (float)0.1), *y, *both[2];
   const int64_t flat[1] = {-1};
   const luna_scope scope = luna_scope_recompute(t->ctx), inner = luna_scope_begin(t->ctx);
@@ -523,7 +556,8 @@ static void op_linear_layer(trial *t, int v) {
   luna_linear_layer layer;
   const luna_init init = {LUNA_INIT_XAVIER, 1};
   (void)v;
-  if (luna_linear_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(3, 33), SIZE(4, 17), init)) t->broken = true;
+  if (luna_linear_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "a", SIZE(3, 33), SIZE(4, 17), init))
+    t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(2, 9), SIZE(3, 33));
   in_params(t);
   give(t, luna_linear_layer_forward(&layer, x));
@@ -536,7 +570,8 @@ static void op_norm_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_norm_layer_forward(&layer, x));
 }
-/* the four sharings, times unfolded and folded, times (self, all keys), (another context, lengths), (self, lengths, dropout) */
+/* the four sharings, times unfolded and folded, times (self, all keys), (another context, lengths), (self, lengths,
+   dropout) */
 static void op_nested_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   const luna_form form = (v / 4) % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED;
@@ -551,7 +586,8 @@ static void op_nested_layer(trial *t, int v) {
   config.sharing = (luna_sharing)(v % 4);
   config.dropout = what == 2 ? (float)0.3 : 0;
   if (luna_nested_attention_layer_init(&layer, trial_params(t, form), "attn.", &config)) t->broken = true;
-  luna_tensor *x = in3(t, 2, n, config.dim), *p = in3(t, 2, l, config.dim), *context = what == 1 ? in3(t, 2, m, config.dim) : NULL;
+  luna_tensor *x = in3(t, 2, n, config.dim), *p = in3(t, 2, l, config.dim),
+      *context = what == 1 ? in3(t, 2, m, config.dim) : NULL;
   in_params(t);
   give(t, luna_nested_attention_layer_forward(&layer, x, p, context, what ? lengths : NULL, &packed_context));
   give(t, packed_context);
@@ -566,7 +602,8 @@ static void op_causal_attention_layer(trial *t, int v) {
   config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.omega = omega[(v / 2) % 3];
   config.dropout = v >= 9 ? (float)0.3 : 0;
-  if (luna_causal_attention_layer_init(&layer, trial_params(t, v >= 6 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "", &config)) t->broken = true;
+  if (luna_causal_attention_layer_init(&layer, trial_params(t, v >= 6 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "",
+                                       &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 131), config.dim);
   luna_tensor *p = v % 4 == 3 ? in2(t, SIZE(3, 9), config.dim) : in3(t, 2, SIZE(3, 9), config.dim);
   in_params(t);
@@ -592,7 +629,8 @@ static void op_encoder_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
   luna_encoder_layer layer;
   const luna_layer_config config = op_layer_config(t, v);
-  if (luna_encoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "layers.0.", &config)) t->broken = true;
+  if (luna_encoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "layers.0.",
+                              &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim);
   in_params(t);
   give(t, luna_encoder_layer_forward(&layer, x, &p, v % 4 == 1 ? lengths : NULL));
@@ -602,7 +640,8 @@ static void op_decoder_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 6};
   luna_decoder_layer layer;
   const luna_layer_config config = op_layer_config(t, v);
-  if (luna_decoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "layers.0.", &config)) t->broken = true;
+  if (luna_decoder_layer_init(&layer, trial_params(t, v % 3 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), "layers.0.",
+                              &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 70), config.dim), *p = in3(t, 2, SIZE(3, 9), config.dim),
               *context = in3(t, 2, SIZE(7, 41), config.dim);
   in_params(t);
@@ -614,7 +653,8 @@ static void op_causal_layer(trial *t, int v) {
   luna_layer_config config = op_layer_config(t, v);
   config.convolution = v % 3 ? 4 : 0;
   config.omega = v % 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_NONE;
-  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config)) t->broken = true;
+  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config))
+    t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
   in_params(t);
   give(t, luna_causal_layer_forward(&layer, x));
@@ -635,7 +675,8 @@ static void op_attention_layer(trial *t, int v) {
   config.linformer.sharing = v % 2 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_KEY_VALUE;
   config.linformer.projection = (luna_linformer_projection)(v % 4);
   if (luna_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "attn.", &config)) t->broken = true;
-  luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context = v % 5 == 4 ? in3(t, 2, SIZE(7, 41), config.dim) : NULL;
+  luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context =
+      v % 5 == 4 ? in3(t, 2, SIZE(7, 41), config.dim) : NULL;
   in_params(t);
   give(t, luna_attention_layer_forward(&layer, x, context, v % 2 ? lengths : NULL));
 }
@@ -677,7 +718,9 @@ static void op_classifier(trial *t, int v) {
   if (luna_classifier_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
   in1(t, 1); /* begins the step; a model has no input but its parameters */
   in_params(t);
-  give(t, config.pair ? luna_classifier_forward_pair(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL }, &(luna_input){ op_tokens, NULL, 2, 5, NULL }) : luna_classifier_forward(&model, &(luna_input){ op_tokens, v % 4 ? op_lengths : NULL, 2, 9, NULL }));
+  give(t, config.pair ? luna_classifier_forward_pair(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL },
+      &(luna_input){ op_tokens, NULL, 2, 5, NULL }) : luna_classifier_forward(&model,
+          &(luna_input){ op_tokens, v % 4 ? op_lengths : NULL, 2, 9, NULL }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 static void op_masked_lm(trial *t, int v) {
@@ -703,10 +746,12 @@ static void op_seq2seq(trial *t, int v) {
   config.separate_output = v == 2;
   config.decoder_layers = v == 3 ? 1 : 0;
   config.encoder = op_encoder_config(t, v);
-  if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), &config)) t->broken = true;
+  if (luna_seq2seq_init(&model, trial_params(t, v % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED), &config))
+    t->broken = true;
   in1(t, 1);
   in_params(t);
-  give(t, luna_seq2seq_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL }, &(luna_input){ target, v % 2 ? target_lengths : NULL, 2, 6, NULL }));
+  give(t, luna_seq2seq_forward(&model, &(luna_input){ op_tokens, op_lengths, 2, 9, NULL },
+                               &(luna_input){ target, v % 2 ? target_lengths : NULL, 2, 6, NULL }));
   give(t, luna_scale(t->tensor[0], 1));
 }
 /* the language model with another attention, and positions */

@@ -1,5 +1,6 @@
-/* Ops: every instruction set against the reference; values against naive loops in double; fused against composed, folded against
-   unfolded, ragged against alone; views; what is refused and how it is said. Gradients themselves: tests/gradients.c. */
+/* Ops: every instruction set against the reference; values against naive loops in double; fused against composed,
+   folded against unfolded, ragged against alone; views; what is refused and how it is said. Gradients themselves:
+   tests/gradients.c. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -14,9 +15,11 @@ static luna_ctx *open_plain(luna_isa isa) {
 }
 
 /* ---- every case on every instruction set, and on three threads, against the reference ---- */
-static void compare_trials(const trial *got, const trial *expected, const char *what, double output_limit, double gradient_limit) {
+static void compare_trials(const trial *got, const trial *expected, const char *what, double output_limit,
+                           double gradient_limit) {
   for (int i = 0; i < expected->outputs; i++) {
-    const double error = common_error(got->output[i].values, expected->output[i].values, expected->output[i].count, 1e-3);
+    const double error = common_error(got->output[i].values, expected->output[i].values, expected->output[i].count,
+                                      1e-3);
     CHECK(error <= output_limit, "%s: output %d is off by %.3g", what, i, error);
   }
   for (int i = 0; i < expected->inputs; i++) {
@@ -42,8 +45,10 @@ static void check_isas(const op_case *c, int variant, bool big) {
     other.big = big;
     other.options.isa = common_isas[i];
     other.options.threads = 3;
-    snprintf(what, sizeof what, "%s, variant %d%s, %s", c->name, variant, big ? ", big" : "", luna_isa_name(common_isas[i]));
-    if (CHECK(trial_run(&other, c, variant, true), "%s: %s", what, other.error)) compare_trials(&other, &reference, what, 2e-6, 4e-5);
+    snprintf(what, sizeof what, "%s, variant %d%s, %s", c->name, variant, big ? ", big" : "",
+             luna_isa_name(common_isas[i]));
+    if (CHECK(trial_run(&other, c, variant, true), "%s: %s", what, other.error))
+      compare_trials(&other, &reference, what, 2e-6, 4e-5);
     trial_free(&other);
   }
   trial_free(&reference);
@@ -107,7 +112,8 @@ static void check_forms(void) {
 }
 
 /* ---- values against loops in double ---- */
-static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, int64_t d2, const float *x, const float *y, const float *z,
+static void naive_causal(int64_t batch, int64_t n, int64_t heads, int64_t d1, int64_t d2, const float *x,
+                         const float *y, const float *z,
                          float *out) {
   double *s = (double *)common_alloc((size_t)(d1 * d2) * sizeof(double));
   for (int64_t b = 0; b < batch; b++)
@@ -130,7 +136,8 @@ static void naive_matmul(int64_t m, int64_t n, int64_t k, const float *a, bool t
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < n; j++) {
       double sum = 0;
-      for (int64_t p = 0; p < k; p++) sum += (double)a[ta ? p * m + i : i * k + p] * (double)b[tb ? j * k + p : p * n + j];
+      for (int64_t p = 0; p < k; p++)
+        sum += (double)a[ta ? p * m + i : i * k + p] * (double)b[tb ? j * k + p : p * n + j];
       c[i * n + j] = sum;
     }
 }
@@ -140,12 +147,14 @@ static const char *values_isa = ""; /* what check_values runs on */
 static void expect(luna_ctx *ctx, const char *what, const luna_tensor *t, const float *expected, int64_t n) {
   char name[96];
   snprintf(name, sizeof name, "%s (%s)", what, values_isa);
-  if (CHECK(t && luna_count(t) == n, "%s: %lld elements, not %lld: %s", name, (long long)luna_count(t), (long long)n, luna_error(ctx)))
+  if (CHECK(t && luna_count(t) == n, "%s: %lld elements, not %lld: %s", name, (long long)luna_count(t), (long long)n,
+            luna_error(ctx)))
     test_close(name, t->data, expected, (size_t)n, 2e-6);
 }
 
 static void check_values_maps(luna_ctx *ctx) {
-  static const luna_activation kinds[6] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2};
+  static const luna_activation kinds[6] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU,
+                                           LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2};
   const int64_t n = 2001;
   float *x = common_random(n, 1, 1), *y = common_floats(n);
   for (int64_t i = 0; i < n; i++) x[i] = x[i] * (i % 3 == 0 ? 90.0f : i % 3 == 1 ? 8.0f : 1e-3f);
@@ -160,7 +169,8 @@ static void check_values_maps(luna_ctx *ctx) {
       y[i] = (float)expected;
     }
     expect(ctx, "activation", a, y, n);
-    CHECK(worst < 2e-5 || kinds[k] == LUNA_ACTIVATION_GELU, "activation %d (%s) is off by %.3g relative", (int)kinds[k], values_isa, worst);
+    CHECK(worst < 2e-5 || kinds[k] == LUNA_ACTIVATION_GELU, "activation %d (%s) is off by %.3g relative", (int)kinds[k],
+          values_isa, worst);
   }
   free(x);
   free(y);
@@ -168,13 +178,16 @@ static void check_values_maps(luna_ctx *ctx) {
 
 /* broadcasting, in shapes that join and shapes that do not, beside loops over four axes */
 static void check_values_broadcast(luna_ctx *ctx) {
-  static const int64_t shapes[6][2][4] = {{{2, 3, 4, 5}, {2, 3, 4, 5}}, {{1, 3, 1, 5}, {2, 1, 4, 1}}, {{2, 1, 1, 5}, {1, 3, 4, 1}},
-                                          {{2, 3, 1, 1}, {2, 3, 4, 5}}, {{1, 1, 1, 1}, {2, 3, 4, 5}}, {{2, 1, 4, 5}, {1, 3, 4, 5}}};
+  static const int64_t shapes[6][2][4] = {{{2, 3, 4, 5}, {2, 3, 4, 5}}, {{1, 3, 1, 5}, {2, 1, 4, 1}},
+                                          {{2, 1, 1, 5}, {1, 3, 4, 1}},
+                                          {{2, 3, 1, 1}, {2, 3, 4, 5}}, {{1, 1, 1, 1}, {2, 3, 4, 5}},
+                                              {{2, 1, 4, 5}, {1, 3, 4, 5}}};
   luna_begin_inference(ctx);
   for (int v = 0; v < 12; v++) {
     const int64_t *a = shapes[v % 6][v / 6], *b = shapes[v % 6][1 - v / 6];
     const int64_t na = a[0] * a[1] * a[2] * a[3], nb = b[0] * b[1] * b[2] * b[3];
-    float *x = common_random(na, 31, 1), *y = common_random(nb, 32, 1), *want = common_floats(120), *picked = common_floats(120);
+    float *x = common_random(na, 31, 1), *y = common_random(nb, 32, 1), *want = common_floats(120),
+        *picked = common_floats(120);
     for (int64_t i = 0; i < 120; i++) {
       const int64_t at[4] = {i / 60, i / 20 % 3, i / 5 % 4, i % 5};
       int64_t ia = 0, ib = 0;
@@ -182,7 +195,8 @@ static void check_values_broadcast(luna_ctx *ctx) {
       want[i] = (float)((double)x[ia] - (double)y[ib]);
       picked[i] = x[ia] < y[ib] ? x[ia] : 7;
     }
-    luna_tensor *tx = luna_tensor_new(ctx, x, 4, a), *ty = luna_tensor_new(ctx, y, 4, b), *seven = luna_add_scalar(luna_scale(ty, 0), 7);
+    luna_tensor *tx = luna_tensor_new(ctx, x, 4, a), *ty = luna_tensor_new(ctx, y, 4, b),
+        *seven = luna_add_scalar(luna_scale(ty, 0), 7);
     expect(ctx, "broadcast sub", luna_sub(tx, ty), want, 120);
     expect(ctx, "broadcast where", luna_where(luna_greater(ty, tx), tx, seven), picked, 120);
     free(x), free(y), free(want), free(picked);
@@ -205,23 +219,30 @@ static void check_printed(luna_ctx *ctx, const float *values, int rank, const in
   CHECK(status == LUNA_OK && strcmp(p.text, want) == 0, "printed is\n%snot\n%s", p.text, want);
 }
 static void check_host_results(luna_ctx *ctx) {
-  const float x[10] = {3, -1, 7, 7, 0, 2, NAN, 5, -INFINITY, NAN}, numbers[12] = {1, -2.5f, 0, 1e7f, 4, 5, 6, 7, 8, 9, 10, (float)NAN};
+  const float x[10] = {3, -1, 7, 7, 0, 2, NAN, 5, -INFINITY, NAN},
+      numbers[12] = {1, -2.5f, 0, 1e7f, 4, 5, 6, 7, 8, 9, 10, (float)NAN};
   const int32_t order[6] = {2, 3, 0, 1, 4, 2}, first[2] = {2, 1};
   const int64_t shape[2] = {2, 5}, cube[3] = {2, 2, 3}, one = 1, wide[2] = {7, 1000}, none[2] = {3, 0};
   int32_t indices[6];
   float values[6];
   luna_begin_inference(ctx);
   luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
-  CHECK(luna_top_k(t, 3, indices, values) == LUNA_OK && memcmp(indices, order, sizeof order) == 0 && values[0] == 7 && values[2] == 3 &&
-          values[3] != values[3] && values[5] == 5, "top 3: %d %d %d, %d %d %d", indices[0], indices[1], indices[2], indices[3], indices[4], indices[5]);
-  CHECK(luna_argmax(t, indices) == LUNA_OK && memcmp(indices, first, sizeof first) == 0, "argmax: %d %d", indices[0], indices[1]);
-  CHECK(luna_top_k(t, 6, indices, NULL) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE, "top 6 of 5: %s", luna_error(ctx));
+  CHECK(luna_top_k(t, 3, indices, values) == LUNA_OK && memcmp(indices, order, sizeof order) == 0 && values[0] == 7 &&
+        values[2] == 3 &&
+          values[3] != values[3] && values[5] == 5, "top 3: %d %d %d, %d %d %d", indices[0], indices[1], indices[2],
+              indices[3], indices[4], indices[5]);
+  CHECK(luna_argmax(t, indices) == LUNA_OK && memcmp(indices, first, sizeof first) == 0, "argmax: %d %d", indices[0],
+        indices[1]);
+  CHECK(luna_top_k(t, 6, indices, NULL) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
+        "top 6 of 5: %s", luna_error(ctx));
   luna_begin_inference(ctx);
-  check_printed(ctx, numbers, 3, cube, "[[[   1 -2.5    0]\n  [ 1e7    4    5]]\n\n [[   6    7    8]\n  [   9   10  NaN]]]\n");
+  check_printed(ctx, numbers, 3, cube,
+                "[[[   1 -2.5    0]\n  [ 1e7    4    5]]\n\n [[   6    7    8]\n  [   9   10  NaN]]]\n");
   check_printed(ctx, numbers + 1, 1, &one, "[-2.5]\n");
   check_printed(ctx, numbers + 1, 0, NULL, "-2.5\n");
   check_printed(ctx, NULL, 2, none, "[]\n");
-  check_printed(ctx, NULL, 2, wide, "[[0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]\n ...\n [0 0 0 ... 0 0 0]\n"
+  check_printed(ctx, NULL, 2, wide,
+                "[[0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]\n ...\n [0 0 0 ... 0 0 0]\n"
                                     " [0 0 0 ... 0 0 0]\n [0 0 0 ... 0 0 0]]\n");
 }
 
@@ -258,7 +279,8 @@ static void check_values_rows(luna_ctx *ctx) {
   ignore.ignore_index = 5;
   luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
   expect(ctx, "softmax with lengths", luna_softmax(t, lengths), soft, rows * n);
-  expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n)), norm, rows * n);
+  expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n)), norm,
+         rows * n);
   loss[0] = (float)unsmoothed;
   loss[1] = (float)smooth;
   loss[2] = (float)ignored;
@@ -273,18 +295,21 @@ static void check_values_rows(luna_ctx *ctx) {
 
 static void check_values_products(luna_ctx *ctx) {
   const int64_t m = 19, n = 23, k = 300;
-  float *a = common_random(m * k, 5, 1), *b = common_random(n * k, 6, 1), *bias = common_random(n, 7, 1), *out = common_floats(m * n);
+  float *a = common_random(m * k, 5, 1), *b = common_random(n * k, 6, 1), *bias = common_random(n, 7, 1),
+      *out = common_floats(m * n);
   double *c = (double *)common_alloc((size_t)(m * n) * sizeof(double));
   luna_begin_inference(ctx);
   for (int v = 0; v < 4; v++) {
     const int64_t sa[2] = {v & 1 ? k : m, v & 1 ? m : k}, sb[2] = {v & 2 ? n : k, v & 2 ? k : n};
     naive_matmul(m, n, k, a, (v & 1) != 0, b, (v & 2) != 0, c);
     for (int64_t i = 0; i < m * n; i++) out[i] = (float)c[i];
-    expect(ctx, "matmul", luna_matmul(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), (v & 1) != 0, (v & 2) != 0), out,
+    expect(ctx, "matmul", luna_matmul(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), (v & 1) != 0,
+                                      (v & 2) != 0), out,
            m * n);
     if (v != 2) continue;
     for (int64_t i = 0; i < m * n; i++) out[i] = (float)(c[i] + (double)bias[i % n]);
-    expect(ctx, "linear", luna_linear(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb), luna_tensor_new(ctx, bias, 1, &n)),
+    expect(ctx, "linear", luna_linear(luna_tensor_new(ctx, a, 2, sa), luna_tensor_new(ctx, b, 2, sb),
+                                      luna_tensor_new(ctx, bias, 1, &n)),
            out, m * n);
   }
   free(a), free(b), free(bias), free(out), free(c);
@@ -294,9 +319,11 @@ static void check_values_attention(luna_ctx *ctx) {
   static const int32_t lengths[2] = {5, 700};
   naive a = {2, 3, 45, 700, 8, 8, NULL, NULL, NULL, 1 / sqrt(8.0), 0, false, 0, 0, 0};
   const int64_t qs[3] = {2, 45, 24}, ks[3] = {2, 700, 24}, qn = 2 * 45 * 24, kn = 2 * 700 * 24;
-  float *q = common_random(qn, 8, 2), *k = common_random(kn, 9, 2), *v = common_random(kn, 10, 1), *out = common_floats(qn);
+  float *q = common_random(qn, 8, 2), *k = common_random(kn, 9, 2), *v = common_random(kn, 10, 1),
+      *out = common_floats(qn);
   luna_begin_inference(ctx);
-  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, ks), *tv = luna_tensor_new(ctx, v, 3, ks);
+  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, ks),
+      *tv = luna_tensor_new(ctx, v, 3, ks);
   for (int mode = 0; mode < 4; mode++) {
     luna_attention_config config = {0};
     config.heads = 3;
@@ -317,11 +344,13 @@ static void check_values_attention(luna_ctx *ctx) {
   free(q), free(k), free(v), free(out);
 }
 
-static void check_values_unpack(luna_ctx *ctx) { /* softmax over each head's slots of (x k^T + bias), times v, summed over heads */
+/* softmax over each head's slots of (x k^T + bias), times v, summed over heads */
+static void check_values_unpack(luna_ctx *ctx) {
   enum { B = 2, N = 33, D = 20, H = 3, L = 7 };
   static const int32_t lengths[B] = {4, 90};
   const int64_t xs[3] = {B, N, D}, ks[4] = {B, H, L, D}, bs[3] = {B, H, L}, d = D;
-  float *x = common_random(B * N * D, 11, 1), *k = common_random(B * H * L * D, 12, 1), *v = common_random(B * H * L * D, 13, 1);
+  float *x = common_random(B * N * D, 11, 1), *k = common_random(B * H * L * D, 12, 1),
+      *v = common_random(B * H * L * D, 13, 1);
   float *bias = common_random(B * H * L, 14, 1), *last = common_random(D, 15, 1), *out = common_floats(B * N * D);
   for (int64_t row = 0; row < B * N; row++)
     for (int64_t h = 0; h < H; h++) {
@@ -351,11 +380,13 @@ static void check_values_causal(luna_ctx *ctx) {
   enum { B = 2, N = 150, H = 2, D = 9, L = 5, W = 4 };
   const int64_t qs[3] = {B, N, H * D}, ss[3] = {B, N, H * L}, ws[2] = {H * D, W}, d = H * D;
   const int64_t qn = B * N * H * D, sn = B * N * H * L;
-  float *q = common_random(qn, 16, 1), *k = common_random(qn, 17, 1), *v = common_random(qn, 18, 1), *s = common_random(sn, 19, 2);
+  float *q = common_random(qn, 16, 1), *k = common_random(qn, 17, 1), *v = common_random(qn, 18, 1),
+      *s = common_random(sn, 19, 2);
   float *a = common_floats(sn), *u = common_floats(sn), *out = common_floats(qn), *w = common_random(H * D * W, 20, 1),
         *bias = common_random(H * D, 21, 1);
   luna_begin_inference(ctx);
-  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, qs), *tv = luna_tensor_new(ctx, v, 3, qs),
+  luna_tensor *tq = luna_tensor_new(ctx, q, 3, qs), *tk = luna_tensor_new(ctx, k, 3, qs),
+      *tv = luna_tensor_new(ctx, v, 3, qs),
               *ts = luna_tensor_new(ctx, s, 3, ss);
   naive_causal(B, N, H, D, L, q, k, s, u);
   expect(ctx, "causal product", luna_causal_product(tq, tk, ts, H), u, sn);
@@ -371,7 +402,8 @@ static void check_values_causal(luna_ctx *ctx) {
       for (int64_t j = 0; j < L; j++) u[r * L + j] = j < slots ? (float)(exp((double)u[r * L + j] / 3) / sum) : 0;
     }
     naive_causal(B, N, H, L, D, u, a, v, out);
-    expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, H, omegas[o], o == 2 ? lengths : NULL, 0), out, qn);
+    expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, H, omegas[o],
+        o == 2 ? lengths : NULL, 0), out, qn);
   }
   for (int64_t i = 0; i < qn; i++) {
     const int64_t c = i % (H * D), t = i / (H * D) % N;
@@ -380,7 +412,8 @@ static void check_values_causal(luna_ctx *ctx) {
       if (t - (W - 1) + j >= 0) y += (double)w[c * W + j] * (double)q[i + (j - (W - 1)) * H * D];
     out[i] = (float)y;
   }
-  expect(ctx, "short convolution", luna_short_convolution(tq, luna_tensor_new(ctx, w, 2, ws), luna_tensor_new(ctx, bias, 1, &d)), out, qn);
+  expect(ctx, "short convolution", luna_short_convolution(tq, luna_tensor_new(ctx, w, 2, ws),
+                                                          luna_tensor_new(ctx, bias, 1, &d)), out, qn);
   free(q), free(k), free(v), free(s), free(a), free(u), free(out), free(w), free(bias);
 }
 
@@ -406,7 +439,8 @@ static void check_values_shapes(luna_ctx *ctx) {
   expect(ctx, "mean", luna_mean(t, 1), y, 8);
   for (int i = 0; i < 24; i++) y[i] = x[i] * x[i % 4] + x[12 + i % 12];
   expect(ctx, "mul and add, broadcast",
-         luna_add(luna_mul(t, luna_reshape(luna_slice(luna_reshape(t, 2, (const int64_t[2]){6, 4}), 0, 0, 1), 1, (const int64_t[1]){4})),
+         luna_add(luna_mul(t, luna_reshape(luna_slice(luna_reshape(t, 2, (const int64_t[2]){6, 4}), 0, 0, 1), 1,
+                                           (const int64_t[1]){4})),
                   luna_reshape(luna_slice(t, 0, 1, 1), 2, (const int64_t[2]){3, 4})),
          y, 24);
   const int32_t tokens[4] = {1, 0, 1, 1};
@@ -440,7 +474,8 @@ static luna_tensor *pack_input(luna_ctx *ctx, const float *values, int64_t batch
 }
 static void check_packed(luna_isa isa, bool causal) {
   const int64_t total = 638, numbers = total * PACK_DIM;
-  float *x[3], *out = common_floats(numbers), *grads = common_floats(3 * numbers), *one = common_floats(PACK_MOST * PACK_DIM),
+  float *x[3], *out = common_floats(numbers), *grads = common_floats(3 * numbers),
+      *one = common_floats(PACK_MOST * PACK_DIM),
                *part = common_floats(3 * PACK_MOST * PACK_DIM);
   int32_t offsets[PACK_PARTS + 1] = {0};
   luna_ctx *ctx = open_plain(isa);
@@ -452,10 +487,12 @@ static void check_packed(luna_isa isa, bool causal) {
   config.sequences = PACK_PARTS;
   config.query_offsets = config.key_offsets = offsets;
   luna_begin_step(ctx);
-  luna_tensor *q = pack_input(ctx, x[0], 0, total), *k = pack_input(ctx, x[1], 0, total), *v = pack_input(ctx, x[2], 0, total);
+  luna_tensor *q = pack_input(ctx, x[0], 0, total), *k = pack_input(ctx, x[1], 0, total),
+      *v = pack_input(ctx, x[2], 0, total);
   luna_tensor *y = luna_softmax_attention(q, k, v, &config);
   const int64_t flat[2] = {1, numbers};
-  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK, "ragged: %s",
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(y, y), 2, flat), 1)) == LUNA_OK && luna_read(y, out) == LUNA_OK,
+        "ragged: %s",
         luna_error(ctx));
   luna_read_grad(q, grads), luna_read_grad(k, grads + numbers), luna_read_grad(v, grads + 2 * numbers);
   config.sequences = 0;
@@ -464,18 +501,22 @@ static void check_packed(luna_isa isa, bool causal) {
     const int64_t at = (int64_t)offsets[i] * PACK_DIM, n = (int64_t)pack_lengths[i] * PACK_DIM, alone_flat[2] = {1, n};
     if (n == 0) continue;
     luna_begin_step(ctx);
-    luna_tensor *a = pack_input(ctx, x[0] + at, 1, pack_lengths[i]), *b = pack_input(ctx, x[1] + at, 1, pack_lengths[i]),
+    luna_tensor *a = pack_input(ctx, x[0] + at, 1, pack_lengths[i]),
+        *b = pack_input(ctx, x[1] + at, 1, pack_lengths[i]),
                 *c = pack_input(ctx, x[2] + at, 1, pack_lengths[i]);
     luna_tensor *alone = luna_softmax_attention(a, b, c, &config);
-    if (!CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(alone, alone), 2, alone_flat), 1)) == LUNA_OK, "alone: %s", luna_error(ctx)))
+    if (!CHECK(luna_backward(luna_sum(luna_reshape(luna_mul(alone, alone), 2, alone_flat), 1)) == LUNA_OK, "alone: %s",
+               luna_error(ctx)))
       continue;
     luna_read(alone, one);
-    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: ragged sequence %d has other bits than alone", luna_isa_name(isa),
+    CHECK(memcmp(one, out + at, (size_t)n * sizeof(float)) == 0, "%s%s: ragged sequence %d has other bits than alone",
+          luna_isa_name(isa),
           causal ? ", causal" : "", i);
     luna_read_grad(a, part), luna_read_grad(b, part + n), luna_read_grad(c, part + 2 * n);
     for (int g = 0; g < 3; g++)
       CHECK(memcmp(part + g * n, grads + g * numbers + at, (size_t)n * sizeof(float)) == 0,
-            "%s%s: the gradient of %c of ragged sequence %d has other bits than alone", luna_isa_name(isa), causal ? ", causal" : "",
+            "%s%s: the gradient of %c of ragged sequence %d has other bits than alone", luna_isa_name(isa),
+                causal ? ", causal" : "",
             "qkv"[g], i);
   }
   luna_close(ctx);
@@ -487,7 +528,8 @@ static void check_packed(luna_isa isa, bool causal) {
 static void check_padded(luna_isa isa) {
   const int64_t m = 600, n = 21, d = PACK_DIM;
   static const int32_t lengths[3] = {37, 600, 513};
-  float *q = common_random(3 * n * d, 40, 1), *k = common_random(3 * m * d, 41, 1), *v = common_random(3 * m * d, 42, 1);
+  float *q = common_random(3 * n * d, 40, 1), *k = common_random(3 * m * d, 41, 1),
+      *v = common_random(3 * m * d, 42, 1);
   for (int b = 0; b < 3; b++)
     for (int64_t i = lengths[b] * d; i < m * d; i++) k[b * m * d + i] = v[b * m * d + i] = NAN;
   luna_ctx *ctx = open_plain(isa);
@@ -496,7 +538,8 @@ static void check_padded(luna_isa isa) {
   config.lengths = lengths;
   for (int mode = 0; mode < 2; mode++) { /* softmax attention; pack */
     luna_begin_step(ctx);
-    luna_tensor *tq = pack_input(ctx, q, 3, n), *tk = pack_input(ctx, k, 3, m), *tv = mode ? tk : pack_input(ctx, v, 3, m);
+    luna_tensor *tq = pack_input(ctx, q, 3, n), *tk = pack_input(ctx, k, 3, m),
+        *tv = mode ? tk : pack_input(ctx, v, 3, m);
     luna_tensor *y = mode ? luna_pack(tq, tk, lengths, 0, NULL) : luna_softmax_attention(tq, tk, tv, &config);
     if (!CHECK(y && luna_backward(common_loss(y, 3)) == LUNA_OK, "padded: %s", luna_error(ctx))) continue;
     int64_t bad = 0, touched = 0;
@@ -504,8 +547,10 @@ static void check_padded(luna_isa isa) {
     for (int64_t i = 0; i < 3 * m * d; i++)
       if (i / d % m >= lengths[i / (m * d)]) touched += tk->grad[i] != 0 || tv->grad[i] != 0;
       else bad += !isfinite(tk->grad[i]) || !isfinite(tv->grad[i]);
-    CHECK(bad == 0, "%s, mode %d: NaN behind the lengths reached %lld numbers", luna_isa_name(isa), mode, (long long)bad);
-    CHECK(touched == 0, "%s, mode %d: %lld gradients behind the lengths are not zero", luna_isa_name(isa), mode, (long long)touched);
+    CHECK(bad == 0, "%s, mode %d: NaN behind the lengths reached %lld numbers", luna_isa_name(isa), mode,
+          (long long)bad);
+    CHECK(touched == 0, "%s, mode %d: %lld gradients behind the lengths are not zero", luna_isa_name(isa), mode,
+          (long long)touched);
     float *kept = common_floats(luna_count(y));
     luna_read(y, kept);
     luna_begin_inference(ctx);
@@ -529,8 +574,10 @@ static void check_slots(luna_isa isa) {
   static const int32_t lengths[2] = {2, 4};
   luna_ctx *ctx = open_plain(isa);
   luna_begin_step(ctx);
-  luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 2, 9, 12, 0)), *k = luna_require_grad(common_tensor(ctx, 2, 2, 3, 5, 12));
-  luna_tensor *bias = luna_require_grad(common_tensor(ctx, 3, 2, 3, 5, 0)), *v = luna_require_grad(common_tensor(ctx, 4, 2, 3, 5, 12));
+  luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 2, 9, 12, 0)),
+      *k = luna_require_grad(common_tensor(ctx, 2, 2, 3, 5, 12));
+  luna_tensor *bias = luna_require_grad(common_tensor(ctx, 3, 2, 3, 5, 0)),
+      *v = luna_require_grad(common_tensor(ctx, 4, 2, 3, 5, 12));
   for (int64_t i = 0; i < 2 * 3 * 5; i++)
     if (i % 5 >= lengths[i / 15]) {
       bias->data[i] = NAN;
@@ -541,8 +588,10 @@ static void check_slots(luna_isa isa) {
     int64_t bad = 0;
     for (int64_t i = 0; i < luna_count(y); i++) bad += !isfinite(y->data[i]) || !isfinite(x->grad[i]);
     for (int64_t i = 0; i < luna_count(k); i++)
-      bad += i / 12 % 5 >= lengths[i / 180] ? k->grad[i] != 0 || v->grad[i] != 0 : !isfinite(k->grad[i]) || !isfinite(v->grad[i]);
-    CHECK(bad == 0, "%s: NaN in masked memory slots reached %lld numbers of unpack", luna_isa_name(isa), (long long)bad);
+      bad += i / 12 % 5 >= lengths[i / 180] ? k->grad[i] != 0 || v->grad[i] != 0 : !isfinite(k->grad[i]) ||
+          !isfinite(v->grad[i]);
+    CHECK(bad == 0, "%s: NaN in masked memory slots reached %lld numbers of unpack", luna_isa_name(isa),
+          (long long)bad);
   }
   luna_close(ctx);
 }
@@ -559,23 +608,31 @@ static void check_views(void) {
     luna_close(ctx);
     return;
   }
-  CHECK(rows->data == x->data + 8 && inner->data == x->data + 12 && cube->data == x->data, "a slice of axis 0 or a reshape is not a view");
-  CHECK(rows->base == x && inner->base == x && inner->offset == 12 && cube->base == x, "a view's owner or offset is wrong");
-  CHECK(column->data != x->data + 2 && !column->base && column->data[1] == x->data[6], "a slice of axis 1 is not a copy of the column");
+  CHECK(rows->data == x->data + 8 && inner->data == x->data + 12 && cube->data == x->data,
+        "a slice of axis 0 or a reshape is not a view");
+  CHECK(rows->base == x && inner->base == x && inner->offset == 12 && cube->base == x,
+        "a view's owner or offset is wrong");
+  CHECK(column->data != x->data + 2 && !column->base && column->data[1] == x->data[6],
+        "a slice of axis 1 is not a copy of the column");
   CHECK(cube->rank == 3 && cube->shape[0] == 2 && cube->shape[1] == 3 && cube->shape[2] == 4 && cube->shape[3] == 1,
-        "reshape with -1 gives [%lld,%lld,%lld]", (long long)cube->shape[0], (long long)cube->shape[1], (long long)cube->shape[2]);
-  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 && x->dtype == LUNA_DTYPE_F32 && x->ctx == ctx,
+        "reshape with -1 gives [%lld,%lld,%lld]", (long long)cube->shape[0], (long long)cube->shape[1],
+            (long long)cube->shape[2]);
+  CHECK(luna_count(NULL) == 0 && luna_count(x) == 24 && x->rank == 2 && x->shape[2] == 1 &&
+        x->dtype == LUNA_DTYPE_F32 && x->ctx == ctx,
         "a tensor's fields are wrong");
   CHECK(luna_slice(x, 0, 6, 0) && luna_count(luna_slice(x, 0, 0, 0)) == 0, "an empty slice: %s", luna_error(ctx));
   luna_tensor *loss = luna_add(common_loss(inner, 1), common_loss(luna_reshape(cube, 2, shape), 2));
   CHECK(luna_backward(loss) == LUNA_OK, "backward through views: %s", luna_error(ctx));
   float whole[24], piece[8];
-  CHECK(luna_read_grad(x, whole) == LUNA_OK && luna_read_grad(inner, piece) == LUNA_OK && memcmp(piece, whole + 12, sizeof piece) == 0,
+  CHECK(luna_read_grad(x, whole) == LUNA_OK && luna_read_grad(inner, piece) == LUNA_OK &&
+        memcmp(piece, whole + 12, sizeof piece) == 0,
         "a view's gradient is not its part of the owner's");
   for (int i = 0; i < 24; i++) {
     const double expected =
-        (double)(float)common_number(2, (uint64_t)i) + (i >= 12 && i < 20 ? (double)(float)common_number(1, (uint64_t)(i - 12)) : 0);
-    CHECK(fabs((double)whole[i] - expected) < 1e-6, "gradient %d through views is %g, expected %g", i, (double)whole[i], expected);
+        (double)(float)common_number(2, (uint64_t)i) + (i >= 12 &&
+            i < 20 ? (double)(float)common_number(1, (uint64_t)(i - 12)) : 0);
+    CHECK(fabs((double)whole[i] - expected) < 1e-6, "gradient %d through views is %g, expected %g", i, (double)whole[i],
+          expected);
   }
   luna_close(ctx);
 }
@@ -589,7 +646,8 @@ static void check_items(void) {
   luna_tensor *a = luna_tensor_new(ctx, &value, 1, &one), *b = luna_tensor_new(ctx, pair, 1, &two),
               *zeros = luna_tensor_new(ctx, NULL, 1, &two);
   luna_tensor *scalar = luna_sum(b, 0);
-  CHECK(luna_item(a) == 2.5f && scalar && luna_count(scalar) == 1 && luna_item(scalar) == 3, "luna_item gives %g and %g",
+  CHECK(luna_item(a) == 2.5f && scalar && luna_count(scalar) == 1 && luna_item(scalar) == 3,
+        "luna_item gives %g and %g",
         (double)luna_item(a), (double)luna_item(scalar));
   CHECK(luna_read(b, out) == LUNA_OK && out[1] == 2 && luna_read(zeros, out) == LUNA_OK && out[0] == 0 && out[1] == 0,
         "luna_read does not read");
@@ -610,11 +668,15 @@ static void check_gradients_kept(void) {
   float values[12], grad[12];
   for (int i = 0; i < 12; i++) values[i] = (float)i;
   luna_begin_step(ctx);
-  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, values, 2, shape)), *asked = luna_require_grad(luna_scale(x, 2)), *view = luna_reshape(asked, 1, flat);
-  luna_tensor *other = luna_relu(view), *viewed = luna_scale(other, 3), *again = luna_require_grad(luna_reshape(viewed, 2, shape));
-  CHECK(luna_backward(luna_sum(luna_reshape(luna_relu(again), 1, flat), 0)) == LUNA_OK, "backward: %s", luna_error(ctx));
+  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, values, 2, shape)),
+      *asked = luna_require_grad(luna_scale(x, 2)), *view = luna_reshape(asked, 1, flat);
+  luna_tensor *other = luna_relu(view), *viewed = luna_scale(other, 3),
+      *again = luna_require_grad(luna_reshape(viewed, 2, shape));
+  CHECK(luna_backward(luna_sum(luna_reshape(luna_relu(again), 1, flat), 0)) == LUNA_OK, "backward: %s",
+        luna_error(ctx));
   CHECK(luna_read_grad(x, grad) == LUNA_OK && grad[0] == 0 && grad[5] == 6, "x: %s", luna_error(ctx));
-  CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3, "a result that was asked for: %s", luna_error(ctx));
+  CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3,
+        "a result that was asked for: %s", luna_error(ctx));
   CHECK(luna_read_grad(again, grad) == LUNA_OK && grad[5] == 1, "a view that was asked for: %s", luna_error(ctx));
   CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD,
       "a result without luna_require_grad kept its gradient");
@@ -634,7 +696,8 @@ static void refused(luna_ctx *ctx, const void *result, luna_error_id id, const c
   const char *said = luna_error(ctx);
   const size_t named = strcspn(said, ":"); /* luna_cross_entropy for luna_cross_entropy_with */
   CHECK(!result, "%s gives a tensor", call);
-  CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call, luna_status_text(luna_ctx_status(ctx)));
+  CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call,
+        luna_status_text(luna_ctx_status(ctx)));
   CHECK(luna_ctx_error_id(ctx) == id, "%s leaves error %d, not %d: \"%s\"", call, (int)luna_ctx_error_id(ctx), (int)id,
       said);
   CHECK(named > 0 && strncmp(said, call, named) == 0, "%s says \"%s\"", call, said);
@@ -692,7 +755,8 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
 }
 
 static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
-  luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b"), *v = luna_params_find(params, "v"),
+  luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b"),
+      *v = luna_params_find(params, "v"),
               *cube = luna_params_find(params, "cube");
   int32_t lengths[37] = {0}, tokens[4] = {0, 5, 36, 2}, labels[37] = {0};
   luna_cross_entropy_config config = {0};
@@ -734,7 +798,8 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
 }
 
 static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
-  luna_tensor *a = luna_params_find(params, "a"), *cube = luna_params_find(params, "cube"), *q = refusal_param(params, "q", 3, 11, 36);
+  luna_tensor *a = luna_params_find(params, "a"), *cube = luna_params_find(params, "cube"),
+      *q = refusal_param(params, "q", 3, 11, 36);
   luna_tensor *two = refusal_param(params, "two", 2, 41, 36), *narrow = refusal_param(params, "narrow", 3, 41, 30),
               *short_ = refusal_param(params, "short", 3, 17, 36);
   luna_tensor *flat = refusal_param(params, "flat", 20, 36, 0), *d = refusal_param(params, "d", 36, 0, 0);
@@ -837,14 +902,16 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   luna_begin_step(ctx);
   CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
       "a vocabulary of -1: \"%s\"", luna_error(ctx));
-  CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set", (long long)(luna_params_tensor_count(params) - size));
+  CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set",
+        (long long)(luna_params_tensor_count(params) - size));
   config.pack_heads = 0; /* the first refusal stays until the same init succeeds */
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) == LUNA_OK, "%s", luna_error(ctx));
 }
 
 static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   luna_tensor *a = luna_params_find(params, "a"), *some[2] = {a, NULL}, *none = NULL;
-  luna_tensor *x = refusal_param(params, "nx", 2, 5, 36), *k = luna_reshape(refusal_param(params, "nk", 2, 12, 36), 4, (const int64_t[4]){2, 4, 3, 36});
+  luna_tensor *x = refusal_param(params, "nx", 2, 5, 36),
+      *k = luna_reshape(refusal_param(params, "nk", 2, 12, 36), 4, (const int64_t[4]){2, 4, 3, 36});
   luna_tensor *bias = refusal_param(params, "nbias", 2, 4, 3);
   luna_encoder_layer layer = {0};
   luna_lm lm;
@@ -878,7 +945,8 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
       luna_ctx_error_id(ctx) == LUNA_ERROR_BROADCAST,
         "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
-  CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) && !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
+  CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) &&
+        !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
             !luna_reshape(bad, 0, NULL) && !luna_softmax_attention(a, bad, b, NULL) && !luna_require_grad(bad) &&
             !luna_cross_entropy(bad, NULL) && !luna_slice(bad, 0, 0, 1),
         "an op gives something for a null input");
@@ -886,7 +954,8 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   CHECK(luna_backward(bad) != LUNA_OK, "backward of null");
   luna_tensor *fine = luna_gelu(a);
   CHECK(fine || luna_ctx_status(ctx) != LUNA_OK, "state");
-  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin does not clear \"%s\"",
+  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0,
+        "begin does not clear \"%s\"",
         luna_error(ctx));
   CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_ONE_ELEMENT,
       "backward of [37,41]: \"%s\"", luna_error(ctx));
@@ -896,7 +965,8 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
         luna_error(ctx));
   luna_ctx *other = open_plain(LUNA_ISA_BEST);
   luna_begin_step(other);
-  luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0), *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
+  luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0),
+      *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
   CHECK(!luna_add(own, foreign) && luna_ctx_error_id(ctx) == LUNA_ERROR_OTHER_CONTEXT,
       "tensors of two contexts add up");
   luna_close(other);
@@ -931,9 +1001,12 @@ static void check_refusals(void) {
   for (int i = 0; i < LUNA_OP_COUNT; i++) CHECK(luna_op_name((luna_op_kind)i)[0], "op %d has no name", i);
 }
 
-/* ---- logits whose gradient is stored (luna_require_grad), made by panels inside the linear op, and never made: the same bits of the first two, and of
-   any number of threads ---- */
-enum { LOGIT_ROWS = 41, LOGIT_IN = 19, LOGIT_CLASSES = 2600, LOGIT_VALUES = 1 + LOGIT_ROWS * LOGIT_IN + LOGIT_CLASSES * (LOGIT_IN + 1) };
+/* ---- logits whose gradient is stored (luna_require_grad), made by panels inside the linear op, and never made: the
+   same bits of the first two, and of any number of threads ---- */
+enum {
+  LOGIT_ROWS = 41, LOGIT_IN = 19, LOGIT_CLASSES = 2600, LOGIT_VALUES =
+      1 + LOGIT_ROWS * LOGIT_IN + LOGIT_CLASSES * (LOGIT_IN + 1)
+};
 typedef enum logit_kind { LOGITS_STORED, LOGITS_LEFT, LOGITS_NEVER } logit_kind;
 static size_t logits_step(luna_isa isa, int threads, logit_kind kind, bool made, float *out) {
   luna_options options = {.threads = threads, .isa = isa};
@@ -955,9 +1028,11 @@ static size_t logits_step(luna_isa isa, int threads, logit_kind kind, bool made,
     loss = luna_cross_entropy_with(logits, labels, &config);
   }
   CHECK(luna_backward(loss) == LUNA_OK, "logits, kind %d: %s", (int)kind, luna_error(ctx));
-  CHECK((logits && logits->grad) == (kind == LOGITS_STORED), "logits, kind %d: whether their gradient is there", (int)kind);
+  CHECK((logits && logits->grad) == (kind == LOGITS_STORED), "logits, kind %d: whether their gradient is there",
+        (int)kind);
   *out++ = luna_item(loss);
-  for (int i = 0; i < 3; out += counts[i++]) CHECK(luna_read_grad(leaf[i], out) == LUNA_OK, "logits, kind %d: %s", (int)kind, luna_error(ctx));
+  for (int i = 0; i < 3; out += counts[i++])
+    CHECK(luna_read_grad(leaf[i], out) == LUNA_OK, "logits, kind %d: %s", (int)kind, luna_error(ctx));
   const size_t peak = luna_memory(ctx).peak;
   luna_close(ctx);
   free(labels);
@@ -973,14 +1048,18 @@ static void check_logits(luna_isa isa) {
       peak[kind] = logits_step(isa, 1, (logit_kind)kind, made, out[kind]);
       for (int threads = 2; threads < 5; threads++) {
         logits_step(isa, threads, (logit_kind)kind, made, again);
-        CHECK(memcmp(out[kind], again, LOGIT_VALUES * sizeof(float)) == 0, "logits, kind %d, %s: %d threads give other bits", kind, luna_isa_name(isa), threads);
+        CHECK(memcmp(out[kind], again, LOGIT_VALUES * sizeof(float)) == 0,
+              "logits, kind %d, %s: %d threads give other bits", kind, luna_isa_name(isa), threads);
       }
     }
     CHECK(isa == LUNA_ISA_REFERENCE || memcmp(out[LOGITS_STORED], out[LOGITS_LEFT], LOGIT_VALUES * sizeof(float)) == 0,
-          "logits, %s: their gradient by panels gives other bits", luna_isa_name(isa)); /* the reference sums a panel in double */
+          /* the reference sums a panel in double */
+          "logits, %s: their gradient by panels gives other bits", luna_isa_name(isa));
     test_close("linear cross-entropy", out[LOGITS_NEVER], out[LOGITS_STORED], LOGIT_VALUES, 2e-6);
-    CHECK(peak[LOGITS_LEFT] + bytes / 3 < peak[LOGITS_STORED], "logits' gradient not stored: %zu bytes, stored %zu", peak[LOGITS_LEFT], peak[LOGITS_STORED]);
-    CHECK(peak[LOGITS_NEVER] + 4 * bytes / 3 < peak[LOGITS_STORED], "logits never made: %zu bytes, stored %zu", peak[LOGITS_NEVER], peak[LOGITS_STORED]);
+    CHECK(peak[LOGITS_LEFT] + bytes / 3 < peak[LOGITS_STORED], "logits' gradient not stored: %zu bytes, stored %zu",
+          peak[LOGITS_LEFT], peak[LOGITS_STORED]);
+    CHECK(peak[LOGITS_NEVER] + 4 * bytes / 3 < peak[LOGITS_STORED], "logits never made: %zu bytes, stored %zu",
+          peak[LOGITS_NEVER], peak[LOGITS_STORED]);
     for (int kind = 0; kind < 3; kind++) free(out[kind]);
   }
   free(again);
@@ -989,10 +1068,12 @@ static void check_no_rows(void) {
   luna_ctx *ctx = luna_open(NULL);
   luna_begin_step(ctx);
   const int64_t shape[2] = {0, 4};
-  luna_tensor *weight = luna_require_grad(common_tensor(ctx, 2, 1030, 4, 0, 0)), *none = luna_tensor_new(ctx, NULL, 2, shape);
+  luna_tensor *weight = luna_require_grad(common_tensor(ctx, 2, 1030, 4, 0, 0)),
+      *none = luna_tensor_new(ctx, NULL, 2, shape);
   const int32_t label = 1030;
   luna_tensor *loss = luna_linear_cross_entropy(none, weight, NULL, &label, NULL);
-  CHECK(loss && luna_item(loss) == 0 && luna_backward(loss) == LUNA_OK, "linear cross-entropy of no rows: %s", luna_error(ctx));
+  CHECK(loss && luna_item(loss) == 0 && luna_backward(loss) == LUNA_OK, "linear cross-entropy of no rows: %s",
+        luna_error(ctx));
   luna_close(ctx);
 }
 
@@ -1023,7 +1104,8 @@ static void check_gemm(luna_isa isa) {
       g.m = m, g.n = n, g.k = k, g.batch = 2;
       g.transpose_a = ta, g.transpose_b = tb;
       g.a_row = pad ? (ta ? m : k) + pad : 0, g.b_row = pad ? (tb ? k : n) + pad : 0, g.c_row = pad ? n + pad : 0;
-      const int64_t ar = (ta ? m : k) + pad, br = (tb ? k : n) + pad, cr = n + pad, an = ar * (ta ? k : m), bn = br * (tb ? n : k),
+      const int64_t ar = (ta ? m : k) + pad, br = (tb ? k : n) + pad, cr = n + pad, an = ar * (ta ? k : m),
+          bn = br * (tb ? n : k),
                     cn = cr * m;
       float *a = common_random(2 * an + 1, 1, 1), *b = common_random(bn + 1, 2, 1), *bias = common_random(n, 3, 1),
             *c = common_random(2 * cn + 1, 4, 1), *first = common_random(2 * cn + 1, 4, 1);
@@ -1052,7 +1134,8 @@ static void check_gemm(luna_isa isa) {
         off += ((double)c[e] - sum) * ((double)c[e] - sum);
         size += sum * sum;
       }
-      CHECK(sqrt(off / size) < 2e-6, "luna_gemm_f32 %s, [%lld,%lld,%lld], variant %d: off by %.3g", luna_isa_name(isa), (long long)m,
+      CHECK(sqrt(off / size) < 2e-6, "luna_gemm_f32 %s, [%lld,%lld,%lld], variant %d: off by %.3g", luna_isa_name(isa),
+            (long long)m,
             (long long)n, (long long)k, v, sqrt(off / size));
       free(a), free(b), free(bias), free(c), free(first), free(memory);
     }
@@ -1070,7 +1153,8 @@ static void check_attention_call(luna_isa isa, int v) {
   naive expected = {2, 3, 41, 90, 7, 5, NULL, NULL, NULL, 1 / sqrt(7.0), 0, false, 9, 2, 5};
   const bool ragged = v == 3 || v == 5;
   const int64_t qr = ragged ? 41 : 82, kr = ragged ? 100 : 180, qn = qr * 21, kn = kr * 21, vn = kr * 15, on = qr * 15;
-  float *q = common_random(qn, 1, 2), *k = common_random(kn, 2, 2), *values = common_random(vn, 3, 1), *g = common_random(on, 4, 1);
+  float *q = common_random(qn, 1, 2), *k = common_random(kn, 2, 2), *values = common_random(vn, 3, 1),
+      *g = common_random(on, 4, 1);
   float *out[3], *grad[3], *lse = common_floats(qr * 3), *want = common_floats(on), *want_lse = common_floats(qr * 3),
                            *sums = common_floats(qr * 3), *want_sums = common_floats(qr * 3);
   a.batch = 2, a.heads = 3, a.queries = 41, a.keys = 90, a.head_dim = 7, a.value_dim = 5;
@@ -1108,12 +1192,14 @@ static void check_attention_call(luna_isa isa, int v) {
   free(q), free(k), free(values), free(g), free(lse), free(want), free(want_lse), free(sums), free(want_sums);
 }
 
-/* strides: heads apart, rows apart, one K and V shared by the batch: its gradient is the sum over the batch, in order */
+/* strides: heads apart, rows apart, one K and V shared by the batch: its gradient is the sum over the batch, in
+   order */
 static void check_attention_strides(luna_isa isa) {
   enum { B = 3, H = 2, N = 9, M = 14, D = 6, ROW = 40, HEAD = 11 };
   float *q = common_random(B * N * ROW, 1, 1), *k = common_random(M * ROW, 2, 1), *v = common_random(M * ROW, 3, 1),
         *g = common_random(B * N * H * D, 4, 1);
-  float *dense_q = common_floats(B * N * H * D), *dense_k = common_floats(B * M * H * D), *dense_v = common_floats(B * M * H * D),
+  float *dense_q = common_floats(B * N * H * D), *dense_k = common_floats(B * M * H * D),
+      *dense_v = common_floats(B * M * H * D),
         *out = common_floats(B * N * H * D), *want = common_floats(B * N * H * D);
   float *lse = common_floats(B * N * H), *gk = common_floats(M * ROW), *gd = common_floats(B * M * H * D);
   luna_attention_args a = {0}, d = {0};
@@ -1131,27 +1217,32 @@ static void check_attention_strides(luna_isa isa) {
   a.k_batch = a.v_batch = LUNA_SHARED;
   a.run.isa = d.run.isa = isa;
   void *memory = run_set(&a.run, 1, luna_softmax_attention_scratch(&a));
-  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK, "strided attention failed");
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK && luna_softmax_attention_backward_f32(&a) == LUNA_OK,
+        "strided attention failed");
   test_close("attention with strides", out, want, B * N * H * D, 2e-6);
   d.q = dense_q, d.k = dense_k, d.v = dense_v, d.out = out, d.log_sum_exp = lse, d.grad_out = g, d.grad_k = gd;
   void *more = run_set(&d.run, 1, luna_softmax_attention_scratch(&d));
-  CHECK(luna_softmax_attention_f32(&d) == LUNA_OK && luna_softmax_attention_backward_f32(&d) == LUNA_OK, "dense attention failed");
+  CHECK(luna_softmax_attention_f32(&d) == LUNA_OK && luna_softmax_attention_backward_f32(&d) == LUNA_OK,
+        "dense attention failed");
   double off = 0, size = 0;
   for (int i = 0; i < M * H * D; i++) {
     const double sum = (double)gd[i] + (double)gd[i + M * H * D] + (double)gd[i + 2 * M * H * D];
     const double got = (double)gk[i / (H * D) * ROW + i / D % H * HEAD + i % D];
     off += (got - sum) * (got - sum), size += sum * sum;
   }
-  CHECK(off <= 1e-11 * size, "%s: the gradient of a shared K is not the sum over the batch: off by %.3g", luna_isa_name(isa),
+  CHECK(off <= 1e-11 * size, "%s: the gradient of a shared K is not the sum over the batch: off by %.3g",
+        luna_isa_name(isa),
         sqrt(off / size));
-  free(q), free(k), free(v), free(g), free(dense_q), free(dense_k), free(dense_v), free(out), free(want), free(lse), free(gk), free(gd),
+  free(q), free(k), free(v), free(g), free(dense_q), free(dense_k), free(dense_v), free(out), free(want), free(lse),
+      free(gk), free(gd),
       free(memory), free(more);
 }
 
 static void check_causal_call(luna_isa isa, int64_t rows) {
   enum { B = 2, H = 2, D1 = 14, D2 = 20 };
   const int64_t xn = B * rows * H * D1, zn = B * rows * H * D2;
-  float *x = common_random(xn, 1, 1), *y = common_random(xn, 2, 1), *z = common_random(zn, 3, 1), *g = common_random(zn, 4, 1),
+  float *x = common_random(xn, 1, 1), *y = common_random(xn, 2, 1), *z = common_random(zn, 3, 1),
+      *g = common_random(zn, 4, 1),
         *want = common_floats(zn);
   float *out[3], *grad[3];
   luna_causal_args c = {0};
@@ -1165,7 +1256,8 @@ static void check_causal_call(luna_isa isa, int64_t rows) {
     c.grad_x = grad[mode], c.grad_y = grad[mode] + xn, c.grad_z = grad[mode] + 2 * xn;
     run_share(&c.run, mode);
     void *memory = run_set(&c.run, mode, luna_causal_product_scratch(&c));
-    CHECK(luna_causal_product_f32(&c) == LUNA_OK && luna_causal_product_backward_f32(&c) == LUNA_OK, "luna_causal_product_f32 failed");
+    CHECK(luna_causal_product_f32(&c) == LUNA_OK && luna_causal_product_backward_f32(&c) == LUNA_OK,
+          "luna_causal_product_f32 failed");
     test_close("luna_causal_product_f32", out[mode], want, (size_t)zn, 2e-6);
     free(memory);
   }
@@ -1176,15 +1268,18 @@ static void check_causal_call(luna_isa isa, int64_t rows) {
   free(x), free(y), free(z), free(g), free(want);
 }
 
-/* how much scratch depends on the sizes alone: it can be asked before there are arrays, which only the call itself misses */
+/* how much scratch depends on the sizes alone: it can be asked before there are arrays, which only the call itself
+   misses */
 static void check_scratch(luna_isa isa) {
   luna_gemm_args g = {.m = 3, .n = 4, .k = 5};
   luna_attention_args a = {.batch = 1, .heads = 2, .queries = 3, .keys = 4, .head_dim = 5};
   luna_causal_args c = {.batch = 1, .rows = 3, .heads = 2, .dim = 4, .value_dim = 5};
   g.run.isa = a.run.isa = c.run.isa = isa;
-  CHECK(luna_gemm_scratch(&g) > 0 && luna_softmax_attention_scratch(&a) > 0 && luna_causal_product_scratch(&c) > 0, "no scratch without arrays");
+  CHECK(luna_gemm_scratch(&g) > 0 && luna_softmax_attention_scratch(&a) > 0 && luna_causal_product_scratch(&c) > 0,
+        "no scratch without arrays");
   CHECK(luna_gemm_f32(&g) == LUNA_BAD_ARGUMENT && luna_softmax_attention_f32(&a) == LUNA_BAD_ARGUMENT &&
-            luna_softmax_attention_backward_f32(&a) == LUNA_BAD_ARGUMENT && luna_causal_product_f32(&c) == LUNA_BAD_ARGUMENT &&
+            luna_softmax_attention_backward_f32(&a) == LUNA_BAD_ARGUMENT &&
+                luna_causal_product_f32(&c) == LUNA_BAD_ARGUMENT &&
             luna_causal_product_backward_f32(&c) == LUNA_BAD_ARGUMENT, "a call without arrays is taken");
 }
 

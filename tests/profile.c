@@ -64,7 +64,8 @@ static void check_counts(const char *all) {
   CHECK(fabs(number(backward, "calls") - STEPS * LAYERS) < 0.5, "%g calls backward", number(backward, "calls"));
   CHECK(fabs(number(forward, "gflop") / product - 1) < 1e-3, "%g GFLOP forward", number(forward, "gflop"));
   CHECK(fabs(number(backward, "gflop") / (2 * product) - 1) < 1e-3, "%g GFLOP backward", number(backward, "gflop"));
-  CHECK(number(forward, "megabytes") > 1e-6 * STEPS * LAYERS * 4 * (2 * BATCH * N * DIM + 2 * DIM * FFN), "too few bytes");
+  CHECK(number(forward, "megabytes") > 1e-6 * STEPS * LAYERS * 4 * (2 * BATCH * N * DIM + 2 * DIM * FFN),
+        "too few bytes");
   CHECK(entry(all, "lm_loss", "CROSS_ENTROPY", "backward") != NULL, "the loss is not in lm_loss: %s", all);
   CHECK(entry(all, "", "optimizer update", "forward") && entry(all, "", "optimizer norm", "forward"), "no optimiser");
   CHECK(fabs(number(all, "steps") - STEPS) < 0.5, "%g steps", number(all, "steps"));
@@ -99,7 +100,8 @@ int main(void) {
   steps(&m, 1), steps(&off, 1);      /* after the end nothing is counted */
   CHECK(strcmp(json(m.ctx, &second), first.at) == 0, "counted after the end");
   float *with = common_parameters(m.params), *without = common_parameters(off.params);
-  CHECK(memcmp(with, without, (size_t)luna_params_element_count(m.params) * sizeof(float)) == 0, "a profile changes bits");
+  CHECK(memcmp(with, without, (size_t)luna_params_element_count(m.params) * sizeof(float)) == 0,
+        "a profile changes bits");
   free(with), free(without);
 
   const size_t bytes = luna_memory(m.ctx).current;
@@ -114,7 +116,8 @@ int main(void) {
   CHECK(relu && fabs(number(relu, "calls") - 1) < 0.1 && !strstr(second.at, "lm_loss"), "not anew: %s", second.at);
   second.size = 0;
   CHECK(luna_profile_write(m.ctx, LUNA_PROFILE_TABLE, collect, &second) == LUNA_OK, "table: %s", luna_error(m.ctx));
-  CHECK(strstr(second.at, "\n") && strstr(second.at, "  main:\n") && strstr(second.at, "ACTIVATION [30,16] -> [30,16]\n"),
+  CHECK(strstr(second.at, "\n") && strstr(second.at, "  main:\n") &&
+        strstr(second.at, "ACTIVATION [30,16] -> [30,16]\n"),
         "table: %s", second.at);
   luna_close(m.ctx), luna_close(off.ctx);
   return test_report("profile");

@@ -6,8 +6,8 @@
 #include "models.h"
 
 /* ---- recomputation: the same bits for less memory ---- */
-/* Two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed. What the model was given is overwritten
-   before luna_backward, which needs none of it. */
+/* Two accumulated steps with dropout everywhere: loss and gradients, [1 + parameters], to be freed. What the model was
+   given is overwritten before luna_backward, which needs none of it. */
 static float *recomputed(luna_model_kind kind, int v, luna_recompute_kind recompute, int threads, int64_t *count) {
   luna_options options = plain_options();
   luna_encoder_config encoder = encoder_config(v);
@@ -26,7 +26,8 @@ static float *recomputed(luna_model_kind kind, int v, luna_recompute_kind recomp
     luna_tensor *y = luna_cross_entropy(model_logits(&m, &t), t.labels);
     loss = luna_item(y);
     memset(&t, 0, sizeof t);
-    CHECK(luna_backward(y) == LUNA_OK, "%s, %s, recompute %d: %s", model_names[kind], encoder_names[v], recompute, luna_error(ctx));
+    CHECK(luna_backward(y) == LUNA_OK, "%s, %s, recompute %d: %s", model_names[kind], encoder_names[v], recompute,
+          luna_error(ctx));
   }
   float *gradients = all_gradients(params), *out;
   *count = 1 + luna_params_element_count(params);
@@ -40,18 +41,22 @@ static float *recomputed(luna_model_kind kind, int v, luna_recompute_kind recomp
 static void check_recomputed(luna_model_kind kind, int v) {
   int64_t count = 0;
   float *keep = recomputed(kind, v, LUNA_RECOMPUTE_NONE, 1, &count);
-  CHECK(isfinite(keep[0]) && length_of(keep + 1, count - 1) > 1e-3, "%s, %s: loss %.3f, gradients %.3g", model_names[kind],
+  CHECK(isfinite(keep[0]) && length_of(keep + 1, count - 1) > 1e-3, "%s, %s: loss %.3f, gradients %.3g",
+        model_names[kind],
         encoder_names[v], (double)keep[0], length_of(keep + 1, count - 1));
   for (int i = 1; i < 6; i++) { /* 1 and 3 threads; none, the feed-forward, the layer */
     float *again = recomputed(kind, v, (luna_recompute_kind)(i / 2), i % 2 ? 3 : 1, &count);
-    CHECK(same_bits(again, keep, count), "%s, %s: recompute %d on %d threads: loss %.9g for %.9g, gradients off by %.3g", model_names[kind],
-          encoder_names[v], i / 2, i % 2 ? 3 : 1, (double)again[0], (double)keep[0], test_error(again + 1, keep + 1, (size_t)(count - 1)));
+    CHECK(same_bits(again, keep, count),
+          "%s, %s: recompute %d on %d threads: loss %.9g for %.9g, gradients off by %.3g", model_names[kind],
+          encoder_names[v], i / 2, i % 2 ? 3 : 1, (double)again[0], (double)keep[0],
+              test_error(again + 1, keep + 1, (size_t)(count - 1)));
     free(again);
   }
   free(keep);
 }
 
-/* recomputed scopes: that return an input, one tensor twice, a view, something without a gradient; scopes within scopes */
+/* recomputed scopes: that return an input, one tensor twice, a view, something without a gradient; scopes within
+   scopes */
 enum { BLOCKS = 8 };
 static luna_tensor *odd_block(int which, luna_tensor *const *in, luna_tensor **second, bool again) {
   const luna_scope scope = again ? luna_scope_recompute(in[0]->ctx) : luna_scope_begin(in[0]->ctx);
@@ -110,7 +115,8 @@ static void check_blocks(void) {
         if (i) {
           const int64_t sizes[4] = {luna_count(y), luna_count(second), luna_count(x), luna_count(in[1])};
           static const char *const parts[4] = {"result", "second result", "input's gradient", "weight's gradient"};
-          for (int part = 0; part < 4; part++) /* where two gradients meet in one tensor, their sum's order may be another */
+          /* where two gradients meet in one tensor, their sum's order may be another */
+          for (int part = 0; part < 4; part++)
             CHECK(same_bits(got[0][part], got[1][part], sizes[part]) ||
                       (which >= 1 && which <= 3 && test_error(got[1][part], got[0][part], (size_t)sizes[part]) <= 1e-6),
                   "block %d computed again: the %s is off by %.3g", which, parts[part],
@@ -129,24 +135,28 @@ typedef struct long_run {
   float loss, *gradients; /* to be freed */
   int64_t count;
 } long_run;
-static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_recompute_kind recompute, luna_pooling pooling, long_run *out) {
+static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_recompute_kind recompute,
+                                   luna_pooling pooling, long_run *out) {
   luna_classifier model;
   luna_classifier_config config = {0};
   luna_params *params = luna_params_open(ctx);
   int32_t *tokens = common_tokens(n, 77, 256), label = 1;
   config.encoder.layers = 4, config.encoder.dim = dim, config.encoder.heads = 4, config.encoder.memory = 16;
-  config.encoder.layer.dropout = config.encoder.layer.attention_dropout = config.encoder.layer.activation_dropout = 0.1f;
+  config.encoder.layer.dropout = config.encoder.layer.attention_dropout = config.encoder.layer.activation_dropout =
+      0.1f;
   config.encoder.layer.recompute = recompute;
   config.pooling = pooling;
   luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_ctx_status(ctx);
   for (int step = 0; step < 2 && status == LUNA_OK; step++) {
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, n, NULL }), &label);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, n, NULL }),
+                                           &label);
     luna_backward(loss);
     status = luna_ctx_status(ctx);
     if (out && status == LUNA_OK) out->loss = luna_item(loss);
   }
-  if (out) out->count = luna_params_element_count(params), out->gradients = status == LUNA_OK ? all_gradients(params) : NULL;
+  if (out)
+    out->count = luna_params_element_count(params), out->gradients = status == LUNA_OK ? all_gradients(params) : NULL;
   free(tokens);
   return status;
 }
@@ -158,7 +168,8 @@ static void check_recomputed_long(void) {
     long_run now = {NAN, NULL, 0};
     options.threads = i % 2 ? 3 : 1;
     luna_ctx *ctx = luna_open(&options);
-    CHECK(long_classifier(ctx, 64, 1500, (luna_recompute_kind)(i / 2), LUNA_POOLING_MEAN, &now) == LUNA_OK, "recompute %d: %s", i / 2, luna_error(ctx));
+    CHECK(long_classifier(ctx, 64, 1500, (luna_recompute_kind)(i / 2), LUNA_POOLING_MEAN, &now) == LUNA_OK,
+          "recompute %d: %s", i / 2, luna_error(ctx));
     luna_close(ctx);
     if (i == 0) first = now;
     CHECK(same_bits(&now.loss, &first.loss, 1) && same_bits(now.gradients, first.gradients, first.count),
@@ -173,21 +184,25 @@ static size_t measured(int64_t dim, int64_t n, luna_recompute_kind recompute, lu
   heap_most = heap_live;
   luna_ctx *ctx = luna_open(&options);
   CHECK(long_classifier(ctx, dim, n, recompute, pooling, NULL) == LUNA_OK, "measuring: %s", luna_error(ctx));
-  CHECK(heap_most <= 4 << 20, "measuring what takes %zu bytes takes %lld itself", luna_memory(ctx).peak, (long long)heap_most);
+  CHECK(heap_most <= 4 << 20, "measuring what takes %zu bytes takes %lld itself", luna_memory(ctx).peak,
+        (long long)heap_most);
   const size_t peak = luna_memory(ctx).peak;
   luna_close(ctx);
   return peak;
 }
-/* measured first: 0.439 and 0.440 of 29 floats a token and dimension (64 dimensions: 0.512 of 33); 0.470 to 0.509, for of four layers one is always whole. Less is kept than
-   before either was there: gradients and norms go as soon as they can (it was 8806 MiB in 256 dimensions). */
+/* measured first: 0.439 and 0.440 of 29 floats a token and dimension (64 dimensions: 0.512 of 33); 0.470 to 0.509, for
+   of four layers one is always whole. Less is kept than before either was there: gradients and norms go as soon as they
+   can (it was 8806 MiB in 256 dimensions). */
 static void check_savings(void) {
   for (int64_t dim = 64; dim <= 256; dim *= 2) {
-    const double keep = (double)measured(dim, 65536, LUNA_RECOMPUTE_NONE, LUNA_POOLING_MEAN), ffn = (double)measured(dim, 65536, LUNA_RECOMPUTE_FFN, LUNA_POOLING_MEAN) / keep,
+    const double keep = (double)measured(dim, 65536, LUNA_RECOMPUTE_NONE, LUNA_POOLING_MEAN),
+        ffn = (double)measured(dim, 65536, LUNA_RECOMPUTE_FFN, LUNA_POOLING_MEAN) / keep,
                  layer = (double)measured(dim, 65536, LUNA_RECOMPUTE_LAYER, LUNA_POOLING_MEAN) / keep;
     printf(
         "models: training on 65536 tokens in %d dimensions takes %.0f MiB; recomputing the feed-forwards %.3f of that, the layers %.3f\n",
         (int)dim, keep / 1048576, ffn, layer);
-    CHECK(keep <= (double)(dim * 65536 * 4) * (dim == 64 ? 36 : 31) && ffn <= (dim == 64 ? 0.54 : 0.46), "%d dimensions: recomputing the feed-forwards takes %.3f of the memory", (int)dim, ffn);
+    CHECK(keep <= (double)(dim * 65536 * 4) * (dim == 64 ? 36 : 31) && ffn <= (dim == 64 ? 0.54 : 0.46),
+          "%d dimensions: recomputing the feed-forwards takes %.3f of the memory", (int)dim, ffn);
     CHECK(layer <= 0.53, "%d dimensions: recomputing the layers takes %.3f of the memory", (int)dim, layer);
   }
 }
@@ -197,7 +212,8 @@ static void check_measured_block(luna_recompute_kind recompute, luna_pooling poo
   long_run expected = {NAN, NULL, 0}, got = expected;
   luna_ctx *ctx = luna_open(&options);
   CHECK(long_classifier(ctx, 32, 300, recompute, pooling, &expected) == LUNA_OK, "%s", luna_error(ctx));
-  CHECK(luna_memory(ctx).peak == need, "recompute %d: measured %zu bytes, taken are %zu", recompute, need, luna_memory(ctx).peak);
+  CHECK(luna_memory(ctx).peak == need, "recompute %d: measured %zu bytes, taken are %zu", recompute, need,
+        luna_memory(ctx).peak);
   luna_close(ctx);
   options.allocator.allocate = NULL, options.allocator.release = NULL;
   options.block = common_alloc(need + 64);
@@ -209,7 +225,8 @@ static void check_measured_block(luna_recompute_kind recompute, luna_pooling poo
       CHECK(status == LUNA_OK && same_bits(got.gradients, expected.gradients, expected.count),
             "recompute %d: a block of the %zu bytes measured: %s", recompute, need, luna_error(ctx));
     else
-      CHECK(status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0], "recompute %d: 64 bytes less than measured: %s, \"%s\"", recompute,
+      CHECK(status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0], "recompute %d: 64 bytes less than measured: %s, \"%s\"",
+            recompute,
             luna_status_text(status), luna_error(ctx));
     luna_close(ctx);
     free(got.gradients);
@@ -222,7 +239,8 @@ static void check_recomputing(void) {
       if (model_exists(kind, v)) check_recomputed(kind, v);
   check_recomputed_long();
   check_blocks();
-  for (int i = 0; i < 6; i++) check_measured_block((luna_recompute_kind)(i / 2), i % 2 ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN);
+  for (int i = 0; i < 6; i++)
+    check_measured_block((luna_recompute_kind)(i / 2), i % 2 ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN);
   check_savings();
   heap_check("recomputation");
 }

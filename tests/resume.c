@@ -1,6 +1,6 @@
-/* Exact resume: a run stopped after any step, saved, loaded in a context of another seed and another number of threads, goes on with
-   the bits of the run that never stopped; what is no checkpoint of this run is refused and changes nothing; a save that fails, or whose
-   process is killed, leaves the old file whole. */
+/* Exact resume: a run stopped after any step, saved, loaded in a context of another seed and another number of threads,
+   goes on with the bits of the run that never stopped; what is no checkpoint of this run is refused and changes
+   nothing; a save that fails, or whose process is killed, leaves the old file whole. */
 #define _FILE_OFFSET_BITS 64 /* for readdir on 32-bit machines */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
@@ -63,14 +63,17 @@ static int leftovers(void) {
   int count = 0;
   struct dirent *entry;
   DIR *dir = opendir(folder);
-  while (dir && (entry = readdir(dir)) != NULL) count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && strcmp(entry->d_name, "training.safetensors") != 0;
+  while (dir && (entry = readdir(dir)) != NULL)
+    count += strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 &&
+        strcmp(entry->d_name, "training.safetensors") != 0;
   if (dir) closedir(dir);
   return count;
 }
 static bool holds(const char *name, const buffer *want) {
   FILE *file = fopen(name, "rb");
   uint8_t *bytes = (uint8_t *)common_alloc(want->size + 1);
-  const bool result = file && fread(bytes, 1, want->size + 1, file) == want->size && memcmp(bytes, want->at, want->size) == 0;
+  const bool result = file && fread(bytes, 1, want->size + 1, file) == want->size &&
+      memcmp(bytes, want->at, want->size) == 0;
   if (file) fclose(file);
   free(bytes);
   return result;
@@ -86,7 +89,8 @@ static void paths_open(void) {
   CHECK(leftovers() == 0, "%s is not empty", folder);
 }
 
-/* ---- a run: a language model or a classifier, both with dropout; schedule, clipping, a group, a step that is skipped, a rate that is set ---- */
+/* ---- a run: a language model or a classifier, both with dropout; schedule, clipping, a group, a step that is skipped,
+   a rate that is set ---- */
 typedef struct run {
   luna_ctx *ctx;
   luna_params *params;
@@ -104,9 +108,11 @@ static luna_optimizer *optimizer_open(luna_params *params, int kind, float momen
   adam.lr = 0.01f, apollo.lr = 0.2f;
   sgd.weight_decay = adam.weight_decay = apollo.weight_decay = 0.1f;
   sgd.clip = adam.clip = apollo.clip = 0.5f;
-  sgd.schedule.decay = LUNA_DECAY_COSINE, sgd.schedule.warmup = 3, sgd.schedule.total = 2 * STEPS, sgd.schedule.warmup_from = 0.1f;
+  sgd.schedule.decay = LUNA_DECAY_COSINE, sgd.schedule.warmup = 3, sgd.schedule.total = 2 * STEPS,
+      sgd.schedule.warmup_from = 0.1f;
   adam.schedule = apollo.schedule = sgd.schedule;
-  return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, &adam) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
+  return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, &adam) :
+      kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
 }
 static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threads) {
   const luna_param_group group = {NULL, 1, 0.5f, 0, false};
@@ -120,7 +126,8 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
   if (classifies) {
     luna_classifier_config config;
     memset(&config, 0, sizeof config);
-    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2, config.encoder.dim = 8, config.encoder.heads = 2;
+    config.vocab = VOCAB, config.classes = 3, config.encoder.layers = 2, config.encoder.dim = 8,
+        config.encoder.heads = 2;
     config.encoder.ffn = 12, config.encoder.memory = 4, config.encoder.layer = layer;
     CHECK(luna_classifier_init(&r->classifier, r->params, &config) == LUNA_OK, "%s", luna_error(r->ctx));
   } else {
@@ -136,7 +143,9 @@ static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threa
 static luna_tensor *run_logits(const run *r, int step) {
   int32_t *tokens = common_tokens(BATCH * N, (uint64_t)step, VOCAB), lengths[BATCH];
   for (int b = 0; b < BATCH; b++) lengths[b] = 2 + (5 * b + step) % (N - 2);
-  luna_tensor *logits = r->classifies ? luna_classifier_forward(&r->classifier, &(luna_input){ tokens, lengths, BATCH, N, NULL }) : luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, BATCH, N, NULL });
+  luna_tensor *logits = r->classifies ? luna_classifier_forward(&r->classifier,
+      &(luna_input){ tokens, lengths, BATCH, N, NULL }) : luna_lm_forward(&r->lm,
+          &(luna_input){ tokens, NULL, BATCH, N, NULL });
   free(tokens);
   return logits;
 }
@@ -149,7 +158,8 @@ static float run_step(run *r, int step) {
   luna_begin_step(r->ctx);
   luna_tensor *loss = luna_cross_entropy(run_logits(r, step), labels);
   if (step == BAD_STEP) loss = luna_scale(loss, INFINITY);
-  CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r->optimizer) == LUNA_OK && luna_params_set(r->params, "data", text) == LUNA_OK, "%s", luna_error(r->ctx));
+  CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r->optimizer) == LUNA_OK &&
+        luna_params_set(r->params, "data", text) == LUNA_OK, "%s", luna_error(r->ctx));
   free(labels);
   return luna_item(loss);
 }
@@ -165,10 +175,13 @@ static void check_resume(bool classifies, int kind) {
     const float loss = run_step(&saving, step);
     losses[step] = run_step(&whole, step);
     files[step] = saved(saving.optimizer); /* in the step that made them, as a program would */
-    CHECK(memcmp(&loss, &losses[step], sizeof loss) == 0, "%s, %s: saving, or two threads, change the loss of step %d", what, kind_names[kind], step);
+    CHECK(memcmp(&loss, &losses[step], sizeof loss) == 0, "%s, %s: saving, or two threads, change the loss of step %d",
+          what, kind_names[kind], step);
   }
-  CHECK(unchanged(whole.optimizer, &files[STEPS]), "%s, %s: saving, or two threads, change the run", what, kind_names[kind]);
-  CHECK(luna_optimizer_skipped(whole.optimizer) == 1 && luna_optimizer_steps(whole.optimizer) == STEPS - 1, "%s, %s: %lld skipped", what, kind_names[kind],
+  CHECK(unchanged(whole.optimizer, &files[STEPS]), "%s, %s: saving, or two threads, change the run", what,
+        kind_names[kind]);
+  CHECK(luna_optimizer_skipped(whole.optimizer) == 1 && luna_optimizer_steps(whole.optimizer) == STEPS - 1,
+        "%s, %s: %lld skipped", what, kind_names[kind],
         (long long)luna_optimizer_skipped(whole.optimizer));
   for (int stop = 1; stop < STEPS; stop++) {
     run again;
@@ -177,27 +190,36 @@ static void check_resume(bool classifies, int kind) {
     run_open(&again, classifies, kind, 77 + (uint64_t)stop, 1 + stop % 3);
     if (stop % 4 == 0) run_step(&again, 1), run_step(&again, 2); /* whatever it did before is forgotten */
     if (stop % 2) {
-      CHECK(luna_load_training_bytes(again.optimizer, files[stop].at, files[stop].size) == LUNA_OK, "%s, %s: %s", what, kind_names[kind], luna_error(again.ctx));
+      CHECK(luna_load_training_bytes(again.optimizer, files[stop].at, files[stop].size) == LUNA_OK, "%s, %s: %s", what,
+            kind_names[kind], luna_error(again.ctx));
     } else {
       FILE *file = fopen(path, "wb");
-      CHECK(file && fwrite(files[stop].at, 1, files[stop].size, file) == files[stop].size, "%s cannot be written", path);
+      CHECK(file && fwrite(files[stop].at, 1, files[stop].size, file) == files[stop].size, "%s cannot be written",
+            path);
       if (file) fclose(file);
-      CHECK(luna_load_training(again.optimizer, path) == LUNA_OK && luna_save_training(again.optimizer, path) == LUNA_OK && holds(path, &files[stop]),
-            "%s, %s: loaded from a file and saved to it, it has other bytes: %s", what, kind_names[kind], luna_error(again.ctx));
+      CHECK(luna_load_training(again.optimizer, path) == LUNA_OK &&
+            luna_save_training(again.optimizer, path) == LUNA_OK && holds(path, &files[stop]),
+            "%s, %s: loaded from a file and saved to it, it has other bytes: %s", what, kind_names[kind],
+                luna_error(again.ctx));
     }
     snprintf(text, sizeof text, "batch %d", stop);
-    CHECK(luna_params_get(again.params, "data") && strcmp(luna_params_get(again.params, "data"), text) == 0, "%s, %s: the pair says %s", what, kind_names[kind],
+    CHECK(luna_params_get(again.params, "data") && strcmp(luna_params_get(again.params, "data"), text) == 0,
+          "%s, %s: the pair says %s", what, kind_names[kind],
           luna_params_get(again.params, "data"));
-    CHECK(luna_optimizer_skipped(again.optimizer) == (stop >= BAD_STEP) && luna_optimizer_steps(again.optimizer) == stop - (stop >= BAD_STEP),
-          "%s, %s: after step %d there were %lld, %lld skipped", what, kind_names[kind], stop, (long long)luna_optimizer_steps(again.optimizer),
+    CHECK(luna_optimizer_skipped(again.optimizer) == (stop >= BAD_STEP) &&
+          luna_optimizer_steps(again.optimizer) == stop - (stop >= BAD_STEP),
+          "%s, %s: after step %d there were %lld, %lld skipped", what, kind_names[kind], stop,
+              (long long)luna_optimizer_steps(again.optimizer),
           (long long)luna_optimizer_skipped(again.optimizer));
-    CHECK(unchanged(again.optimizer, &files[stop]), "%s, %s: loaded and saved again, step %d has other bytes", what, kind_names[kind], stop);
+    CHECK(unchanged(again.optimizer, &files[stop]), "%s, %s: loaded and saved again, step %d has other bytes", what,
+          kind_names[kind], stop);
     for (int step = stop + 1; step <= STEPS; step++) {
       const float loss = run_step(&again, step);
       wrong += memcmp(&loss, &losses[step], sizeof loss) != 0;
     }
     CHECK(wrong == 0, "%s, %s: stopped after step %d, %d losses are others", what, kind_names[kind], stop, wrong);
-    CHECK(unchanged(again.optimizer, &files[STEPS]), "%s, %s: stopped after step %d it ends elsewhere", what, kind_names[kind], stop);
+    CHECK(unchanged(again.optimizer, &files[STEPS]), "%s, %s: stopped after step %d it ends elsewhere", what,
+          kind_names[kind], stop);
     luna_close(again.ctx);
   }
   for (int step = 1; step <= STEPS; step++) free(files[step].at);
@@ -228,7 +250,8 @@ static void check_plain(bool classifies) {
     if (classifies) other.classifier = model.classifier;
     else other.lm = model.lm;
     luna_begin_inference(other.ctx);
-    CHECK(luna_read(run_logits(&other, 1), got) == LUNA_OK && memcmp(got, expected, (size_t)luna_count(logits) * sizeof(float)) == 0,
+    CHECK(luna_read(run_logits(&other, 1), got) == LUNA_OK &&
+          memcmp(got, expected, (size_t)luna_count(logits) * sizeof(float)) == 0,
           "way %d: the model loaded from a training file has other logits: %s", way, luna_error(other.ctx));
     buffer again = saved_params(other.params);
     CHECK(same(&again, &weights), "way %d: loaded from a training file and saved, it has other bytes", way);
@@ -257,11 +280,13 @@ static void small_open(small *s, int kind, float momentum, uint64_t seed) {
   luna_options options = {0};
   options.seed = seed, options.threads = 1;
   s->ctx = luna_open(&options), s->params = luna_params_open(s->ctx);
-  CHECK(luna_param(s->params, "first", 2, matrix, normal) && luna_param(s->params, "second", 1, vector, normal), "%s", luna_error(s->ctx));
+  CHECK(luna_param(s->params, "first", 2, matrix, normal) && luna_param(s->params, "second", 1, vector, normal), "%s",
+        luna_error(s->ctx));
   s->optimizer = optimizer_open(s->params, kind, momentum);
   for (int step = 0; step < 2; step++) {
     luna_begin_step(s->ctx);
-    CHECK(luna_backward(luna_add(common_loss(luna_params_find(s->params, "first"), seed), common_loss(luna_params_find(s->params, "second"), seed))) == LUNA_OK &&
+    CHECK(luna_backward(luna_add(common_loss(luna_params_find(s->params, "first"), seed),
+                                 common_loss(luna_params_find(s->params, "second"), seed))) == LUNA_OK &&
               luna_optimizer_step(s->optimizer) == LUNA_OK,
           "%s", luna_error(s->ctx));
   }
@@ -280,7 +305,8 @@ static void small_refuses(small *s, const void *bytes, size_t size, luna_status 
 /* the file with the first `from` in its header replaced by `to` */
 static buffer edited(const buffer *file, const char *from, const char *to) {
   buffer b = {NULL, 0, 0, SIZE_MAX};
-  const size_t header = (size_t)(file->at[0] | file->at[1] << 8 | file->at[2] << 16), nf = strlen(from), nt = strlen(to);
+  const size_t header = (size_t)(file->at[0] | file->at[1] << 8 | file->at[2] << 16), nf = strlen(from),
+      nt = strlen(to);
   size_t at = 8;
   while (at + nf <= 8 + header && memcmp(file->at + at, from, nf) != 0) at++;
   CHECK(at + nf <= 8 + header, "the file's header has no %s", from);
@@ -372,18 +398,24 @@ static void check_refusals(void) {
     small_refuses(&to, half, cut, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, "a file cut short");
     free(half);
   }
-  CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_OK && unchanged(to.optimizer, &file), "the file itself does not load: %s", luna_error(to.ctx));
-  CHECK(luna_load_training(to.optimizer, folder) == LUNA_CANNOT_READ && luna_load_training(to.optimizer, path) == LUNA_CANNOT_READ && unchanged(to.optimizer, &file),
+  CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_OK && unchanged(to.optimizer, &file),
+        "the file itself does not load: %s", luna_error(to.ctx));
+  CHECK(luna_load_training(to.optimizer, folder) == LUNA_CANNOT_READ &&
+        luna_load_training(to.optimizer, path) == LUNA_CANNOT_READ && unchanged(to.optimizer, &file),
         "a folder, or a file that is not there, is loaded: %s", luna_error(to.ctx));
-  CHECK(luna_load_training_bytes(NULL, file.at, file.size) == LUNA_BAD_ARGUMENT && luna_load_training(to.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_load_training(NULL, path) == LUNA_BAD_ARGUMENT && luna_save_training(NULL, path) == LUNA_BAD_ARGUMENT &&
-            luna_save_training(to.optimizer, NULL) == LUNA_BAD_ARGUMENT && luna_save_training_io(to.optimizer, NULL) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_load_training_bytes(NULL, file.at, file.size) == LUNA_BAD_ARGUMENT &&
+        luna_load_training(to.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
+            luna_load_training(NULL, path) == LUNA_BAD_ARGUMENT &&
+                luna_save_training(NULL, path) == LUNA_BAD_ARGUMENT &&
+            luna_save_training(to.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
+                luna_save_training_io(to.optimizer, NULL) == LUNA_BAD_ARGUMENT,
         "null arguments");
   luna_close(to.ctx);
   /* of one kind, but of another number of moments */
   for (int moving = 0; moving < 2; moving++) {
     small other;
-    small_open(&to, LUNA_OPTIMIZER_SGD, moving ? 0.9f : 0, 8), small_open(&other, LUNA_OPTIMIZER_SGD, moving ? 0 : 0.9f, 3);
+    small_open(&to, LUNA_OPTIMIZER_SGD, moving ? 0.9f : 0, 8),
+        small_open(&other, LUNA_OPTIMIZER_SGD, moving ? 0 : 0.9f, 3);
     const buffer sgd = saved(other.optimizer);
     small_refuses(&to, sgd.at, sgd.size, LUNA_MISMATCH, LUNA_ERROR_MOMENT_COUNT, "SGD with momentum and without");
     free(sgd.at);
@@ -406,7 +438,8 @@ static void check_borrowed(void) { /* a set that has been borrowed since */
   free(file.at), free(weights.at), free(copy.at), free(after.at);
 }
 
-/* ---- a file of another machine: tests/data/resume/before.safetensors, made on x86-64, goes on here with the bits it went on with there ---- */
+/* ---- a file of another machine: tests/data/resume/before.safetensors, made on x86-64, goes on here with the bits it
+   went on with there ---- */
 static luna_tensor *fixed_loss(const luna_params *params) {
   luna_tensor *first = luna_params_find(params, "first"), *second = luna_params_find(params, "second");
   luna_tensor *a = luna_dropout(luna_mul(first, first), 0.5f), *b = luna_mul(second, second);
@@ -417,15 +450,18 @@ static void fixed_open(small *s) {
   luna_options options = {0};
   luna_optimizer_config config = {0};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
-  options.isa = LUNA_ISA_REFERENCE, options.threads = 1, options.seed = 11; /* two roundings, no FMA: the same bits on every machine */
+  /* two roundings, no FMA: the same bits on every machine */
+  options.isa = LUNA_ISA_REFERENCE, options.threads = 1, options.seed = 11;
   config.lr = 0.5f, config.weight_decay = 0.1f;
   s->ctx = luna_open(&options), s->params = luna_params_open(s->ctx);
-  CHECK(luna_param(s->params, "first", 2, matrix, normal) && luna_param(s->params, "second", 1, vector, normal), "%s", luna_error(s->ctx));
+  CHECK(luna_param(s->params, "first", 2, matrix, normal) && luna_param(s->params, "second", 1, vector, normal), "%s",
+        luna_error(s->ctx));
   s->optimizer = luna_adamw(s->params, &config);
 }
 static void fixed_step(small *s) {
   luna_begin_step(s->ctx);
-  CHECK(luna_backward(fixed_loss(s->params)) == LUNA_OK && luna_optimizer_step(s->optimizer) == LUNA_OK, "%s", luna_error(s->ctx));
+  CHECK(luna_backward(fixed_loss(s->params)) == LUNA_OK && luna_optimizer_step(s->optimizer) == LUNA_OK, "%s",
+        luna_error(s->ctx));
 }
 static buffer fixed_read(const char *name) {
   buffer b = {NULL, 0, 0, SIZE_MAX};
@@ -435,20 +471,23 @@ static buffer fixed_read(const char *name) {
   if (file) fclose(file);
   return b;
 }
-static const char *const fixed_files[2] = {"tests/data/resume/before.safetensors", "tests/data/resume/after.safetensors"};
+static const char *const fixed_files[2] = {"tests/data/resume/before.safetensors",
+                                           "tests/data/resume/after.safetensors"};
 static void fixed_write(void) {
   small s;
   fixed_open(&s);
   fixed_step(&s), fixed_step(&s);
   luna_optimizer_set_lr(s.optimizer, 0.01f);
-  for (int i = 0; i < 2; i++) CHECK(luna_save_training(s.optimizer, fixed_files[i]) == LUNA_OK, "%s", luna_error(s.ctx)), fixed_step(&s);
+  for (int i = 0; i < 2; i++)
+    CHECK(luna_save_training(s.optimizer, fixed_files[i]) == LUNA_OK, "%s", luna_error(s.ctx)), fixed_step(&s);
   luna_close(s.ctx);
 }
 static void check_fixed(void) {
   buffer before = fixed_read(fixed_files[0]), after = fixed_read(fixed_files[1]);
   small s;
   fixed_open(&s);
-  CHECK(luna_load_training_bytes(s.optimizer, before.at, before.size) == LUNA_OK && unchanged(s.optimizer, &before), "the fixed file, loaded and saved, has other bytes: %s",
+  CHECK(luna_load_training_bytes(s.optimizer, before.at, before.size) == LUNA_OK && unchanged(s.optimizer, &before),
+        "the fixed file, loaded and saved, has other bytes: %s",
         luna_error(s.ctx));
   fixed_step(&s);
   CHECK(unchanged(s.optimizer, &after), "the next step of the fixed file is another one here");
@@ -468,25 +507,30 @@ static void check_failed_saves(void) {
     CHECK(luna_save_training_io(s.optimizer, &io) == LUNA_CANNOT_WRITE &&
         luna_ctx_error_id(s.ctx) == LUNA_ERROR_WRITE_FAILED && half.size <= limit,
           "a writer that fails at %d: \"%s\"", (int)limit, luna_error(s.ctx));
-    CHECK(half.size == 0 || memcmp(half.at, file.at, half.size) == 0, "a writer that fails at %d has got other bytes", (int)limit);
+    CHECK(half.size == 0 || memcmp(half.at, file.at, half.size) == 0, "a writer that fails at %d has got other bytes",
+          (int)limit);
     free(half.at);
   }
   CHECK(unchanged(s.optimizer, &file), "saves that fail change the run");
-  CHECK(luna_save_training(s.optimizer, path) == LUNA_OK && holds(path, &file) && leftovers() == 0, "luna_save_training: %s", luna_error(s.ctx));
+  CHECK(luna_save_training(s.optimizer, path) == LUNA_OK && holds(path, &file) && leftovers() == 0,
+        "luna_save_training: %s", luna_error(s.ctx));
   luna_begin_step(s.ctx);
-  CHECK(luna_backward(common_loss(luna_params_find(s.params, "first"), 4)) == LUNA_OK && luna_optimizer_step(s.optimizer) == LUNA_OK && !unchanged(s.optimizer, &file), "%s", luna_error(s.ctx));
+  CHECK(luna_backward(common_loss(luna_params_find(s.params, "first"), 4)) == LUNA_OK &&
+        luna_optimizer_step(s.optimizer) == LUNA_OK && !unchanged(s.optimizer, &file), "%s", luna_error(s.ctx));
   snprintf(below, sizeof below, "%s/none/training.safetensors", folder);
   CHECK(luna_save_training(s.optimizer, below) == LUNA_CANNOT_WRITE &&
       luna_ctx_error_id(s.ctx) == LUNA_ERROR_SAVE_TEMPORARY, "a folder that is not there: \"%s\"", luna_error(s.ctx));
   CHECK(luna_save_training(s.optimizer, folder) == LUNA_CANNOT_WRITE &&
       luna_ctx_error_id(s.ctx) == LUNA_ERROR_SAVE_IRREGULAR, "a folder in the file's place: \"%s\"", luna_error(s.ctx));
-  CHECK(leftovers() == 0 && holds(path, &file), "a save that failed leaves its temporary file, or another in the old one's place");
+  CHECK(leftovers() == 0 && holds(path, &file),
+        "a save that failed leaves its temporary file, or another in the old one's place");
   luna_close(s.ctx), remove(path);
   free(file.at);
 }
 
 #ifdef HAS_FORK
-/* A process that saves and may write only so many bytes: the system kills it in the middle, or fails the write. Its status. */
+/* A process that saves and may write only so many bytes: the system kills it in the middle, or fails the write. Its
+   status. */
 static int save_limited(const luna_optimizer *optimizer, size_t limit, bool killed) {
   int status = 0;
   fflush(stdout);
@@ -510,14 +554,18 @@ static void check_killed_saves(void) {
   const buffer next = saved(r.optimizer);
   for (size_t limit = 0; limit < next.size; limit += limit == 0 ? 1 : next.size / 9) {
     int status = save_limited(r.optimizer, limit, false);
-    CHECK(status == LUNA_CANNOT_WRITE && holds(path, &old) && leftovers() == 0, "a disk that is full after %d bytes: status %d", (int)limit, status);
+    CHECK(status == LUNA_CANNOT_WRITE && holds(path, &old) && leftovers() == 0,
+          "a disk that is full after %d bytes: status %d", (int)limit, status);
     status = save_limited(r.optimizer, limit, true);
-    CHECK(status == -SIGXFSZ && holds(path, &old) && leftovers() == 1, "killed after %d bytes: status %d", (int)limit, status);
+    CHECK(status == -SIGXFSZ && holds(path, &old) && leftovers() == 1, "killed after %d bytes: status %d", (int)limit,
+          status);
     run_open(&again, true, LUNA_OPTIMIZER_ADAMW, 9, 1);
-    CHECK(luna_load_training(again.optimizer, path) == LUNA_OK && unchanged(again.optimizer, &old), "killed after %d bytes: the old file does not load: %s", (int)limit, luna_error(again.ctx));
+    CHECK(luna_load_training(again.optimizer, path) == LUNA_OK && unchanged(again.optimizer, &old),
+          "killed after %d bytes: the old file does not load: %s", (int)limit, luna_error(again.ctx));
     luna_close(again.ctx);
   }
-  CHECK(save_limited(r.optimizer, next.size, true) == LUNA_OK && holds(path, &next) && leftovers() == 0, "after killed saves the next does not work, or their files stay");
+  CHECK(save_limited(r.optimizer, next.size, true) == LUNA_OK && holds(path, &next) && leftovers() == 0,
+        "after killed saves the next does not work, or their files stay");
   luna_close(r.ctx), remove(path);
   free(old.at), free(next.at);
 }
@@ -531,14 +579,16 @@ static void check_pitfalls(void) {
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_params_set(s.params, "luna.step", "7");
   buffer file = saved(s.optimizer);
-  CHECK(luna_load_training_bytes(s.optimizer, file.at, file.size) == LUNA_OK, "a pair luna.step makes a file that does not load: %s", luna_error(s.ctx));
+  CHECK(luna_load_training_bytes(s.optimizer, file.at, file.size) == LUNA_OK,
+        "a pair luna.step makes a file that does not load: %s", luna_error(s.ctx));
   free(file.at);
   /* gradients and a NaN that wait when a run is loaded are not the run's */
   small_open(&other, LUNA_OPTIMIZER_ADAMW, 0, 3);
   file = saved(other.optimizer);
   for (int bad = 0; bad < 2; bad++) {
     luna_begin_step(s.ctx);
-    CHECK(luna_backward(luna_scale(common_loss(luna_params_find(s.params, "first"), 9), bad ? NAN : 1)) == LUNA_OK, "%s", luna_error(s.ctx));
+    CHECK(luna_backward(luna_scale(common_loss(luna_params_find(s.params, "first"), 9), bad ? NAN : 1)) == LUNA_OK,
+          "%s", luna_error(s.ctx));
     CHECK(luna_load_training_bytes(s.optimizer, file.at, file.size) == LUNA_OK, "%s", luna_error(s.ctx));
     for (int i = 0; i < 2; i++) {
       const small *run = i ? &other : &s;
@@ -548,7 +598,8 @@ static void check_pitfalls(void) {
       CHECK(luna_optimizer_step(run->optimizer) == LUNA_OK, "%s", luna_error(run->ctx));
     }
     buffer a = saved(s.optimizer), b = saved(other.optimizer);
-    CHECK(same(&a, &b), "a run loaded over %s goes on with other bits", bad ? "a NaN that waits" : "gradients that wait");
+    CHECK(same(&a, &b), "a run loaded over %s goes on with other bits",
+          bad ? "a NaN that waits" : "gradients that wait");
     free(a.at), free(b.at);
     luna_params_zero_grad(s.params);
   }
@@ -557,7 +608,8 @@ static void check_pitfalls(void) {
   small_open(&s, LUNA_OPTIMIZER_ADAMW, 0, 3);
   luna_optimizer_set_lr(s.optimizer, INFINITY);
   buffer rate = saved(s.optimizer);
-  CHECK(luna_load_training_bytes(s.optimizer, rate.at, rate.size) == LUNA_OK, "a learning rate that can be set makes a file that does not load: %s", luna_error(s.ctx));
+  CHECK(luna_load_training_bytes(s.optimizer, rate.at, rate.size) == LUNA_OK,
+        "a learning rate that can be set makes a file that does not load: %s", luna_error(s.ctx));
   luna_close(s.ctx), free(rate.at);
   /* a context that measures writes nothing */
   FILE *old = fopen(path, "wb");
@@ -568,10 +620,12 @@ static void check_pitfalls(void) {
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   luna_param(s.params, "first", 2, matrix, normal);
   s.optimizer = optimizer_open(s.params, LUNA_OPTIMIZER_ADAMW, 0);
-  CHECK(luna_save(s.params, path) == LUNA_OK && holds(path, &file), "luna_save in a context that measures overwrites the file");
+  CHECK(luna_save(s.params, path) == LUNA_OK && holds(path, &file),
+        "luna_save in a context that measures overwrites the file");
   old = fopen(path, "wb");
   if (old) fwrite(file.at, 1, file.size, old), fclose(old);
-  CHECK(luna_save_training(s.optimizer, path) == LUNA_OK && holds(path, &file), "luna_save_training in a context that measures overwrites the file");
+  CHECK(luna_save_training(s.optimizer, path) == LUNA_OK && holds(path, &file),
+        "luna_save_training in a context that measures overwrites the file");
   luna_close(s.ctx), remove(path);
   free(file.at);
 }
@@ -583,7 +637,8 @@ int main(int argc, char **argv) {
   }
   paths_open();
   check_fixed();
-  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_resume(false, kind), check_resume(true, kind);
+  for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++)
+    check_resume(false, kind), check_resume(true, kind);
   check_plain(false), check_plain(true);
   check_refusals();
   if (common_little_endian()) check_borrowed();

@@ -1,6 +1,6 @@
-/* The reader and writer of safetensors: every sentence of refusal, text and numbers, a round trip, a writer that fails at each byte,
-   files cut at every byte, every byte changed to every value, thousands of names in any order. What is read lies in an allocation of
-   its own size. */
+/* The reader and writer of safetensors: every sentence of refusal, text and numbers, a round trip, a writer that fails
+   at each byte, files cut at every byte, every byte changed to every value, thousands of names in any order. What is
+   read lies in an allocation of its own size. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -28,7 +28,8 @@ static lunai_st_writer writer_to(buffer *b) {
   return w;
 }
 
-/* ---- opens an exact copy at an odd address; what opens is walked to its last byte. Returns the reader's sentence or null. ---- */
+/* ---- opens an exact copy at an odd address; what opens is walked to its last byte. Returns the reader's sentence or
+   null. ---- */
 static int walk_tensors(const lunai_st *st) {
   lunai_st_tensor t, found;
   size_t cursor = 0;
@@ -36,14 +37,16 @@ static int walk_tensors(const lunai_st *st) {
   for (; lunai_st_next(st, &cursor, &t); count++) {
     char name[64];
     const size_t size = lunai_st_decode(t.name, name, sizeof name);
-    if (t.data < st->data || t.bytes > st->data_size || t.data - st->data > (int64_t)(st->data_size - t.bytes)) return -1;
+    if (t.data < st->data || t.bytes > st->data_size || t.data - st->data > (int64_t)(st->data_size - t.bytes))
+      return -1;
     if (t.count < 100000) {
       float *values = (float *)common_alloc((size_t)t.count * sizeof(float));
       lunai_st_floats(&t, values);
       free(values);
     }
     (void)lunai_st_borrow(&t);
-    if (count < 50 && size < sizeof name && strlen(name) == size && !(lunai_st_find(st, name, &found) && found.data == t.data)) return -1;
+    if (count < 50 && size < sizeof name && strlen(name) == size &&
+        !(lunai_st_find(st, name, &found) && found.data == t.data)) return -1;
   }
   return count;
 }
@@ -74,7 +77,8 @@ static const char *open_copy(const void *bytes, size_t size) {
   memcpy(copy + 1, bytes, size);
   const char *wrong = open_indexed(&st, copy + 1, size, &memory);
   for (int walking = 0; walking < 2 && !wrong; walking++) { /* by the index, then without */
-    if (walk_tensors(&st) < 0 || !walk_metadata(&st)) wrong = "opened, but what it names cannot be found, or lies outside the file";
+    if (walk_tensors(&st) < 0 || !walk_metadata(&st))
+      wrong = "opened, but what it names cannot be found, or lies outside the file";
     st.names = st.keys = NULL;
   }
   free(copy), free(memory);
@@ -93,7 +97,8 @@ static void expect(const char *json, size_t data, const char *want) {
   size_t size;
   uint8_t *file = file_of(json, strlen(json), data, &size);
   const char *wrong = open_copy(file, size);
-  CHECK(want ? wrong && strstr(wrong, want) : !wrong, "%.120s: %s, not %s", json, wrong ? wrong : "opened", want ? want : "opened");
+  CHECK(want ? wrong && strstr(wrong, want) : !wrong, "%.120s: %s, not %s", json, wrong ? wrong : "opened",
+        want ? want : "opened");
   free(file);
 }
 
@@ -111,7 +116,8 @@ static const header headers[] = {
   /* JSON */
   {"{" A8 "}", 8, NULL}, {"{" A8 ",}", 8, "JSON"}, {"{" A8 T("b", "F32", "0", 0, 0) "}", 8, "JSON"},
   {"{" A8 "{" T("b", "F32", "0", 0, 0) "}", 8, "JSON"}, {"{," A8 "}", 8, "JSON"},
-  {"{" A8, 8, "JSON"}, {"{\t\r\n \"a\" : { \"shape\" : [ 1 , 2 ] , \"data_offsets\" :[0, 8 ] ,\"dtype\": \"F32\" } } ", 8, NULL},
+  {"{" A8, 8, "JSON"}, {"{\t\r\n \"a\" : { \"shape\" : [ 1 , 2 ] , \"data_offsets\" :[0, 8 ] ,\"dtype\": \"F32\" } } ",
+                        8, NULL},
   {"{\"a\":[]}", 0, "JSON"}, {"{\"a\":null}", 0, "JSON"}, {"{\"a\"}", 0, "JSON"}, {"{a:1}", 0, "JSON"},
   {"{\"a\":{\"dtype\":4,\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "JSON"},
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":2,\"data_offsets\":[0,8]}}", 8, "JSON"},
@@ -124,14 +130,18 @@ static const header headers[] = {
   {"{" T("a", "F32", "2.0", 0, 8) "}", 8, "JSON"},
   {"{" T("a", "F32", "2e0", 0, 8) "}", 8, "JSON"}, {"{" T("a", "F32", "2,", 0, 8) "}", 8, "whole"},
   {"{" T("a", "F32", ",2", 0, 8) "}", 8, "whole"},
-  {"{" T("a", "F32", "[2]", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", "9223372036854775807", 0, 8) "}", 8, "too large"},
+  {"{" T("a", "F32", "[2]", 0, 8) "}", 8, "whole"}, {"{" T("a", "F32", "9223372036854775807", 0, 8) "}", 8,
+                                                     "too large"},
   {"{" T("a", "F32", "9223372036854775808", 0, 8) "}", 8, "too large"},
   {"{" T("a", "F32", "99999999999999999999999", 0, 8) "}", 8, "too large"},
-  {"{" T("a", "F32", "4294967296,4294967296", 0, 0) "}", 0, "too large"}, {"{" T("a", "F32", "0,4294967296", 0, 0) "}", 0, NULL},
+  {"{" T("a", "F32", "4294967296,4294967296", 0, 0) "}", 0, "too large"},
+      {"{" T("a", "F32", "0,4294967296", 0, 0) "}", 0, NULL},
   /* data_offsets */
-  {"{" T("a", "U8", "1", 0, 18446744073709551617) "}", 1, "too large"}, {"{" T("a", "F32", "2", 8, 0) "}", 8, "before it begins"},
+  {"{" T("a", "U8", "1", 0, 18446744073709551617) "}", 1, "too large"},
+      {"{" T("a", "F32", "2", 8, 0) "}", 8, "before it begins"},
   {"{" T("a", "F32", "2", 4, 12) "}", 8, "beyond"},
-  {"{" T("a", "F32", "2", 0, 9223372036854775807) "}", 8, "beyond"}, {"{" T("a", "F32", "2", 0, 4) "}", 8, "do not fit"},
+  {"{" T("a", "F32", "2", 0, 9223372036854775807) "}", 8, "beyond"},
+      {"{" T("a", "F32", "2", 0, 4) "}", 8, "do not fit"},
   {"{" T("a", "F32", "1", 0, 8) "}", 8, "do not fit"},
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0]}}", 8, "number"},
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[]}}", 8, "two numbers"},
@@ -142,7 +152,8 @@ static const header headers[] = {
   {"{\"a\":{\"dtype\":\"F32\",\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8, "key twice"},
   {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8],\"x\":1}}", 8, "other than dtype"},
   /* places */
-  {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 12, NULL}, {"{" T("a", "F32", "1", 8, 12) "," T("b", "F32", "2", 0, 8) "}", 12, NULL},
+  {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 12, NULL}, {"{" T("a", "F32", "1", 8, 12) "," T("b", "F32", "2", 0, 8) "}",
+                                                         12, NULL},
   {"{" A8 "," T("b", "F32", "1", 8, 12) "}", 16, "cover"},
   {"{" A8 "," T("b", "F32", "1", 12, 16) "}", 16, "cover"}, {"{" A8 "," T("b", "F32", "1", 4, 8) "}", 8, "overlap"},
   {"{" T("a", "F32", "1", 0, 4) "," T("b", "F32", "1", 2, 6) "}", 8, "overlap"},
@@ -161,7 +172,8 @@ static const header headers[] = {
   /* metadata */
   {META("{\"a\":\"b\",\"c\":\"d\"}"), 0, NULL}, {META("{\"a\":\"b\",\"a\":\"d\"}"), 0, "two keys"},
   {META("{\"b\":\"b\",\"a\":\"d\",\"b\":\"\"}"), 0, "two keys"},
-  {META("{\"a\":1}"), 0, "other than strings"}, {META("{\"a\":{}}"), 0, "other than strings"}, {META("\"a\""), 0, "not an object"},
+  {META("{\"a\":1}"), 0, "other than strings"}, {META("{\"a\":{}}"), 0, "other than strings"},
+      {META("\"a\""), 0, "not an object"},
   {META("null"), 0, "not an object"},
   {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "more than one"},
   {"{\"__metadata__\":{},\"\\u005f_metadata__\":{}}", 0, "more than one"}, {META("{\"a\":\"b\"},"), 0, "JSON"},
@@ -175,7 +187,8 @@ static void check_headers(void) {
     "\\ud800\\ud800", "\\udc00", "\\ud800x", "\x01", "\n", "\x1f", "\\u 123", "\\'"
   };
   char json[200];
-  for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) expect(headers[i].json, headers[i].data, headers[i].wrong);
+  for (size_t i = 0; i < sizeof headers / sizeof *headers; i++)
+    expect(headers[i].json, headers[i].data, headers[i].wrong);
   for (size_t i = 0; i < sizeof bad_text / sizeof *bad_text; i++) {
     snprintf(json, sizeof json, META("{\"a%s\":\"b\"}"), bad_text[i]);
     expect(json, 0, "a string has");
@@ -184,9 +197,11 @@ static void check_headers(void) {
   }
   for (int i = 0; i < LUNAI_ST_DTYPES; i++) { /* three of each fit their bytes and no others */
     const int size = 3 * lunai_st_formats[i].size;
-    snprintf(json, sizeof json, "{\"a\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}", lunai_st_formats[i].name, size);
+    snprintf(json, sizeof json, "{\"a\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}",
+             lunai_st_formats[i].name, size);
     expect(json, (size_t)size, NULL);
-    snprintf(json, sizeof json, "{\"a\":{\"dtype\":\"%s\",\"shape\":[4],\"data_offsets\":[0,%d]}}", lunai_st_formats[i].name, size);
+    snprintf(json, sizeof json, "{\"a\":{\"dtype\":\"%s\",\"shape\":[4],\"data_offsets\":[0,%d]}}",
+             lunai_st_formats[i].name, size);
     expect(json, (size_t)size, "do not fit");
   }
 }
@@ -223,16 +238,19 @@ static void check_text(void) {
   for (size_t room = 0; room <= sizeof want; room++) { /* cut at whole characters, ended by a 0, nothing beyond */
     char *cut = (char *)common_alloc(room);
     const size_t size = lunai_st_decode(t, cut, room), kept = room ? strlen(cut) : 0;
-    CHECK(size == sizeof want - 1 && (room == 0 || kept < room) && strncmp(cut, want, kept) == 0 && (want[kept] & 0xC0) != 0x80,
+    CHECK(size == sizeof want - 1 && (room == 0 || kept < room) && strncmp(cut, want, kept) == 0 &&
+          (want[kept] & 0xC0) != 0x80,
           "room for %d bytes: %d kept", (int)room, (int)kept);
     free(cut);
   }
-  CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 && memcmp(out, "a\0b", 4) == 0,
+  CHECK(!lunai_st_equal(zero, "a") && !lunai_st_equal(zero, "ab") && lunai_st_decode(zero, out, 9) == 3 &&
+        memcmp(out, "a\0b", 4) == 0,
         "a zero within a text");
 }
 
 /* ---- numbers ---- */
-static void check_numbers(const char *what, lunai_st_dtype dtype, const uint8_t *bytes, size_t size, const double *want, int64_t count) {
+static void check_numbers(const char *what, lunai_st_dtype dtype, const uint8_t *bytes, size_t size, const double *want,
+                          int64_t count) {
   uint8_t *odd = (uint8_t *)common_alloc(size + 1);
   float out[16];
   lunai_st_tensor t;
@@ -240,38 +258,48 @@ static void check_numbers(const char *what, lunai_st_dtype dtype, const uint8_t 
   memset(&t, 0, sizeof t);
   t.dtype = (int)dtype, t.count = count, t.data = odd + 1, t.bytes = size;
   CHECK(lunai_st_floats(&t, out), "%s cannot be read", what);
-  for (int64_t i = 0; i < count; i++) CHECK(out[i] == (float)want[i] || (want[i] != want[i] && out[i] != out[i]), "%s %d is %g, not %g",
+  for (int64_t i = 0; i < count; i++)
+    CHECK(out[i] == (float)want[i] || (want[i] != want[i] && out[i] != out[i]), "%s %d is %g, not %g",
                                             what, (int)i, (double)out[i], want[i]);
-  CHECK(!lunai_st_borrow(&t) || (dtype == LUNAI_ST_F32 && (uintptr_t)t.data % sizeof(float) == 0), "%s is read in place", what);
+  CHECK(!lunai_st_borrow(&t) || (dtype == LUNAI_ST_F32 && (uintptr_t)t.data % sizeof(float) == 0),
+        "%s is read in place", what);
   t.dtype = LUNAI_ST_I32;
   CHECK(!lunai_st_floats(&t, out), "whole numbers are read as real ones");
   free(odd);
 }
 static void check_dtypes(void) {
-  static const uint8_t f16[] = {0x00, 0x3c, 0x00, 0xc0, 0xff, 0x7b, 0x01, 0x00, 0x00, 0x04, 0x00, 0x7c, 0x00, 0xfc, 0x00, 0x80, 0x01, 0x7c};
+  static const uint8_t f16[] = {0x00, 0x3c, 0x00, 0xc0, 0xff, 0x7b, 0x01, 0x00, 0x00, 0x04, 0x00, 0x7c, 0x00, 0xfc,
+                                0x00, 0x80, 0x01, 0x7c};
   static const uint8_t bf16[] = {0x80, 0x3f, 0x49, 0x40, 0x80, 0xff, 0x01, 0x00, 0xc1, 0x7f},
     f32[] = {0, 0, 0x80, 0x3f, 0xdb, 0x0f, 0x49, 0xc0, 1, 0, 0, 0};
-  static const uint8_t f64[] = {0, 0, 0, 0, 0, 0, 0xf0, 0x3f, 0x18, 0x2d, 0x44, 0x54, 0xfb, 0x21, 0x09, 0x40, 0x9c, 0x75, 0, 0x88, 0x3c,
+  static const uint8_t f64[] = {0, 0, 0, 0, 0, 0, 0xf0, 0x3f, 0x18, 0x2d, 0x44, 0x54, 0xfb, 0x21, 0x09, 0x40, 0x9c,
+                                0x75, 0, 0x88, 0x3c,
                                 0xe4, 0x37, 0x7e};
   const double want16[] = {1, -2, 65504, 5.9604644775390625e-08, 6.103515625e-05, INFINITY, -INFINITY, -0.0, NAN},
     wantb[] = {1, 3.140625, -INFINITY, 9.183549615799121e-41, NAN};
-  const double want32[] = {1, -3.14159274101257324, 1.401298464324817e-45}, want64[] = {1, 3.14159265358979312, INFINITY};
+  const double want32[] = {1, -3.14159274101257324, 1.401298464324817e-45},
+      want64[] = {1, 3.14159265358979312, INFINITY};
   check_numbers("F16", LUNAI_ST_F16, f16, sizeof f16, want16, 9);
   check_numbers("BF16", LUNAI_ST_BF16, bf16, sizeof bf16, wantb, 5);
   check_numbers("F32", LUNAI_ST_F32, f32, sizeof f32, want32, 3);
   check_numbers("F64", LUNAI_ST_F64, f64, sizeof f64, want64, 3);
-  for (uint32_t bits = 0; bits < 0x7F800000u; bits += 0x10001u) { /* the way a machine of the other byte order reads F32 */
+  /* the way a machine of the other byte order reads F32 */
+  for (uint32_t bits = 0; bits < 0x7F800000u; bits += 0x10001u) {
     float x;
     memcpy(&x, &bits, sizeof x);
-    if ((float)lunai_st_real(bits, 8, 23) != x) CHECK(false, "pattern %08x is read as %g", (unsigned)bits, lunai_st_real(bits, 8, 23));
+    if ((float)lunai_st_real(bits, 8, 23) != x)
+      CHECK(false, "pattern %08x is read as %g", (unsigned)bits, lunai_st_real(bits, 8, 23));
   }
 }
 
 /* ---- writing ---- */
 enum { PAIRS = 3, SOURCES = 4 };
-static const lunai_st_pair pairs[PAIRS] = {{"format", "pt"}, {"odd \"\\\n\x01\x1f\x7f \xc3\xa9 \xf0\x9f\x98\x80", "tab\there"}, {"", ""}};
-static const int64_t matrix[2] = {2, 3}, one[1] = {1}, empty[2] = {0, 5}, huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
-static const float matrix_data[6] = {1, -2, 0.5f, 3e38f, 1e-45f, -(float)INFINITY}, one_data[1] = {42}, scalar_data[1] = {7};
+static const lunai_st_pair pairs[PAIRS] = {{"format", "pt"},
+                                           {"odd \"\\\n\x01\x1f\x7f \xc3\xa9 \xf0\x9f\x98\x80", "tab\there"}, {"", ""}};
+static const int64_t matrix[2] = {2, 3}, one[1] = {1}, empty[2] = {0, 5},
+    huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
+static const float matrix_data[6] = {1, -2, 0.5f, 3e38f, 1e-45f, -(float)INFINITY}, one_data[1] = {42},
+    scalar_data[1] = {7};
 static const lunai_st_source sources[SOURCES] = {
   {"layer.0.weight", 2, matrix, matrix_data}, {"a\"b\\c\x02", 1, one, one_data}, {"empty", 2, empty, NULL},
   {"scalar", 0, NULL, scalar_data}};
@@ -287,15 +315,18 @@ static void check_round_trip(buffer *b) {
   if (!CHECK(!wrong && walk_tensors(&st) == SOURCES && walk_metadata(&st), "what was written: %s", wrong ? wrong
              : "is not what was given")) return;
   CHECK((8 + st.header_size) % LUNAI_ALIGN == 0, "data begin at byte %d", (int)(8 + st.header_size));
-  for (int i = 0; i < PAIRS; i++) CHECK(lunai_st_meta(&st, pairs[i].key, &value) && lunai_st_equal(value, pairs[i].value),
+  for (int i = 0; i < PAIRS; i++)
+    CHECK(lunai_st_meta(&st, pairs[i].key, &value) && lunai_st_equal(value, pairs[i].value),
                                         "the pair %s is lost", pairs[i].key);
   CHECK(!lunai_st_meta(&st, "no", &value) && !lunai_st_find(&st, "no", &t) && !lunai_st_find(&st, "__metadata__", &t),
         "what is not there is found");
   for (int i = 0; i < SOURCES; i++) {
     const lunai_st_source *s = &sources[i];
-    bool good = lunai_st_find(&st, s->name, &t) && t.dtype == LUNAI_ST_F32 && t.rank == s->rank && lunai_st_floats(&t, back);
+    bool good = lunai_st_find(&st, s->name, &t) && t.dtype == LUNAI_ST_F32 && t.rank == s->rank &&
+        lunai_st_floats(&t, back);
     for (int a = 0; good && a < t.rank; a++) good = t.shape[a] == s->shape[a];
-    CHECK(good && (t.bytes == 0 || memcmp(back, s->data, t.bytes) == 0), "the tensor %s is not what was written", s->name);
+    CHECK(good && (t.bytes == 0 || memcmp(back, s->data, t.bytes) == 0), "the tensor %s is not what was written",
+          s->name);
     if (lunai_st_little()) CHECK(lunai_st_borrow(&t) != NULL, "the tensor %s cannot be read in place", s->name);
   }
 }
@@ -321,16 +352,19 @@ static void check_unwritable(void) {
     if (i == 3) source.data = NULL;
     if (i == 4) pair.value = "\xc3";
     if (i == 5) source.name = "__metadata__";
-    CHECK(!lunai_st_write(&w, &pair, 1, &source, 1) && w.failed && b.size == 0, "unwritable %d: %d bytes written", i, (int)b.size);
+    CHECK(!lunai_st_write(&w, &pair, 1, &source, 1) && w.failed && b.size == 0, "unwritable %d: %d bytes written", i,
+          (int)b.size);
     free(b.at);
   }
   buffer b = {NULL, 0, 0, 0};
   lunai_st_writer w = writer_to(&b);
-  CHECK(lunai_st_write(&w, NULL, 0, NULL, 0) && b.size == 64 && !open_copy(b.at, b.size), "a file of nothing has %d bytes", (int)b.size);
+  CHECK(lunai_st_write(&w, NULL, 0, NULL, 0) && b.size == 64 && !open_copy(b.at, b.size),
+        "a file of nothing has %d bytes", (int)b.size);
   free(b.at);
 }
 
-/* ---- hostile files: whatever they say, nothing outside them is read. How many open is counted only to show that some do. ---- */
+/* ---- hostile files: whatever they say, nothing outside them is read. How many open is counted only to show that some
+   do. ---- */
 static void check_mutations(const buffer *b) {
   uint8_t *copy = (uint8_t *)common_alloc(b->size);
   long opened = 0, refused = 0, sound = 0;
@@ -351,7 +385,8 @@ static void check_mutations(const buffer *b) {
     *(wrong ? &refused : &opened) += 1;
     sound += !(wrong && strncmp(wrong, "opened", 6) == 0);
   }
-  CHECK(opened > 1000 && refused > 1000 && sound == opened + refused, "of the changed files %ld open and %ld do not, %ld soundly", opened,
+  CHECK(opened > 1000 && refused > 1000 && sound == opened + refused,
+        "of the changed files %ld open and %ld do not, %ld soundly", opened,
         refused, sound);
   free(copy);
 }
@@ -381,7 +416,8 @@ static const char *open_many(size_t n, int order, int damage) {
   *end++ = '{';
   for (size_t i = 0; i < n; i++) {
     const size_t k = at[i], name = damage == SAME_NAME && k == twin ? n - 1 : k;
-    end += snprintf(end, 100, "%s\"%07d\":{\"dtype\":\"U8\",\"shape\":[%d],\"data_offsets\":[%d,%d]}", i ? "," : "", (int)name,
+    end += snprintf(end, 100, "%s\"%07d\":{\"dtype\":\"U8\",\"shape\":[%d],\"data_offsets\":[%d,%d]}", i ? "," : "",
+                    (int)name,
                     (int)length[k], (int)begin[k], (int)(begin[k] + length[k]));
   }
   *end++ = '}';
@@ -391,7 +427,8 @@ static const char *open_many(size_t n, int order, int damage) {
     char name[16];
     lunai_st_tensor t;
     snprintf(name, sizeof name, "%07d", (int)i);
-    if (!lunai_st_find(&st, name, &t) || t.data != st.data + begin[i] || t.bytes != length[i]) wrong = "a name is not found";
+    if (!lunai_st_find(&st, name, &t) || t.data != st.data + begin[i] || t.bytes != length[i])
+      wrong = "a name is not found";
   }
   if (memory && damage != OVERLAP && n < 10000) { /* names as if all had one hash: their characters decide */
     for (size_t i = 0; i < n; i++) memory[i] = (uint32_t)memory[i];
@@ -408,7 +445,8 @@ static void check_many(void) {
     wrong = open_many(n, i % 3, OVERLAP);
     CHECK(wrong && strstr(wrong, "overlap"), "%d tensors of which two overlap: %s", (int)n, wrong ? wrong : "opened");
     wrong = open_many(n, i % 3, SAME_NAME);
-    CHECK(wrong && strstr(wrong, "same name"), "%d tensors of which two have one name: %s", (int)n, wrong ? wrong : "opened");
+    CHECK(wrong && strstr(wrong, "same name"), "%d tensors of which two have one name: %s", (int)n,
+          wrong ? wrong : "opened");
   }
   const char *wrong = open_many(5000, SHUFFLED, SOUND);
   CHECK(!wrong, "5000 tensors in no order: %s", wrong);
@@ -417,7 +455,8 @@ static void check_many(void) {
   const clock_t start = clock();
   wrong = open_many(200000, SHUFFLED, SOUND);
   CHECK(!wrong, "200,000 tensors in no order: %s", wrong);
-  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "200,000 tensors take %.0f s", (double)(clock() - start) / CLOCKS_PER_SEC);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "200,000 tensors take %.0f s",
+        (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 /* half a million pairs in no order; and again, but for the last, which has another's key */
 static void check_pairs(void) {
@@ -430,16 +469,20 @@ static void check_pairs(void) {
     uint64_t *memory;
     lunai_st st;
     lunai_st_text value;
-    for (uint32_t i = 0; i < N; i++) end += sprintf(end, "%s\"%08x\":\"%x\"", i ? "," : "", (unsigned)((twice && i == N - 1 ? 77 : i) * 2654435761u), (unsigned)i);
+    for (uint32_t i = 0; i < N; i++)
+      end += sprintf(end, "%s\"%08x\":\"%x\"", i ? "," : "", (unsigned)((twice && i == N - 1 ? 77 : i) * 2654435761u),
+                     (unsigned)i);
     end += sprintf(end, "}}");
     uint8_t *file = file_of(json, (size_t)(end - json), 0, &size);
     const char *wrong = open_indexed(&st, file, size, &memory);
     if (twice) CHECK(wrong && strstr(wrong, "two keys"), "a key that is there twice: %s", wrong ? wrong : "opened");
-    else CHECK(!wrong && lunai_st_meta(&st, "9e3779b1", &value) && lunai_st_equal(value, "1") && !lunai_st_meta(&st, "1", &value), "%d pairs: %s", N, wrong);
+    else CHECK(!wrong && lunai_st_meta(&st, "9e3779b1", &value) && lunai_st_equal(value, "1") &&
+               !lunai_st_meta(&st, "1", &value), "%d pairs: %s", N, wrong);
     free(file), free(memory);
   }
   free(json);
-  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d pairs take %.0f s", N, (double)(clock() - start) / CLOCKS_PER_SEC);
+  CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 20, "%d pairs take %.0f s", N,
+        (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
 int main(void) {

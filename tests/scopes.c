@@ -22,7 +22,8 @@ static const bool table_cheap[] = {
 };
 #define OUT 8                        /* the first bit of results */
 static luna_backend poisoning;
-static int poison_kind, poison_bit;  /* data that one kind of op reads, spoilt to see that it does; kind -1: all that is not read */
+/* data that one kind of op reads, spoilt to see that it does; kind -1: all that is not read */
+static int poison_kind, poison_bit;
 static bool poison_met;
 
 static luna_status poisoned_backward(luna_op *op) {
@@ -33,9 +34,11 @@ static luna_status poisoned_backward(luna_op *op) {
     luna_tensor *t = bit >= OUT ? op->out[bit - OUT] : bit < op->inputs ? op->in[bit] : NULL;
     const bool read = table_reads[op->kind] >> bit & 1;
     if (bit >= OUT && op->loss) continue; /* these are a cross-entropy's input, which it reads */
-    if (!t || !t->data || luna_count(t) == 0 || (poison_kind < 0 ? read : op->kind != (luna_op_kind)poison_kind || bit != poison_bit)) continue;
+    if (!t || !t->data || luna_count(t) == 0 || (poison_kind < 0 ? read : op->kind != (luna_op_kind)poison_kind ||
+                                                 bit != poison_bit)) continue;
     bool twice = false;              /* one tensor as two inputs, of which backward reads one */
-    for (int i = 0; poison_kind < 0 && i < op->inputs; i++) twice = twice || (op->in[i] == t && (table_reads[op->kind] >> i & 1));
+    for (int i = 0; poison_kind < 0 && i < op->inputs; i++)
+      twice = twice || (op->in[i] == t && (table_reads[op->kind] >> i & 1));
     if (twice) continue;
     float *nan = common_floats(luna_count(t));
     for (int64_t i = 0; i < luna_count(t); i++) nan[i] = NAN;
@@ -81,15 +84,18 @@ static void check_columns(void) {
             "%s, variant %d: backward reads data that LUNA_OPS does not name", op_cases[i].name, v);
       for (poison_kind = 0; poison_kind < LUNA_OP_COUNT && !TEST_QUICK; poison_kind++)
         for (poison_bit = 0; poison_bit < OUT + 2; poison_bit++) {
-          if (!(table_reads[poison_kind] >> poison_bit & 1) || needed[poison_kind][poison_bit] || poison_kind == LUNA_OP_CUSTOM) continue;
+          if (!(table_reads[poison_kind] >> poison_bit & 1) || needed[poison_kind][poison_bit] ||
+              poison_kind == LUNA_OP_CUSTOM) continue;
           poison_met = false;
           if (!same_gradients(&op_cases[i], v, LUNA_ISA_BEST) && poison_met) needed[poison_kind][poison_bit] = true;
         }
     }
   for (int kind = 0; kind < LUNA_OP_COUNT; kind++) {
-    CHECK(!table_cheap[kind] || !(table_reads[kind] >> OUT), "%s is cheap, but reads its result", luna_op_name((luna_op_kind)kind));
+    CHECK(!table_cheap[kind] || !(table_reads[kind] >> OUT), "%s is cheap, but reads its result",
+          luna_op_name((luna_op_kind)kind));
     for (int bit = 0; bit < OUT + 2 && !TEST_QUICK && kind != LUNA_OP_CUSTOM; bit++)
-      CHECK(!(table_reads[kind] >> bit & 1) || needed[kind][bit], "%s: LUNA_OPS says that backward reads %s %d; it does not",
+      CHECK(!(table_reads[kind] >> bit & 1) || needed[kind][bit],
+            "%s: LUNA_OPS says that backward reads %s %d; it does not",
             luna_op_name((luna_op_kind)kind), bit >= OUT ? "result" : "input", bit % OUT);
   }
 }
@@ -112,8 +118,10 @@ static void check_results(bool training) {
   both[0] = luna_scale(sum, 3);
   both[1] = view;
   CHECK(luna_scope_end(inner, both, 2) == both[0], "a scope's end does not return its first result");
-  CHECK(!sum->data && both[0]->data && view->base->data && kept->data, "the end released a result, or did not release the rest");
-  CHECK(luna_read(sum, got) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "reading what was released: %s", luna_error(ctx));
+  CHECK(!sum->data && both[0]->data && view->base->data && kept->data,
+        "the end released a result, or did not release the rest");
+  CHECK(luna_read(sum, got) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+        "reading what was released: %s", luna_error(ctx));
   CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "no failure is on record");
   if (training) luna_begin_step(ctx);
   else luna_begin_inference(ctx);
@@ -124,13 +132,16 @@ static void check_results(bool training) {
     for (int i = 0; i < 3; i++) {
       before = y;
       y = luna_scale(y, 2);
-      CHECK(luna_scope_end(again, &y, 1) == y && y->data && (i == 0 || !before->data), "round %d of a loop keeps its predecessor", i);
+      CHECK(luna_scope_end(again, &y, 1) == y && y->data && (i == 0 || !before->data),
+            "round %d of a loop keeps its predecessor", i);
     }
     luna_read(y, got);
     CHECK(got[7] == 8 * x->data[7], "after three doublings %g is %g", (double)x->data[7], (double)got[7]);
-    CHECK(luna_keep(before) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "luna_keep of what was released: %s", luna_error(ctx));
+    CHECK(luna_keep(before) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+          "luna_keep of what was released: %s", luna_error(ctx));
   }
-  CHECK(luna_scope_end(outer, NULL, 1) == NULL && luna_scope_end(luna_scope_begin(NULL), both, 1) == both[0], "an end without results or context");
+  CHECK(luna_scope_end(outer, NULL, 1) == NULL && luna_scope_end(luna_scope_begin(NULL), both, 1) == both[0],
+        "an end without results or context");
   free(got);
   luna_close(ctx);
 }
@@ -141,7 +152,8 @@ static void check_released_input(void) {
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 4, 4, 0, 0), *y = luna_scale(x, 2), *rows = luna_slice(x, 0, 1, 2);
   y = luna_scope_end(scope, &y, 1);
-  CHECK(y && luna_add(y, x) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op on a released tensor: %s", luna_error(ctx));
+  CHECK(y && luna_add(y, x) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op on a released tensor: %s",
+        luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_scale(rows, 2) == NULL || !rows, "an op on a view of a released tensor gave a result");
   luna_close(ctx);
@@ -242,7 +254,8 @@ static size_t inference(int64_t layers) {
   luna_options options = {.threads = 1, .measure = true};
   luna_ctx *ctx = luna_open(&options);
   luna_lm model;
-  luna_lm_config config = {.vocab = 64, .layers = layers, .memory = 8, .layer = {.dim = 32, .heads = 2, .convolution = 4}};
+  luna_lm_config config = {.vocab = 64, .layers = layers, .memory = 8,
+                           .layer = {.dim = 32, .heads = 2, .convolution = 4}};
   int32_t *tokens = common_tokens(512, 1, 64);
   size_t before;
   luna_lm_init(&model, luna_params_open(ctx), &config);

@@ -25,7 +25,8 @@ static float *two_segments(segments *s, crossing how, float **x) {
   int32_t first[2 * SEGMENT], second[2 * SEGMENT];
   luna_tensor *p = NULL;
   for (int i = 0; i < 2 * SEGMENT; i++)
-    first[i] = (int32_t)(common_hash(50, (uint64_t)i) % 5), second[i] = 5 + (int32_t)(common_hash(51, (uint64_t)i) % (VOCAB - 5));
+    first[i] = (int32_t)(common_hash(50, (uint64_t)i) % 5),
+        second[i] = 5 + (int32_t)(common_hash(51, (uint64_t)i) % (VOCAB - 5));
   luna_params_zero_grad(s->params);
   luna_begin_step(s->ctx);
   luna_encoder_forward(&s->encoder, &(luna_input){ first, NULL, 2, SEGMENT, NULL }, &p);
@@ -52,21 +53,25 @@ static void check_detach(int v) {
     g[how] = two_segments(&s, (crossing)how, &x[how]);
     float *table = gradient_of(luna_params_find(s.params, "embed_tokens.weight"));
     early[how] = length_of(table, 5 * DIM);
-    CHECK(length_of(table + 5 * DIM, (VOCAB - 5) * DIM) > 1e-3, "%s: the second segment's own tokens have no gradient", encoder_names[v]);
+    CHECK(length_of(table + 5 * DIM, (VOCAB - 5) * DIM) > 1e-3, "%s: the second segment's own tokens have no gradient",
+          encoder_names[v]);
     free(table);
   }
-  CHECK(same_bits(x[0], x[1], 2 * SEGMENT * DIM) && same_bits(x[0], x[2], 2 * SEGMENT * DIM), "%s: luna_detach changes values",
+  CHECK(same_bits(x[0], x[1], 2 * SEGMENT * DIM) && same_bits(x[0], x[2], 2 * SEGMENT * DIM),
+        "%s: luna_detach changes values",
         encoder_names[v]);
   CHECK(early[STRAIGHT] > 1e-3, "%s: no gradient goes back to the segment before", encoder_names[v]);
   CHECK(early[DETACHED] == 0 && gradient_size(luna_params_find(s.params, "projected_embeddings")) == 0,
         "%s: through luna_detach goes a gradient of %.3g", encoder_names[v], early[DETACHED]);
-  CHECK(same_bits(g[DETACHED], g[AS_CONSTANT], luna_params_element_count(s.params)), "%s: luna_detach has other gradients than a constant",
+  CHECK(same_bits(g[DETACHED], g[AS_CONSTANT], luna_params_element_count(s.params)),
+        "%s: luna_detach has other gradients than a constant",
         encoder_names[v]);
   for (int how = 0; how < 3; how++) free(x[how]), free(g[how]);
   luna_close(s.ctx);
 }
 /* `count` segments, the memory carried over begins, or in one inference; the last X and P, to be freed */
-static float *many_segments(segments *s, const int32_t *tokens, int64_t count, bool carried, bool forgetting, float **memory,
+static float *many_segments(segments *s, const int32_t *tokens, int64_t count, bool carried, bool forgetting,
+                            float **memory,
                             size_t *peak_early, size_t *peak) {
   const int64_t shape[3] = {1, SLOTS, DIM};
   float *values = common_floats(SLOTS * DIM), *x = NULL;
@@ -93,16 +98,19 @@ static void check_carried(int v) {
   float *pa, *pb;
   segments_open(&s, v);
   float *a = many_segments(&s, tokens, COUNT, true, false, &pa, &early, &late);
-  CHECK(early == late, "%s: memory in use grows from %zu bytes in the second segment to %zu in the 50th", encoder_names[v], early, late);
+  CHECK(early == late, "%s: memory in use grows from %zu bytes in the second segment to %zu in the 50th",
+        encoder_names[v], early, late);
   float *b = many_segments(&s, tokens, COUNT, false, false, &pb, NULL, NULL);
-  CHECK(same_bits(a, b, SEGMENT * DIM) && same_bits(pa, pb, SLOTS * DIM), "%s: a memory carried over luna_begin_inference gives other bits",
+  CHECK(same_bits(a, b, SEGMENT * DIM) && same_bits(pa, pb, SLOTS * DIM),
+        "%s: a memory carried over luna_begin_inference gives other bits",
         encoder_names[v]);
   free(a), free(b), free(pa), free(pb);
   a = many_segments(&s, tokens, LATER, true, false, &pa, NULL, NULL);
   tokens[3] = (tokens[3] + 1) % VOCAB;
   b = many_segments(&s, tokens, LATER, true, false, &pb, NULL, NULL);
   CHECK(test_error(b, a, SEGMENT * DIM) > 1e-4 && test_error(pb, pa, SLOTS * DIM) > 1e-4,
-        "%s: a token of the first segment changes the fifth by %.3g only", encoder_names[v], test_error(b, a, SEGMENT * DIM));
+        "%s: a token of the first segment changes the fifth by %.3g only", encoder_names[v],
+            test_error(b, a, SEGMENT * DIM));
   free(a), free(b), free(pa), free(pb);
   a = many_segments(&s, tokens, LATER, true, true, NULL, NULL, NULL);
   tokens[3] = (tokens[3] + 1) % VOCAB;
@@ -127,14 +135,17 @@ static void check_memory_trains(void) {
   for (int step = 0; step < 120; step++) {
     luna_tensor *p = NULL, *x = NULL;
     for (int i = 0; i < 3 * 16 * SEGMENT; i++)
-      tokens[i / (16 * SEGMENT)][i % (16 * SEGMENT)] = (int32_t)(common_hash(55 + (uint64_t)step, (uint64_t)i) % (VOCAB - 2));
+      tokens[i / (16 * SEGMENT)][i % (16 * SEGMENT)] = (int32_t)(common_hash(55 + (uint64_t)step,
+          (uint64_t)i) % (VOCAB - 2));
     for (int b = 0; b < 16; b++) {
       labels[b] = (int32_t)(common_hash(56, (uint64_t)(step * 16 + b)) % 2);
       tokens[0][b * SEGMENT + step % SEGMENT] = VOCAB - 2 + labels[b];
     }
     luna_begin_step(ctx);
-    for (int i = 0; i < 3; i++) x = luna_encoder_forward(&model.encoder, &(luna_input){ tokens[i], NULL, 16, SEGMENT, NULL }, &p);
-    luna_tensor *loss = luna_cross_entropy(luna_linear(luna_classifier_pool(&model, x, p, NULL), model.projection, NULL), labels);
+    for (int i = 0; i < 3; i++)
+      x = luna_encoder_forward(&model.encoder, &(luna_input){ tokens[i], NULL, 16, SEGMENT, NULL }, &p);
+    luna_tensor *loss = luna_cross_entropy(luna_linear(luna_classifier_pool(&model, x, p, NULL), model.projection,
+                                                       NULL), labels);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "segments: %s", luna_error(ctx))) break;
     if (step >= 110) sum += (double)luna_item(loss) / 10 / log(2);
@@ -143,7 +154,8 @@ static void check_memory_trains(void) {
   luna_close(ctx);
 }
 static void check_segments(void) {
-  for (int v = 0; v < 8; v += v == 0 ? 1 : 3) check_detach(v), check_carried(v); /* post-norm, pre-norm, shared, kept padding */
+  /* post-norm, pre-norm, shared, kept padding */
+  for (int v = 0; v < 8; v += v == 0 ? 1 : 3) check_detach(v), check_carried(v);
   check_memory_trains();
   heap_check("segments");
 }

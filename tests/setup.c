@@ -174,7 +174,8 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
   }
 }
 static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
-  static const int32_t tokens[BATCH * N + 1] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5}, lengths[BATCH] = {N, 2}, shorter[BATCH] = {N - 1, 2};
+  static const int32_t tokens[BATCH * N + 1] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5}, lengths[BATCH] = {N, 2},
+      shorter[BATCH] = {N - 1, 2};
   luna_tensor *x = common_tensor(ctx, 5, BATCH, N, DIM, 0), *p = common_tensor(ctx, 6, BATCH, SLOTS, DIM, 0);
   switch (kind) {
     case LINEAR: return luna_linear_layer_forward(m ? &m->linear : NULL, x);
@@ -189,13 +190,19 @@ static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
     case LM_FILE:
     case LM_PATH:
     case LM: return luna_lm_forward(m ? &m->lm : NULL, &(luna_input){ tokens, NULL, BATCH, N, NULL });
-    case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, NULL);
-    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N, NULL });
-    case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
+    case ENCODER: return luna_encoder_forward(m ? &m->encoder : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL },
+                                              NULL);
+    case PAIR: return luna_classifier_forward_pair(m ? &m->classifier : NULL,
+        &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, lengths, BATCH, N, NULL });
+    case MASKED_LM: return luna_masked_lm_forward(m ? &m->masked_lm : NULL,
+                                                  &(luna_input){ tokens, lengths, BATCH, N, NULL });
     case SEQ2SEQ:
-      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL }, &(luna_input){ tokens + 1, shorter, BATCH, N - 1, NULL });
-    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
-    default: return luna_classifier_forward(m ? &m->model.classifier : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL });
+      return luna_seq2seq_forward(m ? &m->seq2seq : NULL, &(luna_input){ tokens, lengths, BATCH, N, NULL },
+                                  &(luna_input){ tokens + 1, shorter, BATCH, N - 1, NULL });
+    case CLASSIFIER: return luna_classifier_forward(m ? &m->classifier : NULL,
+                                                    &(luna_input){ tokens, lengths, BATCH, N, NULL });
+    default: return luna_classifier_forward(m ? &m->model.classifier : NULL,
+                                            &(luna_input){ tokens, lengths, BATCH, N, NULL });
   }
 }
 static bool is_zero(const made *m, made_kind kind) {
@@ -248,7 +255,8 @@ static void check_refused(made_kind kind, int bad) {
   memset(&m, 0xA5, sizeof m);
   luna_status status = init(kind, &m, params, bad, false);
   CHECK(status != LUNA_OK && luna_error(ctx)[0], "%s, bad %d, is taken", kind_names[kind], bad);
-  CHECK(is_zero(&m, kind) && luna_params_tensor_count(params) == 0, "%s, bad %d, leaves something behind", kind_names[kind],
+  CHECK(is_zero(&m, kind) && luna_params_tensor_count(params) == 0, "%s, bad %d, leaves something behind",
+        kind_names[kind],
         bad);
   snprintf(sentence, sizeof sentence, "%s", luna_error(ctx));
   luna_optimizer *adam = luna_adamw(params, NULL);
@@ -353,7 +361,8 @@ static void check_defaults(void) {
             luna_causal_layer_init(&causal_layer, params, "f.", 0, NULL) == LUNA_OK &&
             luna_encoder_init(&encoder, params, "g.", 0, NULL) == LUNA_OK && luna_lm_init(&lm, params, NULL) == LUNA_OK,
         "all by default: \"%s\"", luna_error(ctx));
-  const int64_t dim[] = {nested.config.dim,        causal.config.dim,       attention.config.dim, encoder_layer.config.dim,
+  const int64_t dim[] = {nested.config.dim,        causal.config.dim,       attention.config.dim,
+                         encoder_layer.config.dim,
                          decoder_layer.config.dim, causal_layer.config.dim, encoder.config.dim,   lm.config.dim};
   const int64_t heads[] = {nested.config.heads,        causal.config.heads,       attention.config.heads,
                            encoder_layer.config.heads, decoder_layer.config.heads, causal_layer.config.heads,
@@ -390,7 +399,8 @@ static void check_nulls(made_kind kind) {
     luna_status status = init(kind, &m, params, 0, true);
     const bool defaults = kind <= SEQ2SEQ;
     CHECK(defaults ? status == LUNA_OK && luna_begin_step(ctx) == LUNA_OK
-                   : (status == LUNA_BAD_ARGUMENT || status == LUNA_BAD_FILE) && is_zero(&m, kind) && luna_error(ctx)[0],
+                   : (status == LUNA_BAD_ARGUMENT || status == LUNA_BAD_FILE) && is_zero(&m, kind) &&
+                       luna_error(ctx)[0],
           "%s: no config", kind_names[kind]);
   }
   luna_close(ctx);
@@ -438,7 +448,8 @@ static void check_null_calls(void) {
   CHECK(!luna_params_open(NULL) && !luna_params_share(NULL, params) && !luna_params_share(NULL, NULL),
         "sets of no context");
   CHECK(!luna_param(NULL, "a", 1, &two, normal) && !luna_params_find(NULL, "a") && !luna_params_find(params, NULL) &&
-            luna_params_tensor_count(NULL) == 0 && !luna_params_at(NULL, 0, NULL) && luna_params_element_count(NULL) == 0 &&
+            luna_params_tensor_count(NULL) == 0 && !luna_params_at(NULL, 0, NULL) &&
+                luna_params_element_count(NULL) == 0 &&
             luna_params_zero_grad(NULL) == LUNA_BAD_ARGUMENT && luna_params_set(NULL, "a", "b") == LUNA_BAD_ARGUMENT &&
             luna_params_set(params, NULL, "b") == LUNA_BAD_ARGUMENT &&
             luna_params_set(params, "a", NULL) == LUNA_BAD_ARGUMENT && !luna_params_get(NULL, "a") &&
@@ -453,16 +464,20 @@ static void check_null_calls(void) {
               luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
           "bad parameter %d", i);
   }
-  CHECK(!luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 4, NULL }) && !luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, 4, NULL }, &p) &&
+  CHECK(!luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 4, NULL }) &&
+        !luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, 4, NULL }, &p) &&
             !luna_encoder_embed(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, NULL) &&
             !luna_masked_lm_loss(&masked_lm, &(luna_input){ tokens, NULL, 1, 4, NULL }, tokens) &&
-            !luna_masked_lm_loss(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, tokens) && !luna_classifier_forward(&classifier, &(luna_input){ tokens, NULL, 1, 4, NULL }),
+            !luna_masked_lm_loss(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, tokens) &&
+                !luna_classifier_forward(&classifier, &(luna_input){ tokens, NULL, 1, 4, NULL }),
         "zeroed models go forward");
   CHECK(!luna_stream_open(NULL, NULL) && !luna_stream_open(&lm, NULL) &&
             !luna_seq2seq_stream_open(NULL, &(luna_input){ tokens, NULL, 1, 4, NULL }, 1) &&
             !luna_seq2seq_stream_open(&seq2seq, &(luna_input){ tokens, NULL, 1, 4, NULL }, 1) &&
-            luna_seq2seq_generate(NULL, &search, &(luna_input){ tokens, NULL, 1, 4, NULL }, out, length, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_seq2seq_generate(&seq2seq, &search, &(luna_input){ tokens, NULL, 1, 4, NULL }, out, length, NULL) == LUNA_BAD_ARGUMENT,
+            luna_seq2seq_generate(NULL, &search, &(luna_input){ tokens, NULL, 1, 4, NULL }, out, length, NULL) ==
+                LUNA_BAD_ARGUMENT &&
+            luna_seq2seq_generate(&seq2seq, &search, &(luna_input){ tokens, NULL, 1, 4, NULL }, out, length, NULL) ==
+                LUNA_BAD_ARGUMENT,
         "streams of zeroed models");
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 4, DIM, 0);

@@ -144,7 +144,8 @@ static void seen_of(const call *c, int64_t b, int64_t h, int64_t i, seen *s) {
 }
 static double dropout_of(const luna_attention_args *a, int64_t element) {
   if (!(a->dropout > 0)) return 1;
-  return naive_dropped(a->seed, a->dropout_op, a->step, (uint64_t)element, (double)a->dropout) ? 0 : (double)(1 / (1 - a->dropout));
+  return naive_dropped(a->seed, a->dropout_op, a->step, (uint64_t)element, (double)a->dropout) ? 0 :
+      (double)(1 / (1 - a->dropout));
 }
 /* want: out, lse, grad_q, grad_k, grad_v; sees: [rows, keys] whether, or null */
 static void reference(const call *c, float *const *want, bool *sees) {
@@ -179,7 +180,8 @@ static void reference(const call *c, float *const *want, bool *sees) {
     for (int64_t e = 0; e < s.count; e++) {
       const int64_t key = (kb * a->keys + s.row[e]) * a->heads + h;
       const double keep = dropout_of(a, ((b * a->heads + h) * a->queries + i) * s.numbers + s.number[e]);
-      const double ds = scale * p[e] * (keep * naive_dot(g, a->v + key * dv, dv) - mean + (double)a->grad_log_sum_exp[row]);
+      const double ds = scale * p[e] * (keep * naive_dot(g, a->v + key * dv, dv) - mean +
+                                        (double)a->grad_log_sum_exp[row]);
       for (int64_t x = 0; x < d; x++) {
         want[2][row * d + x] += (float)(ds * (double)a->k[key * d + x]);
         want[3][key * d + x] += (float)(ds * (double)q[x]);

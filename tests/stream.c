@@ -1,5 +1,5 @@
-/* Streaming: against the training form, steps against chunks, 10^5 tokens, a state at t = 10^9, saving, copying, reordering, streams
-   opened from a checkpoint's bytes, what is refused, sampling. */
+/* Streaming: against the training form, steps against chunks, 10^5 tokens, a state at t = 10^9, saving, copying,
+   reordering, streams opened from a checkpoint's bytes, what is refused, sampling. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -31,7 +31,8 @@ static bool lm_open(lm *m, int kind, luna_isa isa) {
   config.layer.sharing = kind >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   config.layer.omega = kind == 1 ? LUNA_ACTIVATION_ELU1 : kind == 2 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_NONE;
   config.layer.activation = kind == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
-  if (!CHECK(luna_lm_init(&m->model, m->params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(m->ctx))) return false;
+  if (!CHECK(luna_lm_init(&m->model, m->params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(m->ctx)))
+    return false;
   common_params(m->params, 60);
   return true;
 }
@@ -51,7 +52,8 @@ static const float *step_at(luna_stream *s, const int32_t *tokens, int64_t batch
   return luna_stream_step(s, now);
 }
 /* columns [from, from + count) of tokens [batch, n], as one prefill */
-static const float *prefill_at(luna_stream *s, const int32_t *tokens, int64_t batch, int64_t n, int64_t from, int64_t count) {
+static const float *prefill_at(luna_stream *s, const int32_t *tokens, int64_t batch, int64_t n, int64_t from,
+                               int64_t count) {
   int32_t *part = (int32_t *)common_alloc((size_t)(batch * count) * sizeof(int32_t));
   for (int64_t i = 0; i < batch * count; i++) part[i] = tokens[i / count * n + from + i % count];
   const float *logits = luna_stream_prefill(s, &(luna_input){ part, NULL, 0, count, NULL });
@@ -59,7 +61,8 @@ static const float *prefill_at(luna_stream *s, const int32_t *tokens, int64_t ba
   return logits;
 }
 
-/* ---- against the training form: steps give every row of the logits, prefills of odd sizes the rows where they end ---- */
+/* ---- against the training form: steps give every row of the logits, prefills of odd sizes the rows where they end
+   ---- */
 static void check_training_form(int kind, luna_isa isa, int64_t batch) {
   static const int64_t parts[] = {1, 63, 1, 64, 65, 2, 7, 130, 3};
   const int64_t n = 336;
@@ -69,7 +72,8 @@ static void check_training_form(int kind, luna_isa isa, int64_t batch) {
     return;
   }
   int32_t *tokens = common_tokens(batch * n, 70, VOCAB);
-  float *expected = common_floats(batch * n * VOCAB), *got = common_floats(batch * n * VOCAB), *row = common_floats(batch * VOCAB);
+  float *expected = common_floats(batch * n * VOCAB), *got = common_floats(batch * n * VOCAB),
+      *row = common_floats(batch * VOCAB);
   luna_begin_inference(m.ctx);
   luna_tensor *y = luna_lm_forward(&m.model, &(luna_input){ tokens, NULL, batch, n, NULL });
   if (CHECK(y && luna_read(y, expected) == LUNA_OK, "luna_lm_forward: %s", luna_error(m.ctx))) {
@@ -80,10 +84,13 @@ static void check_training_form(int kind, luna_isa isa, int64_t batch) {
       for (int64_t b = 0; b < batch; b++) memcpy(got + (b * n + t) * VOCAB, logits + b * VOCAB, VOCAB * sizeof(float));
     }
     char what[96];
-    snprintf(what, sizeof what, "model %d, batch %d, %s: steps against the training form", kind, (int)batch, luna_isa_name(isa));
+    snprintf(what, sizeof what, "model %d, batch %d, %s: steps against the training form", kind, (int)batch,
+             luna_isa_name(isa));
     test_close(what, got, expected, (size_t)(batch * n * VOCAB), 5e-6);
-    CHECK(luna_stream_position(s) == n, "after %lld steps the position is %lld", (long long)n, (long long)luna_stream_position(s));
-    snprintf(what, sizeof what, "model %d, batch %d, %s: prefills against the training form", kind, (int)batch, luna_isa_name(isa));
+    CHECK(luna_stream_position(s) == n, "after %lld steps the position is %lld", (long long)n,
+          (long long)luna_stream_position(s));
+    snprintf(what, sizeof what, "model %d, batch %d, %s: prefills against the training form", kind, (int)batch,
+             luna_isa_name(isa));
     for (size_t i = 0, at = 0; i < sizeof parts / sizeof parts[0]; at += (size_t)parts[i++]) {
       const float *logits = prefill_at(p, tokens, batch, n, (int64_t)at, parts[i]);
       if (!CHECK(logits != NULL, "prefill: %s", luna_stream_error(p))) break;
@@ -118,20 +125,23 @@ static void check_long(luna_isa isa) {
     snprintf(what, sizeof what, "steps against prefill after %lld tokens", (long long)next);
     test_close(what, a, b, VOCAB, 2e-6);
   }
-  CHECK(luna_memory(m.ctx).current == memory, "a stream's memory grew from %zu to %zu bytes", memory, luna_memory(m.ctx).current);
+  CHECK(luna_memory(m.ctx).current == memory, "a stream's memory grew from %zu to %zu bytes", memory,
+        luna_memory(m.ctx).current);
   luna_stream_close(s), luna_stream_close(p);
   free(tokens);
   luna_close(m.ctx);
 }
 
-/* ---- t = 10^9: the kernel from a state of running means, with the inputs' mean shifted, against the same in double ---- */
+/* ---- t = 10^9: the kernel from a state of running means, with the inputs' mean shifted, against the same in double
+   ---- */
 enum { ROWS = 200, HEADS = 2, HEAD_DIM = 6 };
 typedef struct means {
   double ka[HEADS * HEAD_DIM * SLOTS], av[HEADS * SLOTS * HEAD_DIM];
 } means;
 
 static double reference_omega(double x) { return (x > 0 ? x : 0) + log1p(exp2(-fabs(x))) / log(2.0); }
-static void reference_row(means *m, int h, int64_t t, const float *q, const float *k, const float *v, const float *s, double scale,
+static void reference_row(means *m, int h, int64_t t, const float *q, const float *k, const float *v, const float *s,
+                          double scale,
                           float *out) {
   double *ka = m->ka + h * HEAD_DIM * SLOTS, *av = m->av + h * SLOTS * HEAD_DIM, u[SLOTS], sum = 0;
   for (int i = 0; i < HEAD_DIM; i++)
@@ -163,14 +173,17 @@ static void check_far(luna_isa isa, int64_t position, int64_t rows_a_call) {
   double moved = 0, off = 0;
   for (int i = 0; i < ROWS * d; i++) k[i] += 3, v[i] -= 5; /* the mean of all before was about 0 */
   for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++)
-    start.ka[i] = position ? common_number(84, (uint64_t)i) : 0, start.av[i] = position ? common_number(85, (uint64_t)i) : 0;
+    start.ka[i] = position ? common_number(84, (uint64_t)i) : 0,
+        start.av[i] = position ? common_number(85, (uint64_t)i) : 0;
   reference = state = start;
   for (int64_t t = 0; t < ROWS; t++)
     for (int h = 0; h < HEADS; h++)
-      reference_row(&reference, h, position + t + 1, q + t * d + h * HEAD_DIM, k + t * d + h * HEAD_DIM, v + t * d + h * HEAD_DIM,
+      reference_row(&reference, h, position + t + 1, q + t * d + h * HEAD_DIM, k + t * d + h * HEAD_DIM,
+                    v + t * d + h * HEAD_DIM,
                     s + t * l + h * SLOTS, 0.4, expected + t * d + h * HEAD_DIM);
   memset(&c, 0, sizeof c);
-  c.batch = 1, c.heads = HEADS, c.head_dim = HEAD_DIM, c.slots = SLOTS, c.scale = 0.4f, c.activation = LUNA_ACTIVATION_SOFTPLUS2;
+  c.batch = 1, c.heads = HEADS, c.head_dim = HEAD_DIM, c.slots = SLOTS, c.scale = 0.4f,
+      c.activation = LUNA_ACTIVATION_SOFTPLUS2;
   c.mean_ka = state.ka, c.mean_av = state.av;
   for (int64_t t = 0; t < ROWS; t += rows_a_call) {
     c.rows = lunai_min(rows_a_call, ROWS - t);
@@ -181,20 +194,25 @@ static void check_far(luna_isa isa, int64_t position, int64_t rows_a_call) {
     free(scratch);
   }
   char what[96];
-  snprintf(what, sizeof what, "%s: at t = %lld, %lld rows a call", luna_isa_name(isa), (long long)position, (long long)rows_a_call);
+  snprintf(what, sizeof what, "%s: at t = %lld, %lld rows a call", luna_isa_name(isa), (long long)position,
+           (long long)rows_a_call);
   test_close(what, out, expected, (size_t)ROWS * (size_t)d, 2e-6);
   for (int i = 0; i < HEADS * HEAD_DIM * SLOTS; i++) {
-    const double a = state.ka[i] - reference.ka[i], b = state.av[i] - reference.av[i], da = reference.ka[i] - start.ka[i],
+    const double a = state.ka[i] - reference.ka[i], b = state.av[i] - reference.av[i],
+        da = reference.ka[i] - start.ka[i],
                  db = reference.av[i] - start.av[i];
     off += a * a + b * b, moved += da * da + db * db;
   }
-  CHECK(sqrt(off) <= 2e-6 * sqrt(moved), "%s: the state has moved by %.3g, and %.3g beside where it should be", what, sqrt(moved),
+  CHECK(sqrt(off) <= 2e-6 * sqrt(moved), "%s: the state has moved by %.3g, and %.3g beside where it should be", what,
+        sqrt(moved),
         sqrt(off));
   free(q), free(k), free(v), free(s), free(out), free(expected);
 }
 
 /* ---- the state in the caller's hands ---- */
-static bool same_logits(const float *a, const float *b, int64_t n) { return a && b && memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
+static bool same_logits(const float *a, const float *b, int64_t n) {
+  return a && b && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
+}
 
 static void check_state(int kind) {
   enum { BATCH = 3, N = 90 };
@@ -213,7 +231,8 @@ static void check_state(int kind) {
   CHECK(luna_stream_state_save(a, state, size) == LUNA_OK, "save: %s", luna_stream_error(a));
   memcpy(kept, step_at(a, tokens, BATCH, N, 50), sizeof kept);
   step_at(b, tokens, BATCH, N, 7);
-  CHECK(luna_stream_state_load(b, state, size) == LUNA_OK && luna_stream_position(b) == 50, "load: %s", luna_stream_error(b));
+  CHECK(luna_stream_state_load(b, state, size) == LUNA_OK && luna_stream_position(b) == 50, "load: %s",
+        luna_stream_error(b));
   CHECK(same_logits(step_at(b, tokens, BATCH, N, 50), kept, BATCH * VOCAB), "a loaded state goes on with other bits");
   CHECK(luna_stream_copy(b, a) == LUNA_OK, "copy: %s", luna_stream_error(b));
   memcpy(kept, step_at(a, tokens, BATCH, N, 51), sizeof kept);
@@ -235,7 +254,8 @@ static void check_state(int kind) {
   CHECK(luna_stream_position(a) == 0, "after a reset the position is %lld", (long long)luna_stream_position(a));
   luna_stream *random_floats = stream_open(&m, BATCH, 0, LUNA_ISA_BEST);
   memcpy(kept, prefill_at(random_floats, tokens, BATCH, N, 0, 66), sizeof kept);
-  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB), "a stream that was reset differs from a new one");
+  CHECK(same_logits(prefill_at(a, tokens, BATCH, N, 0, 66), kept, BATCH * VOCAB),
+        "a stream that was reset differs from a new one");
   for (int i = 0; i < BATCH; i++) { /* one sequence of a batch = alone */
     luna_stream_reset(single);
     y = luna_stream_prefill(single, &(luna_input){ tokens + i * N, NULL, 0, 66, NULL });
@@ -250,7 +270,8 @@ static void check_state(int kind) {
       "a token out of range is taken");
   CHECK(!luna_stream_step(a, negative) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
       "a negative token is taken");
-  CHECK(!luna_stream_prefill(a, &(luna_input){ bad, NULL, 0, 1, NULL }) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
+  CHECK(!luna_stream_prefill(a, &(luna_input){ bad, NULL, 0, 1, NULL }) &&
+        luna_stream_error_id(a) == LUNA_ERROR_STREAM_TOKEN,
       "prefill of a token out of range");
   CHECK(!luna_stream_prefill(a, &(luna_input){ tokens, NULL, 0, -1, NULL }) &&
       luna_stream_error_id(a) == LUNA_ERROR_STREAM_NO_TOKENS, "prefill of -1 tokens");
@@ -259,13 +280,15 @@ static void check_state(int kind) {
       "reorder from sequence 3 of 3");
   CHECK(luna_stream_copy(a, single) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_COPY,
       "copy of another batch");
-  CHECK(luna_stream_state_save(a, state, size - 1) != LUNA_OK && luna_stream_state_load(a, state, size - 1) != LUNA_OK &&
+  CHECK(luna_stream_state_save(a, state, size - 1) != LUNA_OK &&
+        luna_stream_state_load(a, state, size - 1) != LUNA_OK &&
             luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE_SIZE,
         "a state of another size");
   memset(state, 0xA5, size);
   CHECK(luna_stream_state_load(a, state, size) != LUNA_OK && luna_stream_error_id(a) == LUNA_ERROR_STREAM_STATE,
       "a state of noise is taken");
-  CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld", (long long)luna_stream_position(a));
+  CHECK(luna_stream_position(a) == position, "refused calls moved the position to %lld",
+        (long long)luna_stream_position(a));
   memcpy(kept, step_at(b, tokens, BATCH, N, 70), sizeof kept);
   CHECK(same_logits(step_at(a, tokens, BATCH, N, 70), kept, BATCH * VOCAB) && luna_stream_error(a)[0] == 0 &&
       !luna_stream_error_id(a),
@@ -307,7 +330,8 @@ static void check_bytes(int kind) {
   luna_stream_config config = {0};
   const char *error = "";
   io.user = &file;
-  if (!lm_open(&m, kind, LUNA_ISA_BEST) || !CHECK(luna_save_io(m.params, &io) == LUNA_OK, "luna_save_io: %s", luna_error(m.ctx))) {
+  if (!lm_open(&m, kind, LUNA_ISA_BEST) || !CHECK(luna_save_io(m.params, &io) == LUNA_OK, "luna_save_io: %s",
+                                                  luna_error(m.ctx))) {
     luna_close(m.ctx);
     return;
   }
@@ -316,20 +340,25 @@ static void check_bytes(int kind) {
   const size_t size = luna_stream_size(file.bytes, file.size, &config, &error);
   CHECK(size > 0, "luna_stream_size: %s", error);
   char *memory = (char *)common_alloc(size + 64);
-  luna_stream *a = luna_stream_open_bytes(file.bytes, file.size, &config, memory, size, &error), *b = stream_open(&m, 2, 0, LUNA_ISA_BEST);
-  if (!common_little_endian()) CHECK(!a && strstr(error, "little-endian"), "read in place on a big-endian machine: %s", error);
+  luna_stream *a = luna_stream_open_bytes(file.bytes, file.size, &config, memory, size, &error),
+      *b = stream_open(&m, 2, 0, LUNA_ISA_BEST);
+  if (!common_little_endian())
+    CHECK(!a && strstr(error, "little-endian"), "read in place on a big-endian machine: %s", error);
   else if (CHECK(a != NULL, "luna_stream_open_bytes: %s", error)) {
     float kept[2 * VOCAB];
     memcpy(kept, prefill_at(b, tokens, 2, N, 0, 70), sizeof kept);
-    CHECK(same_logits(prefill_at(a, tokens, 2, N, 0, 70), kept, 2 * VOCAB), "model %d: a stream from bytes has other bits", kind);
+    CHECK(same_logits(prefill_at(a, tokens, 2, N, 0, 70), kept, 2 * VOCAB),
+          "model %d: a stream from bytes has other bits", kind);
     for (int t = 70; t < N; t++) {
       memcpy(kept, step_at(b, tokens, 2, N, t), sizeof kept);
-      CHECK(same_logits(step_at(a, tokens, 2, N, t), kept, 2 * VOCAB), "model %d: a stream from bytes has other bits at step %d", kind, t);
+      CHECK(same_logits(step_at(a, tokens, 2, N, t), kept, 2 * VOCAB),
+            "model %d: a stream from bytes has other bits at step %d", kind, t);
     }
     luna_stream_close(a);
   }
   error = "";
-  CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, memory, size - 64, &error) && error[0], "64 bytes too few are enough");
+  CHECK(!luna_stream_open_bytes(file.bytes, file.size, &config, memory, size - 64, &error) && error[0],
+        "64 bytes too few are enough");
   CHECK(luna_stream_open_bytes(file.bytes, file.size, &config, memory + 8, size, &error) || !common_little_endian(),
         "memory at an odd place: %s", error);
   error = "";
@@ -338,7 +367,8 @@ static void check_bytes(int kind) {
   error = "";
   CHECK(luna_stream_size(file.bytes, file.size, &config, &error) == 0 && error[0], "a batch of -1 has a size");
   config.batch = 2;
-  for (size_t cut = 0; cut < file.size; cut += cut >= 3000 ? 97 : TEST_QUICK ? 11 : 1) { /* a file cut anywhere, and one with a byte of its header changed */
+  /* a file cut anywhere, and one with a byte of its header changed */
+  for (size_t cut = 0; cut < file.size; cut += cut >= 3000 ? 97 : TEST_QUICK ? 11 : 1) {
     uint8_t *piece = (uint8_t *)common_alloc(cut), *changed = (uint8_t *)common_alloc(file.size);
     memcpy(piece, file.bytes, cut);
     memcpy(changed, file.bytes, file.size);
@@ -356,7 +386,8 @@ static void check_bytes(int kind) {
   luna_options defaults = {0};
   loaded.ctx = luna_open(&defaults);
   loaded.params = luna_params_open(loaded.ctx);
-  if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK, "luna_lm_load_bytes: %s",
+  if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK,
+            "luna_lm_load_bytes: %s",
             luna_error(loaded.ctx))) {
     CHECK(luna_params_tensor_count(loaded.params) == luna_params_tensor_count(m.params), "%lld parameters were loaded",
           (long long)luna_params_tensor_count(loaded.params));
@@ -372,7 +403,8 @@ static void check_bytes(int kind) {
   luna_close(m.ctx);
 }
 
-/* ---- what a stream takes: little for single rows, whose products need no scratch, and all of it when it is opened ---- */
+/* ---- what a stream takes: little for single rows, whose products need no scratch, and all of it when it is opened
+   ---- */
 static int64_t allocations;
 static void *counted_allocate(void *user, size_t bytes) {
   (void)user;
@@ -384,7 +416,8 @@ static void counted_release(void *user, void *at, size_t bytes) {
   free(at);
 }
 static void check_memory(void) {
-  static const int64_t sizes[2][5] = {{64, 2, 16, 256, 120000}, {32, 1, 8, 64, 30000}}; /* dim, layers, slots, vocabulary, bytes at most */
+  /* dim, layers, slots, vocabulary, bytes at most */
+  static const int64_t sizes[2][5] = {{64, 2, 16, 256, 120000}, {32, 1, 8, 64, 30000}};
   for (int i = 0; i < 2; i++) {
     buffer file = {NULL, 0, 0};
     luna_io io = {NULL, buffer_write, NULL, 0};
@@ -405,13 +438,16 @@ static void check_memory(void) {
     config.vocab = sizes[i][3];
     config.layer.convolution = i == 0 ? 4 : 0;
     io.user = &file;
-    if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "%s", luna_error(ctx))) {
+    if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "%s",
+              luna_error(ctx))) {
       one.chunk = 1;
       const size_t bytes = luna_stream_size(file.bytes, file.size, &one, &error);
-      CHECK(bytes > 0 && bytes <= (size_t)sizes[i][4], "a stream of %d dimensions takes %zu bytes %s", (int)sizes[i][0], bytes, error);
+      CHECK(bytes > 0 && bytes <= (size_t)sizes[i][4], "a stream of %d dimensions takes %zu bytes %s", (int)sizes[i][0],
+            bytes, error);
       luna_stream *s = luna_stream_open(&model, NULL);
       const int64_t before = allocations;
-      CHECK(luna_stream_prefill(s, &(luna_input){ .tokens = tokens, .n = 70 }) && luna_stream_step(s, tokens) && luna_stream_reorder(s, tokens) == LUNA_OK,
+      CHECK(luna_stream_prefill(s, &(luna_input){ .tokens = tokens, .n = 70 }) && luna_stream_step(s, tokens) &&
+            luna_stream_reorder(s, tokens) == LUNA_OK,
             "a stream: %s", luna_stream_error(s));
       CHECK(allocations == before, "steps of a stream have made %lld allocations", (long long)(allocations - before));
       luna_stream_close(s);
@@ -431,7 +467,8 @@ static void check_sampling(void) {
   s.top_k = 1;
   for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &s) == 1, "greedy is not the largest");
   CHECK(luna_sample(tie, 3, &s) <= 1, "greedy among equals");
-  for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &same) == luna_sample(logits, N, &again), "one seed gives two sequences");
+  for (int i = 0; i < 50; i++)
+    CHECK(luna_sample(logits, N, &same) == luna_sample(logits, N, &again), "one seed gives two sequences");
   CHECK(same.drawn == 50, "50 draws are counted as %llu", (unsigned long long)same.drawn);
   for (int wrong = 0; wrong < 3; wrong++) {
     s.top_k = 0;
@@ -451,7 +488,8 @@ static void check_sampling(void) {
       const int32_t token = luna_sample(logits, N, &now);
       if (CHECK(token >= 0 && token < N, "sampled %d", (int)token)) count[token]++;
     }
-    for (int i = 0; i < N; i++) sum += p[i] = mode >= 3 && (i != 0 || mode > 3) && i != 1 && i != 3 ? 0 : exp((double)logits[i] / temperature);
+    for (int i = 0; i < N; i++)
+      sum += p[i] = mode >= 3 && (i != 0 || mode > 3) && i != 1 && i != 3 ? 0 : exp((double)logits[i] / temperature);
     for (int i = 0; i < N; i++) {
       const double expected = p[i] / sum, deviation = sqrt(expected * (1 - expected) / DRAWS),
                    off = fabs((double)count[i] / DRAWS - expected);
@@ -477,9 +515,11 @@ static void check_nucleus(void) {
     for (int i = 0; i < N; i++) {
       double larger = 0, own = exp((double)x[i] / temperature) / total;
       for (int j = 0; j < N; j++) if (x[j] > x[i]) larger += exp((double)x[j] / temperature) / total;
-      CHECK(fabs(larger - top_p) < 1e-5 || own * DRAWS < 30 || drawn[i] == (larger < top_p), "top_p %g: token %d, after %g of the probability, %s",
+      CHECK(fabs(larger - top_p) < 1e-5 || own * DRAWS < 30 || drawn[i] == (larger < top_p),
+            "top_p %g: token %d, after %g of the probability, %s",
             top_p, i, larger, drawn[i] ? "was drawn" : "was never drawn");
-      CHECK(larger < top_p + 1e-5 || !drawn[i], "top_p %g: token %d, after %g of the probability, was drawn", top_p, i, larger);
+      CHECK(larger < top_p + 1e-5 || !drawn[i], "top_p %g: token %d, after %g of the probability, was drawn", top_p, i,
+            larger);
     }
     free(x);
   }

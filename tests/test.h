@@ -1,4 +1,5 @@
-/* What the tests share: CHECK counts and prints only failures, test_report prints the last line, which the Makefile adds up.
+/* What the tests share: CHECK counts and prints only failures, test_report prints the last line, which the Makefile
+   adds up.
 
    int main(void) {
      CHECK(1 + 1 == 2, "one and one made %d", 1 + 1);
@@ -50,7 +51,8 @@ TEST_FORMAT(4) static int test_check(int passed, const char *file, int line, con
 }
 #define CHECK(condition, ...) test_check((condition) ? 1 : 0, __FILE__, __LINE__, __VA_ARGS__)
 
-/* ||a - b|| / ||b||, where a norm of b under 1e-6 sqrt(n) counts as that: a true zero is compared absolutely. NaN anywhere gives NaN. */
+/* ||a - b|| / ||b||, where a norm of b under 1e-6 sqrt(n) counts as that: a true zero is compared absolutely. NaN
+   anywhere gives NaN. */
 TEST_UNUSED static double test_error(const float *a, const float *b, size_t n) {
   double difference = 0, size = 0, floor = 1e-6 * sqrt((double)n);
   for (size_t i = 0; i < n; i++) {
@@ -64,7 +66,8 @@ TEST_UNUSED static double test_error(const float *a, const float *b, size_t n) {
 
 /* One check: test_error(a, b, n) <= tolerance; NaN fails, and so does a null array. Returns 1 when it passed. */
 #define test_close(what, a, b, n, tolerance) test_close_at(__FILE__, __LINE__, what, a, b, n, tolerance)
-TEST_UNUSED static int test_close_at(const char *file, int line, const char *what, const float *a, const float *b, size_t n, double tolerance) {
+TEST_UNUSED static int test_close_at(const char *file, int line, const char *what, const float *a, const float *b,
+                                     size_t n, double tolerance) {
   if (!a || !b) return test_check(0, file, line, "%s: %s is null", what, a ? "the expected array" : "the result");
   double error = test_error(a, b, n);
   return test_check(error <= tolerance, file, line, "%s: error %.3g over %.3g", what, error, tolerance);

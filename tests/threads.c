@@ -1,6 +1,6 @@
-/* The same bits for any number of threads, on a pool or on a caller's parallel_for, in any order; contexts that open and
-   close, contexts and streams that read one set of parameters, each in a thread of its own; a child of fork. Clean under the
-   thread sanitizer (make sanitize). */
+/* The same bits for any number of threads, on a pool or on a caller's parallel_for, in any order; contexts that open
+   and close, contexts and streams that read one set of parameters, each in a thread of its own; a child of fork. Clean
+   under the thread sanitizer (make sanitize). */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -49,7 +49,8 @@ typedef struct trained {
 static luna_tensor *lm_loss(luna_lm *model, int step) {
   enum { BATCH = 1, N = 600 }; /* enough work for threads to share a sequence's chunks */
   int32_t *tokens = common_tokens(BATCH * (N + 1), 90 + (uint64_t)step, 40);
-  luna_tensor *loss = luna_cross_entropy(luna_lm_forward(model, &(luna_input){ tokens, NULL, BATCH, N, NULL }), tokens + 1);
+  luna_tensor *loss = luna_cross_entropy(luna_lm_forward(model, &(luna_input){ tokens, NULL, BATCH, N, NULL }),
+                                         tokens + 1);
   free(tokens);
   return loss;
 }
@@ -104,7 +105,8 @@ static trained train(luna_options options, bool lm) {
   adam.lr = 3e-3f;
   adam.clip = 0.5f;
   adam.weight_decay = 0.01f;
-  if (!CHECK(lm ? luna_lm_init(&model, params, &config) == LUNA_OK : encoder_init(&e, params), "init: %s", luna_error(ctx)))
+  if (!CHECK(lm ? luna_lm_init(&model, params, &config) == LUNA_OK : encoder_init(&e, params), "init: %s",
+             luna_error(ctx)))
     return luna_close(ctx), t;
   luna_optimizer *optimizer = luna_adamw(params, &adam);
   for (int step = 0; step < STEPS; step++) {
@@ -151,10 +153,12 @@ static void check_training(bool lm, luna_form form, luna_isa isa) {
       continue;
     }
     int64_t differ = 0;
-    for (int64_t j = 0; t.values && first.values && j < t.count; j++) differ += memcmp(&t.values[j], &first.values[j], sizeof(float)) != 0;
+    for (int64_t j = 0; t.values && first.values && j < t.count; j++)
+      differ += memcmp(&t.values[j], &first.values[j], sizeof(float)) != 0;
     CHECK(t.values && t.count == first.count && differ == 0,
           "%s, form %d, %s: %lld of %lld parameters have other bits after %d steps with %s than with 1 thread",
-          lm ? "language model" : "encoder", (int)form, luna_isa_name(isa), (long long)differ, (long long)t.count, STEPS, ways[i].name);
+          lm ? "language model" : "encoder", (int)form, luna_isa_name(isa), (long long)differ, (long long)t.count,
+              STEPS, ways[i].name);
     free(t.values);
   }
   free(first.values);
@@ -197,7 +201,8 @@ static void *reader_stream(void *argument) { /* one stream steps while others op
     luna_stream *s = luna_stream_open(r->model, NULL), *copy = luna_stream_open(r->model, NULL);
     const float *y = s && copy ? luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 100, NULL }) : NULL;
     for (int i = 100; y && i < 150; i++) y = luna_stream_step(s, tokens + i);
-    y = y && luna_stream_copy(copy, s) == LUNA_OK ? luna_stream_prefill(copy, &(luna_input){ tokens + 150, NULL, 0, 50, NULL }) : NULL;
+    y = y && luna_stream_copy(copy, s) == LUNA_OK ? luna_stream_prefill(copy,
+        &(luna_input){ tokens + 150, NULL, 0, 50, NULL }) : NULL;
     r->good = y != NULL;
     if (y) memcpy(r->out, y, 40 * sizeof(float));
     luna_stream_close(s), luna_stream_close(copy);
@@ -220,13 +225,15 @@ static void *reader_opens(void *argument) {
   return NULL;
 }
 
-static void check_readers(const char *what, void *(*run)(void *), const luna_params *shared, const luna_lm *model, luna_form form,
+static void check_readers(const char *what, void *(*run)(void *), const luna_params *shared, const luna_lm *model,
+                          luna_form form,
                           int64_t count) {
   enum { READERS = 5 };
   reader readers[READERS];
   pthread_t thread[READERS];
   for (int i = 0; i < READERS; i++) {
-    readers[i].shared = shared, readers[i].model = model, readers[i].form = form, readers[i].number = i, readers[i].good = false;
+    readers[i].shared = shared, readers[i].model = model, readers[i].form = form, readers[i].number = i,
+        readers[i].good = false;
     readers[i].out = common_floats(count);
   }
   for (int i = 1; i < READERS; i++) /* all but one at once, then that one alone */
@@ -293,7 +300,8 @@ static float *forked_run(forked *f, int step) {
   float *out = (float *)realloc(common_parameters(f->params), (size_t)(count + 120) * sizeof(float));
   const float *logits = luna_stream_step(f->stream, tokens);
   luna_begin_inference(f->sharer);
-  if (!out || !logits || luna_read(luna_lm_forward(&f->shared, &(luna_input){ tokens, NULL, 1, 2, NULL }), out + count + 40) != LUNA_OK) exit(2);
+  if (!out || !logits || luna_read(luna_lm_forward(&f->shared, &(luna_input){ tokens, NULL, 1, 2, NULL }),
+                                   out + count + 40) != LUNA_OK) exit(2);
   memcpy(out + count, logits, 40 * sizeof(float));
   return out;
 }
@@ -356,7 +364,8 @@ static void check_cores(void) {
   options.threads = cores + 9;
   luna_ctx *ctx = luna_open(&options);
   const int more = threads_now() - before;
-  CHECK(ctx && before > 0 && more <= cores - 1, "a context of %d threads starts %d on %d cores", options.threads, more, cores);
+  CHECK(ctx && before > 0 && more <= cores - 1, "a context of %d threads starts %d on %d cores", options.threads, more,
+        cores);
   luna_close(ctx);
 }
 #endif

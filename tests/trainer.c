@@ -1,5 +1,5 @@
-/* Random numbers and dropout, parameter sets; optimisers and schedules against their formulas in double and against torch's numbers;
-   groups, accumulation, steps with a NaN or Inf. */
+/* Random numbers and dropout, parameter sets; optimisers and schedules against their formulas in double and against
+   torch's numbers; groups, accumulation, steps with a NaN or Inf. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -28,12 +28,15 @@ static void check_philox(void) { /* the known answers of Random123 */
     uint32_t out[4];
   } known[3] = {
       {{0, 0, 0, 0}, 0, {0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}},
-      {{0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu}, 0xffffffffffffffffu, {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}},
-      {{0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}, 0x299f31d0a4093822u, {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}}};
+      {{0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu}, 0xffffffffffffffffu,
+       {0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}},
+      {{0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}, 0x299f31d0a4093822u,
+       {0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}}};
   for (int i = 0; i < 3; i++) {
     uint32_t out[4];
     luna_philox(known[i].counter, known[i].key, out);
-    CHECK(memcmp(out, known[i].out, sizeof out) == 0, "Philox answer %d is %08x %08x %08x %08x", i, out[0], out[1], out[2], out[3]);
+    CHECK(memcmp(out, known[i].out, sizeof out) == 0, "Philox answer %d is %08x %08x %08x %08x", i, out[0], out[1],
+          out[2], out[3]);
   }
 }
 
@@ -53,10 +56,12 @@ static void check_dropout_rule(luna_isa isa) {
       int64_t wrong = 0;
       if (!CHECK(x && y, "%s: dropout failed: %s", luna_isa_name(isa), luna_error(ctx))) continue;
       for (int64_t e = 0; e < n; e++) {
-        const float expected = naive_dropped(seed, op, step, (uint64_t)e, (float)probability[op]) ? 0 : x->data[e] * keep;
+        const float expected = naive_dropped(seed, op, step, (uint64_t)e, (float)probability[op]) ? 0 :
+            x->data[e] * keep;
         if (!(fabs((double)y->data[e] - (double)expected) <= 1e-4 * fabs((double)expected))) wrong++;
       }
-      CHECK(wrong == 0, "%s, step %u, dropout %u: %lld of %lld elements break the 16-bit rule", luna_isa_name(isa), step, op,
+      CHECK(wrong == 0, "%s, step %u, dropout %u: %lld of %lld elements break the 16-bit rule", luna_isa_name(isa),
+            step, op,
             (long long)wrong, (long long)n);
     }
   }
@@ -69,11 +74,14 @@ static void check_dropout_statistics(void) {
   float *ones = common_floats(n);
   for (int64_t i = 0; i < n; i++) ones[i] = 1;
   luna_begin_step(ctx);
-  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, ones, 1, &n)), *a = luna_dropout(x, 0.25f), *b = luna_dropout(x, 0.25f);
+  luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, ones, 1, &n)), *a = luna_dropout(x, 0.25f),
+      *b = luna_dropout(x, 0.25f);
   int64_t dropped = 0, both = 0;
   for (int64_t i = 0; a && b && i < n; i++) dropped += a->data[i] == 0, both += a->data[i] == 0 && b->data[i] == 0;
-  CHECK(fabs((double)dropped / (double)n - 0.25) < 0.005, "a quarter of %lld dropped means %lld", (long long)n, (long long)dropped);
-  CHECK(fabs((double)both / (double)n - 0.0625) < 0.003, "two masks are not independent: %lld dropped by both", (long long)both);
+  CHECK(fabs((double)dropped / (double)n - 0.25) < 0.005, "a quarter of %lld dropped means %lld", (long long)n,
+        (long long)dropped);
+  CHECK(fabs((double)both / (double)n - 0.0625) < 0.003, "two masks are not independent: %lld dropped by both",
+        (long long)both);
   CHECK(luna_dropout(x, 0) == x, "dropout of 0 is not the tensor itself");
   luna_begin_inference(ctx);
   x = luna_tensor_new(ctx, ones, 1, &n);
@@ -90,7 +98,8 @@ static void check_params(void) {
   const char *name = NULL;
   luna_tensor *w = luna_param(params, "w", 2, shape, init_of(LUNA_INIT_XAVIER, 1)),
               *b = luna_param(params, "b", 1, other, init_of(LUNA_INIT_ZEROS, 0));
-  CHECK(w && b && luna_params_tensor_count(params) == 2 && luna_params_element_count(params) == 2007, "two parameters make %lld, %lld numbers",
+  CHECK(w && b && luna_params_tensor_count(params) == 2 && luna_params_element_count(params) == 2007,
+        "two parameters make %lld, %lld numbers",
         (long long)luna_params_tensor_count(params), (long long)luna_params_element_count(params));
   CHECK(luna_params_find(params, "w") == w && luna_params_find(params, "b") == b && !luna_params_find(params, "c") &&
             !luna_params_find(params, ""),
@@ -105,7 +114,8 @@ static void check_params(void) {
   luna_begin_step(ctx);
   CHECK(!luna_param(params, NULL, 1, other, init_of(LUNA_INIT_ONES, 0)), "a parameter without a name");
   luna_begin_step(ctx);
-  CHECK(luna_params_set(params, "author", "nobody") == LUNA_OK && luna_params_set(params, "author", "somebody \"else\"") == LUNA_OK,
+  CHECK(luna_params_set(params, "author", "nobody") == LUNA_OK &&
+        luna_params_set(params, "author", "somebody \"else\"") == LUNA_OK,
         "set: %s", luna_error(ctx));
   CHECK(luna_params_get(params, "author") && strcmp(luna_params_get(params, "author"), "somebody \"else\"") == 0,
         "get does not give what was set");
@@ -129,10 +139,13 @@ static void check_params_values(void) {
   }
   for (int i = 0; i < 3; i++) {
     if (!CHECK(p[0][i] && p[1][i] && p[2][i], "a parameter failed: %s", luna_error(ctx[0]))) continue;
-    CHECK(memcmp(p[0][i]->data, p[1][i]->data, 600 * sizeof(float)) == 0, "parameter %s depends on more than seed and name", names[i]);
-    CHECK(memcmp(p[0][i]->data, p[2][i]->data, 600 * sizeof(float)) != 0, "parameter %s does not depend on the seed", names[i]);
+    CHECK(memcmp(p[0][i]->data, p[1][i]->data, 600 * sizeof(float)) == 0,
+          "parameter %s depends on more than seed and name", names[i]);
+    CHECK(memcmp(p[0][i]->data, p[2][i]->data, 600 * sizeof(float)) != 0, "parameter %s does not depend on the seed",
+          names[i]);
   }
-  CHECK(p[0][1] && p[0][2] && memcmp(p[0][1]->data, p[0][2]->data, 600 * sizeof(float)) != 0, "two names have the same values");
+  CHECK(p[0][1] && p[0][2] && memcmp(p[0][1]->data, p[0][2]->data, 600 * sizeof(float)) != 0,
+        "two names have the same values");
   for (int c = 0; c < 3; c++) luna_close(ctx[c]);
 }
 
@@ -140,7 +153,8 @@ static void check_params_distribution(void) {
   luna_ctx *ctx = open_seeded(11, LUNA_ISA_BEST);
   luna_params *params = luna_params_open(ctx);
   const int64_t shape[2] = {100, 300};
-  static const luna_init_kind kinds[5] = {LUNA_INIT_ZEROS, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM};
+  static const luna_init_kind kinds[5] = {LUNA_INIT_ZEROS, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL,
+                                          LUNA_INIT_UNIFORM};
   static const char *const names[5] = {"zeros", "ones", "xavier", "normal", "uniform"};
   static const double deviation[5] = {0, 0, 0.5, 0.02, 0.25}, scale[5] = {0, 0, 0.5, 0.02, 0.25};
   for (int k = 0; k < 5; k++) {
@@ -154,9 +168,11 @@ static void check_params_distribution(void) {
     }
     bound = k == 2 ? 0.5 * sqrt(6.0 / 400) : k == 4 ? 0.25 : 0; /* Xavier uniform: gain sqrt(6 / (in + out)) */
     const double expected = k == 3 ? deviation[k] : k == 1 ? 1 : bound / sqrt(3.0);
-    CHECK(fabs(sqrt(square) - expected) <= 0.02 * expected, "%s: root mean square %g, expected %g", names[k], sqrt(square), expected);
+    CHECK(fabs(sqrt(square) - expected) <= 0.02 * expected, "%s: root mean square %g, expected %g", names[k],
+          sqrt(square), expected);
     CHECK(fabs(mean - (k == 1)) <= 0.02 * expected, "%s: mean %g", names[k], mean);
-    if (k == 2 || k == 4) CHECK(max <= bound * 1.000001 && max > 0.99 * bound, "%s: largest %g, bound %g", names[k], max, bound);
+    if (k == 2 || k == 4)
+      CHECK(max <= bound * 1.000001 && max > 0.99 * bound, "%s: largest %g, bound %g", names[k], max, bound);
   }
   luna_close(ctx);
 }
@@ -211,7 +227,8 @@ static void fit_compare(fit *f, const char *what, int step) {
       off += ((double)p->data[i] - f->w[k][i]) * ((double)p->data[i] - f->w[k][i]);
       size += f->w[k][i] * f->w[k][i];
     }
-    CHECK(sqrt(off) <= 2e-6 * sqrt(size), "%s: after step %d parameter %d is off by %.3g", what, step, k, sqrt(off / size));
+    CHECK(sqrt(off) <= 2e-6 * sqrt(size), "%s: after step %d parameter %d is off by %.3g", what, step, k,
+          sqrt(off / size));
   }
 }
 
@@ -240,7 +257,8 @@ static void check_sgd(const char *what, const luna_optimizer_config *config) {
       }
     fit_compare(&f, what, step);
   }
-  CHECK(luna_optimizer_steps(f.optimizer) == 5 && luna_optimizer_skipped(f.optimizer) == 0, "%s: the count of steps is %lld", what,
+  CHECK(luna_optimizer_steps(f.optimizer) == 5 && luna_optimizer_skipped(f.optimizer) == 0,
+        "%s: the count of steps is %lld", what,
         (long long)luna_optimizer_steps(f.optimizer));
   luna_close(f.ctx);
 }
@@ -249,7 +267,8 @@ static void check_adamw(const char *what, const luna_optimizer_config *config) {
   fit f;
   luna_optimizer_config c = {0};
   if (config) c = *config;
-  const double lr = c.lr != 0 ? (double)c.lr : 1e-3, b1 = c.beta1 != 0 ? (double)c.beta1 : 0.9, b2 = c.beta2 != 0 ? (double)c.beta2 : 0.999;
+  const double lr = c.lr != 0 ? (double)c.lr : 1e-3, b1 = c.beta1 != 0 ? (double)c.beta1 : 0.9,
+      b2 = c.beta2 != 0 ? (double)c.beta2 : 0.999;
   const double epsilon = c.epsilon != 0 ? (double)c.epsilon : 1e-8;
   fit_open(&f);
   f.optimizer = luna_adamw(f.params, config);
@@ -267,7 +286,8 @@ static void check_adamw(const char *what, const luna_optimizer_config *config) {
         f.first[k][i] = b1 * f.first[k][i] + (1 - b1) * g;
         f.second[k][i] = b2 * f.second[k][i] + (1 - b2) * g * g;
         f.w[k][i] -= rate * (double)c.weight_decay * f.w[k][i];
-        f.w[k][i] -= rate * f.first[k][i] / (1 - pow(b1, step)) / (sqrt(f.second[k][i] / (1 - pow(b2, step))) + epsilon);
+        f.w[k][i] -= rate * f.first[k][i] / (1 - pow(b1, step)) /
+            (sqrt(f.second[k][i] / (1 - pow(b2, step))) + epsilon);
       }
     fit_compare(&f, what, step);
   }
@@ -306,7 +326,8 @@ static void check_optimizers(void) {
 
 /* a field that an optimiser does not have changes no bit */
 static void check_one_config(void) {
-  static luna_optimizer *(*const open[])(luna_params *, const luna_optimizer_config *) = {luna_sgd, luna_adam, luna_adamw, luna_apollo};
+  static luna_optimizer *(*const open[])(luna_params *, const luna_optimizer_config *) =
+      {luna_sgd, luna_adam, luna_adamw, luna_apollo};
   for (int kind = 0; kind < 4; kind++) {
     fit f[2];
     for (int all = 0; all < 2; all++) {
@@ -320,13 +341,16 @@ static void check_one_config(void) {
       for (int step = 0; step < 3; step++) CHECK(fit_step(&f[all]) == LUNA_OK, "%s", luna_error(f[all].ctx));
     }
     for (int k = 0; k < PARTS; k++)
-      CHECK(!memcmp(luna_params_at(f[0].params, k, NULL)->data, luna_params_at(f[1].params, k, NULL)->data, (size_t)part_size[k] * sizeof(float)),
+      CHECK(!memcmp(luna_params_at(f[0].params, k, NULL)->data, luna_params_at(f[1].params, k, NULL)->data,
+                    (size_t)part_size[k] * sizeof(float)),
             "optimiser %d: parameter %d depends on fields of others", kind, k);
     for (int all = 0; all < 2; all++) luna_close(f[all].ctx);
   }
 }
 
-static double read_weight(const fit *f, int part, int64_t i) { return (double)luna_params_at(f->params, part, NULL)->data[i]; }
+static double read_weight(const fit *f, int part, int64_t i) {
+  return (double)luna_params_at(f->params, part, NULL)->data[i];
+}
 
 /* gradients: accumulate over begins, are zeroed by the step, a NaN skips, an error stops */
 static void check_protocol(void) {
@@ -339,16 +363,21 @@ static void check_protocol(void) {
   config.lr = 0.1f;
   f.optimizer = luna_sgd(f.params, &config);
   luna_begin_step(f.ctx);
-  CHECK(luna_backward(fit_loss(&f)) == LUNA_OK && luna_read_grad(a, once) == LUNA_OK, "backward: %s", luna_error(f.ctx));
+  CHECK(luna_backward(fit_loss(&f)) == LUNA_OK && luna_read_grad(a, once) == LUNA_OK, "backward: %s",
+        luna_error(f.ctx));
   luna_begin_step(f.ctx);
-  CHECK(luna_backward(fit_loss(&f)) == LUNA_OK && luna_read_grad(a, twice) == LUNA_OK, "backward: %s", luna_error(f.ctx));
+  CHECK(luna_backward(fit_loss(&f)) == LUNA_OK && luna_read_grad(a, twice) == LUNA_OK, "backward: %s",
+        luna_error(f.ctx));
   for (int i = 0; i < 15; i++)
-    CHECK(fabs((double)twice[i] - 2 * (double)once[i]) <= 1e-6 * fabs((double)once[i]), "gradient %d does not accumulate: %g, then %g", i,
+    CHECK(fabs((double)twice[i] - 2 * (double)once[i]) <= 1e-6 * fabs((double)once[i]),
+          "gradient %d does not accumulate: %g, then %g", i,
           (double)once[i], (double)twice[i]);
   CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK, "step: %s", luna_error(f.ctx));
   luna_begin_step(f.ctx);
-  CHECK(luna_backward(fit_loss(&f)) == LUNA_OK && luna_read_grad(a, twice) == LUNA_OK, "backward: %s", luna_error(f.ctx));
-  for (int i = 0; i < 15; i++) CHECK(fabs((double)twice[i]) < fabs((double)once[i]) * 1.5, "the step did not zero gradient %d", i);
+  CHECK(luna_backward(fit_loss(&f)) == LUNA_OK && luna_read_grad(a, twice) == LUNA_OK, "backward: %s",
+        luna_error(f.ctx));
+  for (int i = 0; i < 15; i++)
+    CHECK(fabs((double)twice[i]) < fabs((double)once[i]) * 1.5, "the step did not zero gradient %d", i);
   CHECK(luna_params_zero_grad(f.params) == LUNA_OK, "zero_grad: %s", luna_error(f.ctx));
   if (luna_read_grad(a, twice) == LUNA_OK)
     for (int i = 0; i < 15; i++) CHECK(twice[i] == 0, "zero_grad left %g", (double)twice[i]);
@@ -359,12 +388,14 @@ static void check_protocol(void) {
     luna_backward(luna_scale(fit_loss(&f), bad ? INFINITY : nan));
     CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK, "a NaN among the gradients is an error: %s", luna_error(f.ctx));
     CHECK(read_weight(&f, 0, 0) == before, "a %s among the gradients reached the parameters", bad ? "Inf" : "NaN");
-    CHECK(luna_optimizer_skipped(f.optimizer) == bad + 1, "%lld skipped", (long long)luna_optimizer_skipped(f.optimizer));
+    CHECK(luna_optimizer_skipped(f.optimizer) == bad + 1, "%lld skipped",
+          (long long)luna_optimizer_skipped(f.optimizer));
   }
   CHECK((double)luna_optimizer_steps(f.optimizer) == step_before, "a skipped step counts as a step");
   luna_begin_step(f.ctx);
   luna_backward(fit_loss(&f));
-  CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && read_weight(&f, 0, 0) != before && isfinite(read_weight(&f, 0, 0)),
+  CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && read_weight(&f, 0, 0) != before &&
+        isfinite(read_weight(&f, 0, 0)),
         "after a NaN was skipped the next step does not work: its gradients were kept");
 
   const double again = read_weight(&f, 0, 0);
@@ -392,17 +423,22 @@ static void check_halves(void) {
     CHECK(fit_step(&whole) == LUNA_OK, "step %d fails", step);
     luna_begin_step(halves.ctx);
     luna_backward(fit_loss(&halves));
-    CHECK(luna_optimizer_advance(halves.optimizer) == LUNA_OK && luna_optimizer_apply(halves.optimizer) == LUNA_OK, "step %d by halves fails", step);
+    CHECK(luna_optimizer_advance(halves.optimizer) == LUNA_OK && luna_optimizer_apply(halves.optimizer) == LUNA_OK,
+          "step %d by halves fails", step);
     for (int k = 0; k < PARTS; k++)
-      for (int64_t i = 0; i < part_size[k]; i++) CHECK(read_weight(&whole, k, i) == read_weight(&halves, k, i), "step %d by halves differs", step);
+      for (int64_t i = 0; i < part_size[k]; i++)
+        CHECK(read_weight(&whole, k, i) == read_weight(&halves, k, i), "step %d by halves differs", step);
   }
-  CHECK(luna_optimizer_advance(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT, "no optimiser makes half a step");
+  CHECK(luna_optimizer_advance(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_apply(NULL) == LUNA_BAD_ARGUMENT,
+        "no optimiser makes half a step");
 
   luna_tensor *a = luna_params_at(whole.params, 0, NULL);
   const float values[7] = {1, 2, 3, 4, 5, 6, 7};
   float back[7] = {0};
-  CHECK(luna_write(a, values) == LUNA_OK && luna_read(a, back) == LUNA_OK && memcmp(values, back, sizeof back) == 0, "luna_write does not write");
-  CHECK(luna_write(a, NULL) == LUNA_BAD_ARGUMENT && luna_write(NULL, values) == LUNA_BAD_ARGUMENT, "luna_write writes nothing, or nowhere");
+  CHECK(luna_write(a, values) == LUNA_OK && luna_read(a, back) == LUNA_OK && memcmp(values, back, sizeof back) == 0,
+        "luna_write does not write");
+  CHECK(luna_write(a, NULL) == LUNA_BAD_ARGUMENT && luna_write(NULL, values) == LUNA_BAD_ARGUMENT,
+        "luna_write writes nothing, or nowhere");
   luna_params *shared = luna_params_share(whole.ctx, whole.params);
   luna_tensor *borrowed = luna_param(shared, "a", 1, &part_size[0], init_of(LUNA_INIT_NORMAL, 1));
   CHECK(borrowed && luna_write(borrowed, back) == LUNA_BAD_ARGUMENT, "luna_write changes what is borrowed");
@@ -436,15 +472,18 @@ static void check_lr(void) {
   config.schedule.warmup = 2;
   config.schedule.total = 6;
   luna_optimizer *sgd = luna_sgd(params, &config);
-  CHECK(luna_optimizer_lr(NULL) == 0 && luna_optimizer_lr(sgd) == 0.25f, "the first step's rate will be %g", (double)luna_optimizer_lr(sgd));
+  CHECK(luna_optimizer_lr(NULL) == 0 && luna_optimizer_lr(sgd) == 0.25f, "the first step's rate will be %g",
+        (double)luna_optimizer_lr(sgd));
   for (int step = 1; step <= 6; step++) {
     const float before = w->data[0];
     luna_begin_step(ctx);
     if (step == 5) luna_optimizer_set_lr(sgd, 0.25f);
     luna_backward(luna_scale(w, 1));
     luna_optimizer_step(sgd);
-    const float lr = luna_optimizer_lr(sgd), want = (step < 5 ? 0.5f : 0.25f) * luna_schedule_at(&config.schedule, step);
-    CHECK(lr == want && fabsf(before - w->data[0] - lr) < 1e-6f, "step %d: the rate is %g, not %g, and w moved by %g", step, (double)lr,
+    const float lr = luna_optimizer_lr(sgd), want = (step < 5 ? 0.5f : 0.25f) *
+        luna_schedule_at(&config.schedule, step);
+    CHECK(lr == want && fabsf(before - w->data[0] - lr) < 1e-6f, "step %d: the rate is %g, not %g, and w moved by %g",
+          step, (double)lr,
           (double)want, (double)(before - w->data[0]));
   }
   luna_close(ctx);
@@ -484,14 +523,17 @@ static void check_frozen(int kind, luna_form form) {
   luna_params *params = luna_params_open(ctx);
   frozen_loss(kind, params, &model, true);
   const int64_t count = luna_params_tensor_count(params);
-  float **gradient = (float **)common_alloc((size_t)(count + 1) * sizeof *gradient), *now = common_floats(luna_params_element_count(params));
+  float **gradient = (float **)common_alloc((size_t)(count + 1) * sizeof *gradient),
+      *now = common_floats(luna_params_element_count(params));
   luna_optimizer *sgd = luna_sgd(params, NULL);
   for (int64_t frozen = -1; frozen < count; frozen++) {
     const char *frozen_name = "none", *name;
     luna_tensor *t = frozen >= 0 ? luna_params_at(params, frozen, &frozen_name) : NULL;
-    if (t) CHECK(luna_params_freeze(params, frozen_name, true) == LUNA_OK, "freezing %s: %s", frozen_name, luna_error(ctx));
+    if (t)
+      CHECK(luna_params_freeze(params, frozen_name, true) == LUNA_OK, "freezing %s: %s", frozen_name, luna_error(ctx));
     luna_begin_step(ctx);
-    CHECK(luna_backward(frozen_loss(kind, params, &model, false)) == LUNA_OK, "%s frozen: %s", frozen_name, luna_error(ctx));
+    CHECK(luna_backward(frozen_loss(kind, params, &model, false)) == LUNA_OK, "%s frozen: %s", frozen_name,
+          luna_error(ctx));
     for (int64_t i = 0; i < count; i++) {
       luna_params_at(params, i, &name);
       luna_tensor *p = luna_params_find(params, name);
@@ -501,20 +543,23 @@ static void check_frozen(int kind, luna_form form) {
         if (p->grad) luna_read_grad(p, gradient[i]);
       } else if (p->grad) {
         luna_read_grad(p, now);
-        CHECK(common_error(now, gradient[i], luna_count(p), 1e-3) < 1e-5, "%s frozen: the gradient of %s is another", frozen_name, name);
+        CHECK(common_error(now, gradient[i], luna_count(p), 1e-3) < 1e-5, "%s frozen: the gradient of %s is another",
+              frozen_name, name);
       }
     }
     if (t) {
       float *before = common_floats(luna_count(t));
       luna_read(t, before);
       if (frozen == count - 1) luna_optimizer_step(sgd); /* the others change: nothing is compared after it */
-      CHECK(memcmp(before, t->data, (size_t)luna_count(t) * sizeof(float)) == 0, "%s is frozen and was changed", frozen_name);
+      CHECK(memcmp(before, t->data, (size_t)luna_count(t) * sizeof(float)) == 0, "%s is frozen and was changed",
+            frozen_name);
       free(before);
       CHECK(luna_params_freeze(params, frozen_name, false) == LUNA_OK && t->needs_grad, "thawing %s", frozen_name);
     }
     luna_params_zero_grad(params);
   }
-  CHECK(luna_params_freeze(params, "nothing", true) == LUNA_MISMATCH && luna_ctx_error_id(ctx) == LUNA_ERROR_FREEZE_EMPTY, "freezing nothing: %s", luna_error(ctx));
+  CHECK(luna_params_freeze(params, "nothing", true) == LUNA_MISMATCH &&
+        luna_ctx_error_id(ctx) == LUNA_ERROR_FREEZE_EMPTY, "freezing nothing: %s", luna_error(ctx));
   for (int64_t i = 0; i < count; i++) free(gradient[i]);
   free(gradient), free(now);
   luna_close(ctx);
@@ -541,16 +586,20 @@ static void check_schedules(void) {
   for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
     s.decay = known[i].decay, s.warmup = known[i].warmup, s.total = known[i].total, s.floor = (float)known[i].floor;
     const double factor = (double)luna_schedule_at(&s, known[i].step);
-    CHECK(fabs(factor - known[i].factor) < 1e-6, "schedule %d with warm-up %lld, total %lld at step %lld: %g, expected %g",
-          (int)known[i].decay, (long long)s.warmup, (long long)s.total, (long long)known[i].step, factor, known[i].factor);
+    CHECK(fabs(factor - known[i].factor) < 1e-6,
+          "schedule %d with warm-up %lld, total %lld at step %lld: %g, expected %g",
+          (int)known[i].decay, (long long)s.warmup, (long long)s.total, (long long)known[i].step, factor,
+              known[i].factor);
   }
 }
 
-/* ---- stored numbers: torch's optimisers and schedules, and the authors' Apollo, in float64 (tests/optimizers.py) ---- */
+/* ---- stored numbers: torch's optimisers and schedules, and the authors' Apollo, in float64 (tests/optimizers.py)
+   ---- */
 #define STORED "tests/data/optimizers.safetensors"
 enum { STORED_STEPS = 10 };
-/* A step rounds parameter and moments some four times, by at most 6e-8: SGD and Adam end within 2e-7. Apollo, whose directions are
-   quotients of moments, within 6e-7. One rounding too many in a step, or one in a hyperparameter, is more. */
+/* A step rounds parameter and moments some four times, by at most 6e-8: SGD and Adam end within 2e-7. Apollo, whose
+   directions are quotients of moments, within 6e-7. One rounding too many in a step, or one in a hyperparameter, is
+   more. */
 #define STORED_LIMIT 1e-6
 typedef struct stored {
   uint8_t *bytes;
@@ -593,10 +642,13 @@ static bool stored_text(const stored *s, const char *kind, int at, char *out, si
 static float stored_option(const char *text, const char *key, int occurrence) {
   const size_t n = strlen(key);
   for (; (text = strchr(text, ' ')) != NULL; text++)
-    if (strncmp(text + 1, key, n) == 0 && text[1 + n] == '=' && occurrence-- == 0) return (float)strtod(text + 2 + n, NULL);
+    if (strncmp(text + 1, key, n) == 0 && text[1 + n] == '=' && occurrence-- == 0)
+      return (float)strtod(text + 2 + n, NULL);
   return 0;
 }
-static bool stored_is(const char *text, const char *word) { return strncmp(text, word, strlen(word)) == 0 && text[strlen(word)] <= ' '; }
+static bool stored_is(const char *text, const char *word) {
+  return strncmp(text, word, strlen(word)) == 0 && text[strlen(word)] <= ' ';
+}
 static luna_schedule stored_schedule(const char *text) {
   static const char *const words[5] = {"constant", "inverse_sqrt", "linear", "cosine", "milestones"};
   luna_schedule s;
@@ -604,14 +656,16 @@ static luna_schedule stored_schedule(const char *text) {
   for (int i = 0; i < 5; i++)
     if (stored_is(text, words[i])) s.decay = (luna_decay)i;
   s.warmup = (int64_t)stored_option(text, "warmup", 0), s.warmup_from = stored_option(text, "warmup_from", 0);
-  s.total = (int64_t)stored_option(text, "total", 0), s.floor = stored_option(text, "floor", 0), s.gamma = stored_option(text, "gamma", 0);
+  s.total = (int64_t)stored_option(text, "total", 0), s.floor = stored_option(text, "floor", 0),
+      s.gamma = stored_option(text, "gamma", 0);
   for (int i = 0; i < 4; i++) s.milestone[i] = (int64_t)stored_option(text, "milestone", i);
   return s;
 }
 static luna_optimizer *stored_optimizer(luna_params *params, const char *text) {
   const bool apollo = stored_is(text, "apollo");
   luna_optimizer_config c = {0};
-  c.lr = stored_option(text, "lr", 0), c.weight_decay = stored_option(text, "weight_decay", 0), c.clip = stored_option(text, "clip", 0);
+  c.lr = stored_option(text, "lr", 0), c.weight_decay = stored_option(text, "weight_decay", 0),
+      c.clip = stored_option(text, "clip", 0);
   c.momentum = stored_option(text, "momentum", 0), c.nesterov = stored_option(text, "nesterov", 0) != 0;
   c.beta1 = stored_option(text, apollo ? "beta" : "beta1", 0), c.beta2 = stored_option(text, "beta2", 0);
   c.epsilon = stored_option(text, "epsilon", 0);
@@ -627,7 +681,8 @@ static luna_status backward_of(luna_params *params, float *const *gradient) {
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *p = luna_params_at(params, i, NULL);
     const int64_t flat[2] = {1, luna_count(p)};
-    luna_tensor *part = luna_sum(luna_reshape(luna_mul(p, luna_tensor_new(p->ctx, gradient[i], p->rank, p->shape)), 2, flat), 1);
+    luna_tensor *part = luna_sum(luna_reshape(luna_mul(p, luna_tensor_new(p->ctx, gradient[i], p->rank, p->shape)), 2,
+                                              flat), 1);
     loss = loss ? luna_add(loss, part) : part;
   }
   return luna_backward(loss);
@@ -660,7 +715,8 @@ static void check_stored_case(const stored *s, int at, const char *text, luna_is
     for (int k = 0; k < PARTS; k++) {
       const luna_tensor *p = luna_params_at(params, k, NULL);
       const double error = test_error(p->data, expected[k] + step * luna_count(p), (size_t)luna_count(p));
-      CHECK(error <= STORED_LIMIT, "%s, %s: after step %d parameter %s is off by %.3g", luna_isa_name(isa), text, step + 1, names[k], error);
+      CHECK(error <= STORED_LIMIT, "%s, %s: after step %d parameter %s is off by %.3g", luna_isa_name(isa), text,
+            step + 1, names[k], error);
     }
   }
   for (int k = 0; k < PARTS; k++) free(gradient[k]), free(expected[k]);
@@ -714,7 +770,9 @@ static void check_apollo_large(void) {
   for (int i = 0; i < SIZE && p[0]; i++) w[i] = (double)p[0]->data[i], m[i] = B[i] = d[i] = 0;
   for (int step = 0; step < STEPS; step++) {
     const double rate = 0.25 * (step < 4 ? (double)0.01f + (1 - (double)0.01f) * step / 4 : 1);
-    for (int i = 0; i < SIZE; i++) gradient[i] = (float)((step % 4 < 2 ? 1 : -1) * common_number(1, (uint64_t)i) + 0.25 * common_number(2 + (uint64_t)step, (uint64_t)i));
+    for (int i = 0; i < SIZE; i++)
+      gradient[i] = (float)((step % 4 < 2 ? 1 : -1) * common_number(1, (uint64_t)i) + 0.25 *
+                            common_number(2 + (uint64_t)step, (uint64_t)i));
     for (int c = 0; c < 2; c++) {
       luna_begin_step(ctx[c]);
       backward_of(params[c], gradients);
@@ -734,7 +792,8 @@ static void check_apollo_large(void) {
       w[i] -= rate * d[i];
     }
   }
-  for (int i = 0; i < SIZE; i++) off += ((double)p[0]->data[i] - w[i]) * ((double)p[0]->data[i] - w[i]), size += w[i] * w[i];
+  for (int i = 0; i < SIZE; i++)
+    off += ((double)p[0]->data[i] - w[i]) * ((double)p[0]->data[i] - w[i]), size += w[i] * w[i];
   CHECK(sqrt(off) <= STORED_LIMIT * sqrt(size), "Apollo on %d numbers is off by %.3g", SIZE, sqrt(off / size));
   CHECK(memcmp(p[0]->data, p[1]->data, SIZE * sizeof(float)) == 0, "Apollo depends on the number of threads");
   luna_close(ctx[0]), luna_close(ctx[1]);
@@ -753,7 +812,8 @@ static void check_groups(void) {
       {{{"head", 0, 0.5f, 0.1f, false}}, {1, 1, 0.5f, 0.5f}, {0.2f, 0.2f, 0.1f, 0.1f}},
       {{{"head", 1, 2, 0, false}}, {1, 1, 1, 2}, {0.2f, 0.2f, 0.2f, 0}},
       {{{"layer.", 0, 0, 0.2f, true}}, {0, 0, 1, 1}, {0, 0, 0.2f, 0.2f}},
-      {{{NULL, 0, 0, 0, true}, {"weight", 0, 3, 0.3f, false}}, {3, 0, 3, 0}, {0.3f, 0, 0.3f, 0}}, /* the last that fits counts */
+      /* the last that fits counts */
+      {{{NULL, 0, 0, 0, true}, {"weight", 0, 3, 0.3f, false}}, {3, 0, 3, 0}, {0.3f, 0, 0.3f, 0}},
       {{{"weight", 0, 3, 0.3f, false}, {NULL, 1, 0.25f, 0, false}}, {3, 0.25f, 3, 0.25f}, {0.3f, 0, 0.3f, 0}}};
   float gradient[15];
   float *const gradients[4] = {gradient, gradient, gradient, gradient};
@@ -765,14 +825,16 @@ static void check_groups(void) {
     float before[4][15];
     double norm = 0;
     for (int i = 0; i < 4; i++) {
-      luna_tensor *p = luna_param(params, names[i], axes[i], axes[i] == 2 ? shape : shape + 1, init_of(LUNA_INIT_NORMAL, 1));
+      luna_tensor *p = luna_param(params, names[i], axes[i], axes[i] == 2 ? shape : shape + 1,
+                                  init_of(LUNA_INIT_NORMAL, 1));
       luna_read(p, before[i]);
     }
     config.lr = 0.1f, config.weight_decay = 0.2f;
     luna_optimizer *sgd = luna_sgd(params, &config);
     for (int g = 0; g < 2; g++) {
       const luna_param_group *group = &cases[c].group[g];
-      if (g == 0 || group->name || group->max_rank) CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
+      if (g == 0 || group->name || group->max_rank)
+        CHECK(luna_optimizer_group(sgd, group) == LUNA_OK, "group %d of case %d: %s", g, (int)c, luna_error(ctx));
     }
     luna_begin_step(ctx);
     backward_of(params, gradients);
@@ -781,27 +843,33 @@ static void check_groups(void) {
       const luna_tensor *p = luna_params_at(params, i, NULL);
       double off = 0;
       for (int64_t j = 0; j < luna_count(p); j++) {
-        const double expected = (double)before[i][j] - 0.1 * (double)cases[c].lr[i] * ((double)gradient[j] + (double)cases[c].decay[i] * (double)before[i][j]);
+        const double expected = (double)before[i][j] - 0.1 * (double)cases[c].lr[i] *
+            ((double)gradient[j] + (double)cases[c].decay[i] * (double)before[i][j]);
         off = fmax(off, fabs((double)p->data[j] - expected));
         if (cases[c].lr[i] > 0) norm += (double)gradient[j] * (double)gradient[j];
       }
       CHECK(off <= 5e-7 && (cases[c].lr[i] > 0 || off == 0), "case %d: %s is off by %g", (int)c, names[i], off);
-      CHECK(p->grad && p->grad[0] == 0 && p->grad[luna_count(p) - 1] == 0, "case %d: the gradient of %s is left", (int)c, names[i]);
+      CHECK(p->grad && p->grad[0] == 0 && p->grad[luna_count(p) - 1] == 0, "case %d: the gradient of %s is left",
+            (int)c, names[i]);
     }
-    CHECK(fabs((double)luna_optimizer_norm(sgd) - sqrt(norm)) <= 1e-6 * sqrt(norm), "case %d: norm %g, of those that are trained %g", (int)c,
+    CHECK(fabs((double)luna_optimizer_norm(sgd) - sqrt(norm)) <= 1e-6 * sqrt(norm),
+          "case %d: norm %g, of those that are trained %g", (int)c,
           (double)luna_optimizer_norm(sgd), sqrt(norm));
     luna_close(ctx);
   }
 }
 static void check_groups_refused(void) {
-  const luna_param_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false}, decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
+  const luna_param_group nowhere = {"nowhere", 0, 0, 0, false}, negative = {NULL, 0, -1, 0, false},
+      decay = {NULL, 0, 0, -1, false}, all = {NULL, 0, 0, 0, false};
   fit f;
   fit_open(&f);
   f.optimizer = luna_sgd(f.params, NULL);
   CHECK(luna_optimizer_group(f.optimizer, &nowhere) == LUNA_MISMATCH &&
       luna_ctx_error_id(f.ctx) == LUNA_ERROR_GROUP_EMPTY, "a group of none: \"%s\"", luna_error(f.ctx));
-  CHECK(luna_optimizer_group(f.optimizer, &negative) == LUNA_BAD_ARGUMENT && luna_optimizer_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
-            luna_optimizer_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_group(NULL, &all) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_optimizer_group(f.optimizer, &negative) == LUNA_BAD_ARGUMENT &&
+        luna_optimizer_group(f.optimizer, &decay) == LUNA_BAD_ARGUMENT &&
+            luna_optimizer_group(f.optimizer, NULL) == LUNA_BAD_ARGUMENT &&
+                luna_optimizer_group(NULL, &all) == LUNA_BAD_ARGUMENT,
         "an invalid group is accepted");
   luna_close(f.ctx);
 }
@@ -814,13 +882,15 @@ static void poison_forward(const luna_tensor *const *in, int count, luna_tensor 
 }
 static void poison_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)count;
-  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i] + (i == 0 ? *(const float *)state : 0);
+  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++)
+    in[0]->grad[i] += out->grad[i] + (i == 0 ? *(const float *)state : 0);
 }
 static luna_tensor *poisoned(luna_tensor *x, float poison) {
   const luna_custom custom = {poison_forward, poison_backward, &poison, sizeof poison, 0, false};
   return luna_custom_op(&x, 1, x->rank, x->shape, &custom);
 }
-/* sum c w^2 of every part, but a gradient with `poison` in it at one part, and a number of no gradient added to the loss */
+/* sum c w^2 of every part, but a gradient with `poison` in it at one part, and a number of no gradient added to the
+   loss */
 static luna_tensor *poison_loss(fit *f, int part, float poison, float add) {
   const int64_t one = 1;
   luna_tensor *loss = luna_tensor_new(f->ctx, &add, 1, &one);
@@ -850,7 +920,8 @@ static void fit_open_logged(fit *f, reports *t) {
 static luna_optimizer *optimizer_of(luna_params *params, int kind) {
   luna_optimizer_config sgd = {0};
   sgd.lr = 0.05f, sgd.momentum = 0.9f;
-  return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, NULL) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
+  return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, NULL) :
+      kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
 }
 /* parameters, then moments */
 static int fit_read(const fit *f, float *out) {
@@ -882,27 +953,35 @@ static void check_nonfinite(int kind) {
     const int n = fit_read(&f, before);
     const int64_t steps = luna_optimizer_steps(f.optimizer);
     luna_begin_step(f.ctx);
-    luna_tensor *loss = poison_loss(&f, bad[i].part, bad[i].poison, bad[i].add), *kept = luna_params_at(f.params, 0, NULL);
-    CHECK(luna_backward(loss) == LUNA_OK && isfinite(loss->data[0]) == (bad[i].add == 0), "kind %d, %s: %s", kind, bad[i].what, luna_error(f.ctx));
-    CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_ctx_status(f.ctx) == LUNA_OK, "kind %d, %s is an error: %s", kind, bad[i].what, luna_error(f.ctx));
-    CHECK(fit_read(&f, after) == n && memcmp(before, after, (size_t)n * sizeof(float)) == 0, "kind %d, %s reaches parameters or moments", kind, bad[i].what);
-    CHECK(luna_optimizer_skipped(f.optimizer) == i + 1 && luna_optimizer_steps(f.optimizer) == steps, "kind %d, %s: %lld skipped, %lld made", kind, bad[i].what,
+    luna_tensor *loss = poison_loss(&f, bad[i].part, bad[i].poison, bad[i].add),
+        *kept = luna_params_at(f.params, 0, NULL);
+    CHECK(luna_backward(loss) == LUNA_OK && isfinite(loss->data[0]) == (bad[i].add == 0), "kind %d, %s: %s", kind,
+          bad[i].what, luna_error(f.ctx));
+    CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_ctx_status(f.ctx) == LUNA_OK,
+          "kind %d, %s is an error: %s", kind, bad[i].what, luna_error(f.ctx));
+    CHECK(fit_read(&f, after) == n && memcmp(before, after, (size_t)n * sizeof(float)) == 0,
+          "kind %d, %s reaches parameters or moments", kind, bad[i].what);
+    CHECK(luna_optimizer_skipped(f.optimizer) == i + 1 && luna_optimizer_steps(f.optimizer) == steps,
+          "kind %d, %s: %lld skipped, %lld made", kind, bad[i].what,
           (long long)luna_optimizer_skipped(f.optimizer), (long long)luna_optimizer_steps(f.optimizer));
     for (int k = 0; k < PARTS; k++) {
       const luna_tensor *p = luna_params_at(f.params, k, NULL);
-      for (int64_t j = 0; j < part_size[k]; j++) CHECK(p->grad[j] == 0, "kind %d, %s: a gradient is left", kind, bad[i].what);
+      for (int64_t j = 0; j < part_size[k]; j++)
+        CHECK(p->grad[j] == 0, "kind %d, %s: a gradient is left", kind, bad[i].what);
     }
     CHECK(t.calls == i, "kind %d, %s: reported before anything was read", kind, bad[i].what);
     if (i % 2) luna_read(kept, after);
     else value = luna_item(loss), (void)value;
-    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"), "kind %d, %s: reported %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
+    CHECK(t.calls == i + 1 && t.status == LUNA_OK && strstr(t.sentence, "skipped"),
+          "kind %d, %s: reported %d times, \"%s\"", kind, bad[i].what, t.calls, t.sentence);
     luna_item(loss);
     CHECK(t.calls == i + 1, "kind %d, %s: reported again", kind, bad[i].what);
   }
   /* a step that was skipped leaves no trace (but in Apollo, whose warm-up counts it) */
   fit_step(&f), fit_step(&calm);
   const int n = fit_read(&f, before);
-  CHECK(fit_read(&calm, after) == n && (kind == LUNA_OPTIMIZER_APOLLO || memcmp(before, after, (size_t)n * sizeof(float)) == 0), "kind %d: skipped steps leave a trace", kind);
+  CHECK(fit_read(&calm, after) == n && (kind == LUNA_OPTIMIZER_APOLLO ||
+      memcmp(before, after, (size_t)n * sizeof(float)) == 0), "kind %d: skipped steps leave a trace", kind);
   luna_close(f.ctx), luna_close(calm.ctx);
 }
 static void check_nonfinite_rest(void) {
@@ -915,8 +994,10 @@ static void check_nonfinite_rest(void) {
   const double before = read_weight(&f, 0, 0);
   luna_begin_step(f.ctx);
   luna_backward(poison_loss(&f, -1, 0, NAN));
-  CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) == before && luna_optimizer_skipped(f.optimizer) == 1, "a NaN in the loss of an earlier micro-batch is forgotten");
-  CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) != before && luna_optimizer_skipped(f.optimizer) == 1, "a NaN counts for the step after its own");
+  CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) == before && luna_optimizer_skipped(f.optimizer) == 1,
+        "a NaN in the loss of an earlier micro-batch is forgotten");
+  CHECK(fit_step(&f) == LUNA_OK && read_weight(&f, 0, 0) != before && luna_optimizer_skipped(f.optimizer) == 1,
+        "a NaN counts for the step after its own");
   luna_close(f.ctx);
   /* who drops the gradients drops the NaN too */
   fit_open_logged(&f, &t);
@@ -924,7 +1005,8 @@ static void check_nonfinite_rest(void) {
   luna_begin_step(f.ctx);
   luna_backward(poison_loss(&f, -1, 0, NAN));
   luna_params_zero_grad(f.params);
-  CHECK(fit_step(&f) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0 && read_weight(&f, 0, 0) != before, "luna_params_zero_grad leaves a NaN of the loss for the next step");
+  CHECK(fit_step(&f) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0 && read_weight(&f, 0, 0) != before,
+        "luna_params_zero_grad leaves a NaN of the loss for the next step");
   luna_close(f.ctx);
   /* the gradient of what is frozen counts for nothing */
   fit_open_logged(&f, &t);
@@ -933,8 +1015,10 @@ static void check_nonfinite_rest(void) {
   const double still = read_weight(&f, 1, 0);
   luna_begin_step(f.ctx);
   luna_backward(poison_loss(&f, 1, NAN, 0));
-  CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0, "a NaN in a frozen parameter's gradient skips the step");
-  CHECK(read_weight(&f, 0, 0) != before && read_weight(&f, 1, 0) == still && isfinite(luna_optimizer_norm(f.optimizer)), "frozen: %g, norm %g", read_weight(&f, 1, 0),
+  CHECK(luna_optimizer_step(f.optimizer) == LUNA_OK && luna_optimizer_skipped(f.optimizer) == 0,
+        "a NaN in a frozen parameter's gradient skips the step");
+  CHECK(read_weight(&f, 0, 0) != before && read_weight(&f, 1, 0) == still && isfinite(luna_optimizer_norm(f.optimizer)),
+        "frozen: %g, norm %g", read_weight(&f, 1, 0),
         (double)luna_optimizer_norm(f.optimizer));
   luna_close(f.ctx);
 }
@@ -961,14 +1045,16 @@ static void check_accumulation(void) {
     for (int c = 0; c < 2; c++)
       for (int b = 0; b < (c ? BATCH : 1); b++) {
         luna_begin_step(ctx[c]);
-        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c], &(luna_input){ tokens + b * N, NULL, c ? 1 : BATCH, N, NULL }), labels + b * N);
+        luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model[c],
+            &(luna_input){ tokens + b * N, NULL, c ? 1 : BATCH, N, NULL }), labels + b * N);
         CHECK(luna_backward(c ? luna_scale(loss, 1.0f / BATCH) : loss) == LUNA_OK, "%s", luna_error(ctx[c]));
       }
     for (int c = 0; c < 2; c++) CHECK(luna_optimizer_step(optimizer[c]) == LUNA_OK, "%s", luna_error(ctx[c]));
     for (int64_t i = 0; i < luna_params_tensor_count(params[0]); i++) {
       const char *name;
       const luna_tensor *one = luna_params_at(params[0], i, &name), *many = luna_params_at(params[1], i, NULL);
-      const double error = common_error(many->data, one->data, luna_count(one), 0.1); /* a bias that starts from 0 stays near it */
+      /* a bias that starts from 0 stays near it */
+      const double error = common_error(many->data, one->data, luna_count(one), 0.1);
       CHECK(error <= 1e-6, "step %d: %s is off by %.3g after micro-batches", step, name, error);
     }
   }

@@ -1,4 +1,5 @@
-/* The encoder-decoder: its stream against luna_seq2seq_forward, and searches against the same rules in the plainest form. */
+/* The encoder-decoder: its stream against luna_seq2seq_forward, and searches against the same rules in the plainest
+   form. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -15,12 +16,14 @@ typedef struct translator {
 static bool translator_open(translator *t, const luna_seq2seq_config *config, uint64_t seed) {
   t->ctx = ctx_open();
   t->params = luna_params_open(t->ctx);
-  if (!CHECK(luna_seq2seq_init(&t->model, t->params, config) == LUNA_OK, "luna_seq2seq_init: %s", luna_error(t->ctx))) return false;
+  if (!CHECK(luna_seq2seq_init(&t->model, t->params, config) == LUNA_OK, "luna_seq2seq_init: %s", luna_error(t->ctx)))
+    return false;
   common_params(t->params, seed);
   return true;
 }
 /* logits of targets [rows, m] of sources repeated `beam` times, [rows, m, vocab], to be freed */
-static float *teacher(translator *t, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n, int64_t beam,
+static float *teacher(translator *t, const int32_t *source, const int32_t *lengths, int64_t batch, int64_t n,
+                      int64_t beam,
                       const int32_t *target, int64_t m) {
   int32_t *repeated = (int32_t *)common_alloc((size_t)(batch * beam * n) * sizeof(int32_t)), repeated_lengths[32];
   for (int64_t i = 0; i < batch * beam; i++) {
@@ -29,7 +32,8 @@ static float *teacher(translator *t, const int32_t *source, const int32_t *lengt
   }
   luna_begin_inference(t->ctx);
   float *out =
-      values_of(t->ctx, luna_seq2seq_forward(&t->model, &(luna_input){ repeated, lengths ? repeated_lengths : NULL, batch * beam, n, NULL }, &(luna_input){ target, NULL, batch * beam, m, NULL }),
+      values_of(t->ctx, luna_seq2seq_forward(&t->model, &(luna_input){ repeated, lengths ? repeated_lengths : NULL,
+          batch * beam, n, NULL }, &(luna_input){ target, NULL, batch * beam, m, NULL }),
                 "luna_seq2seq_forward");
   free(repeated);
   return out;
@@ -44,29 +48,38 @@ static void check_decoder_stream(int v, int64_t beam, bool with_lengths) {
   char what[120];
   int32_t now[MOST_ROWS], from[MOST_ROWS];
   if (translator_open(&t, &config, 80)) {
-    int32_t *source = common_tokens(SOURCES_3 * SOURCE, 81, VOCAB), *target = common_tokens(rows * STEPS, 82, (int32_t)vocab),
+    int32_t *source = common_tokens(SOURCES_3 * SOURCE, 81, VOCAB),
+        *target = common_tokens(rows * STEPS, 82, (int32_t)vocab),
             moved[MOST_ROWS * STEPS];
-    luna_stream *s = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, lengths, SOURCES_3, SOURCE, NULL }, beam);
+    luna_stream *s = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, lengths, SOURCES_3, SOURCE, NULL },
+                                              beam);
     float *got = common_floats(rows * STEPS * vocab);
     if (CHECK(s != NULL, "luna_seq2seq_stream_open: %s", luna_error(t.ctx))) {
-      for (int part = 0; part < 2; part++) { /* as it is; with the sequences of each source changing places at every third step */
+      /* as it is; with the sequences of each source changing places at every third step */
+      for (int part = 0; part < 2; part++) {
         luna_stream_reset(s);
-        if (part) CHECK(luna_stream_prefill(s, &(luna_input){ target, NULL, 0, 1, NULL }) != NULL, "prefill: %s", luna_stream_error(s)), luna_stream_reset(s);
+        if (part)
+          CHECK(luna_stream_prefill(s, &(luna_input){ target, NULL, 0, 1, NULL }) != NULL, "prefill: %s",
+                luna_stream_error(s)), luna_stream_reset(s);
         CHECK(luna_stream_position(s) == 0, "a stream that was reset is at %d", (int)luna_stream_position(s));
         for (int64_t step = 0; step < STEPS; step++) {
           for (int64_t i = 0; i < rows; i++) now[i] = target[i * STEPS + step];
           const float *logits = luna_stream_step(s, now);
           if (!CHECK(logits != NULL, "step %d: %s", (int)step, luna_stream_error(s))) break;
-          for (int64_t i = 0; i < rows; i++) memcpy(got + (i * STEPS + step) * vocab, logits + i * vocab, (size_t)vocab * sizeof(float));
+          for (int64_t i = 0; i < rows; i++)
+            memcpy(got + (i * STEPS + step) * vocab, logits + i * vocab, (size_t)vocab * sizeof(float));
           if (!part || step % 3 != 2) continue;
           for (int64_t i = 0; i < rows; i++)
             from[i] = (int32_t)(i / beam * beam + (int64_t)(common_hash(83, (uint64_t)(i + step)) % (uint64_t)beam));
           CHECK(luna_stream_reorder(s, from) == LUNA_OK, "luna_stream_reorder: %s", luna_stream_error(s));
           float *row =
-              common_floats(rows * STEPS * vocab); /* what was read and given so far moves with them; what comes is each place's own */
-          memcpy(row, got, (size_t)(rows * STEPS * vocab) * sizeof(float)), memcpy(moved, target, (size_t)(rows * STEPS) * sizeof(int32_t));
+              /* what was read and given so far moves with them; what comes is each place's own */
+              common_floats(rows * STEPS * vocab);
+          memcpy(row, got, (size_t)(rows * STEPS * vocab) * sizeof(float)),
+              memcpy(moved, target, (size_t)(rows * STEPS) * sizeof(int32_t));
           for (int64_t i = 0; i < rows; i++) {
-            memcpy(got + i * STEPS * vocab, row + from[i] * STEPS * vocab, (size_t)((step + 1) * vocab) * sizeof(float));
+            memcpy(got + i * STEPS * vocab, row + from[i] * STEPS * vocab,
+                   (size_t)((step + 1) * vocab) * sizeof(float));
             memcpy(target + i * STEPS, moved + from[i] * STEPS, (size_t)(step + 1) * sizeof(int32_t));
           }
           free(row);
@@ -106,13 +119,15 @@ static void check_decoder_state(void) {
     int32_t *source = common_tokens(TWO * SOURCE, 121, VOCAB), *target = common_tokens(TWO * STEPS, 122, VOCAB);
     luna_stream *s[3];
     float kept[TWO * VOCAB];
-    for (int i = 0; i < 3; i++) s[i] = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, TWO, SOURCE, NULL }, 1);
+    for (int i = 0; i < 3; i++)
+      s[i] = luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, TWO, SOURCE, NULL }, 1);
     if (CHECK(s[0] && s[1] && s[2], "luna_seq2seq_stream_open: %s", luna_error(t.ctx))) {
       const size_t size = luna_stream_state_size(s[0]);
       void *state = common_alloc(size);
       for (int step = 0; step < AT; step++) luna_stream_step(s[0], target + TWO * step);
       luna_stream_step(s[1], target + 1);
-      CHECK(luna_stream_state_save(s[0], state, size) == LUNA_OK && luna_stream_state_load(s[1], state, size) == LUNA_OK &&
+      CHECK(luna_stream_state_save(s[0], state, size) == LUNA_OK &&
+            luna_stream_state_load(s[1], state, size) == LUNA_OK &&
                 luna_stream_copy(s[2], s[0]) == LUNA_OK,
             "%s%s", luna_stream_error(s[1]), luna_stream_error(s[2]));
       for (int step = AT; step < STEPS; step++) {
@@ -136,12 +151,17 @@ static void check_seq2seq_forward(void) {
   if (translator_open(&t, &config, 84)) {
     int32_t *source = common_tokens(2 * SOURCE, 85, VOCAB), *target = common_tokens(2 * STEPS, 86, 8);
     luna_begin_inference(t.ctx);
-    float *all = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, NULL, 2, 6, NULL }), "logits"),
-          *some = values_of(t.ctx, luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, target_lengths, 2, 6, NULL }), "logits");
+    float *all = values_of(t.ctx, luna_seq2seq_forward(&t.model,
+        &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, NULL, 2, 6, NULL }), "logits"),
+          *some = values_of(t.ctx, luna_seq2seq_forward(&t.model,
+              &(luna_input){ source, source_lengths, 2, SOURCE, NULL },
+                  &(luna_input){ target, target_lengths, 2, 6, NULL }), "logits");
     for (int b = 0; b < 2; b++)
-      CHECK(same_bits(all + b * 6 * 8, some + b * 6 * 8, target_lengths[b] * 8), "target %d: its length changes what is before its end", b);
+      CHECK(same_bits(all + b * 6 * 8, some + b * 6 * 8, target_lengths[b] * 8),
+            "target %d: its length changes what is before its end", b);
     CHECK(!same_bits(all + 3 * 8, some + 3 * 8, 8), "a padded place of a target is read");
-    luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL }, &(luna_input){ target, NULL, 2, STEPS, NULL });
+    luna_tensor *longest = luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 2, SOURCE, NULL },
+                                                &(luna_input){ target, NULL, 2, STEPS, NULL });
     CHECK(longest != NULL, "%d places: %s", STEPS, luna_error(t.ctx));
     refused(t.ctx, !luna_seq2seq_forward(&t.model, &(luna_input){ source, source_lengths, 1, SOURCE, NULL },
         &(luna_input){ target, NULL, 1, STEPS + 1, NULL }), MAX_LENGTH,
@@ -168,14 +188,17 @@ static void next_of(translator *t, const int32_t *source, int64_t n, const hypot
   for (int64_t i = 0; i < vocab; i++) out[i] = (double)last[i] - (double)last[0] - log(sum);
   free(logits);
 }
-static double final_score(double score, int64_t length, double penalty) { return score / pow((double)(length + 1), penalty); }
+static double final_score(double score, int64_t length, double penalty) {
+  return score / pow((double)(length + 1), penalty);
+}
 static int better(const void *a, const void *b) {
   const double x = ((const hypothesis *)a)->score, y = ((const hypothesis *)b)->score;
   return x > y ? -1 : x < y;
 }
-/* The best finished hypothesis, its score final. Of all continuations the 2 beam best are looked at; ends among the first `beam` are
-   results, the first `beam` others go on. */
-static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, int64_t beam, int64_t max, double penalty,
+/* The best finished hypothesis, its score final. Of all continuations the 2 beam best are looked at; ends among the
+   first `beam` are results, the first `beam` others go on. */
+static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, int64_t beam, int64_t max,
+                               double penalty,
                                bool exhaustive) {
   const int64_t vocab = t->model.config.target_vocab;
   hypothesis *live = (hypothesis *)common_alloc((size_t)beam * sizeof *live),
@@ -214,15 +237,20 @@ static hypothesis naive_search(translator *t, const int32_t *source, int64_t n, 
   free(live), free(all), free(next);
   return best;
 }
-static void check_result(const char *what, const int32_t *out, int32_t length, float score, const hypothesis *expected) {
+static void check_result(const char *what, const int32_t *out, int32_t length, float score,
+                         const hypothesis *expected) {
   bool same = length == expected->length;
   for (int64_t i = 0; same && i < expected->length; i++) same = out[i] == expected->tokens[i + 1];
-  CHECK(same, "%s: %d tokens, %d %d %d ..., and not %d, %d %d %d ...", what, (int)length, (int)out[0], (int)out[1], (int)out[2],
+  CHECK(same, "%s: %d tokens, %d %d %d ..., and not %d, %d %d %d ...", what, (int)length, (int)out[0], (int)out[1],
+        (int)out[2],
         (int)expected->length, (int)expected->tokens[1], (int)expected->tokens[2], (int)expected->tokens[3]);
-  CHECK(fabs((double)score - expected->score) <= 1e-5 * (1 + fabs(expected->score)), "%s: the score is %.7g, and not %.7g", what,
+  CHECK(fabs((double)score - expected->score) <= 1e-5 * (1 + fabs(expected->score)),
+        "%s: the score is %.7g, and not %.7g", what,
         (double)score, expected->score);
 }
-static double penalty_of(float length_penalty) { return length_penalty == 0 ? 1 : length_penalty < 0 ? 0 : (double)length_penalty; }
+static double penalty_of(float length_penalty) {
+  return length_penalty == 0 ? 1 : length_penalty < 0 ? 0 : (double)length_penalty;
+}
 
 static void check_searches(int v, uint64_t seed) {
   static const float penalties[] = {0, -1, 0.6f, 2};
@@ -238,13 +266,15 @@ static void check_searches(int v, uint64_t seed) {
         for (int exhaustive = 0; exhaustive < 2; exhaustive++) {
           luna_beam_config search = {0};
           if (exhaustive && i == 0 && j > 0) continue; /* greedy with an exhaustive search: once */
-          search.begin = BEGIN, search.end = END, search.beam = beams[i], search.max_length = MAX, search.length_penalty = penalties[j],
+          search.begin = BEGIN, search.end = END, search.beam = beams[i], search.max_length = MAX,
+              search.length_penalty = penalties[j],
           search.exhaustive = exhaustive;
           if (i == 0 && j == 1) search.beam = 0; /* the default */
           memset(out, 0, sizeof out);
           snprintf(what, sizeof what, "model %d, beam %d, penalty %g%s", v, (int)beams[i], (double)penalties[j],
                    exhaustive ? ", exhaustive" : "");
-          CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK, "%s: %s", what,
+          CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+                                      &score) == LUNA_OK, "%s: %s", what,
                 luna_error(t.ctx));
           hypothesis expected = naive_search(&t, source, SOURCE, beams[i], MAX, penalty_of(penalties[j]), exhaustive);
           check_result(what, out, length, score, &expected);
@@ -274,9 +304,11 @@ static void check_greedy(int v) {
       }
       if (ended >= 0) h.length--;
       search.begin = BEGIN, search.end = END, search.max_length = MAX;
-      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, NULL) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+                                  NULL) == LUNA_OK, "%s", luna_error(t.ctx));
       CHECK(length == h.length && memcmp(out, h.tokens + 1, (size_t)length * sizeof(int32_t)) == 0,
-            "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length, (int)out[0],
+            "model %d, source %d: greedy gives %d tokens, %d %d ..., and not %d, %d %d ...", v, (int)seed, (int)length,
+                (int)out[0],
             (int)out[1], (int)h.length, (int)h.tokens[1], (int)h.tokens[2]);
       free(source);
     }
@@ -284,8 +316,9 @@ static void check_greedy(int v) {
   luna_close(t.ctx);
 }
 
-/* Four tokens that can be (one of them the end) and up to three of them: with a beam wide enough every sequence is looked at, and the best
-   of all 40 is found. A beam is at most as wide as the vocabulary, so that this one has 32 more tokens, all but impossible. */
+/* Four tokens that can be (one of them the end) and up to three of them: with a beam wide enough every sequence is
+   looked at, and the best of all 40 is found. A beam is at most as wide as the vocabulary, so that this one has 32 more
+   tokens, all but impossible. */
 enum { LIVE = 4, WIDE = 36, SHORT = 3 };
 static double enumerate(translator *t, const int32_t *source, const hypothesis *h, double penalty, hypothesis *best) {
   double next[WIDE], mass = 0;
@@ -313,7 +346,8 @@ static void check_exhaustive(uint64_t seed) {
     int32_t *source = common_tokens(SOURCE, seed, VOCAB), out[SHORT], length = -1;
     float score = NAN;
     const luna_norm_layer *last = &t.model.layers[t.model.config.decoder_layers - 1].feed_forward.norm;
-    last->weight->data[0] = 0, last->bias->data[0] = 1; /* what the output sees has a 1 in front: a bias, -30 for the impossible */
+    /* what the output sees has a 1 in front: a bias, -30 for the impossible */
+    last->weight->data[0] = 0, last->bias->data[0] = 1;
     for (int token = 0; token < WIDE; token++) t.model.output->data[token * DIM] = token < LIVE ? 0 : -30;
     for (int j = 0; j < 5; j++)
       for (int exhaustive = 0; exhaustive < 2; exhaustive++) {
@@ -323,9 +357,11 @@ static void check_exhaustive(uint64_t seed) {
         begin.tokens[0] = BEGIN, best = begin, best.score = -INFINITY;
         const double mass = enumerate(&t, source, &begin, penalty_of(penalties[j]), &best);
         CHECK(mass > 0.9999, "the four tokens have %.6f of the probability", mass);
-        search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT, search.length_penalty = penalties[j],
+        search.begin = BEGIN, search.end = END, search.beam = WIDE, search.max_length = SHORT,
+            search.length_penalty = penalties[j],
         search.exhaustive = exhaustive;
-        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK, "%s", luna_error(t.ctx));
+        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+                                    &score) == LUNA_OK, "%s", luna_error(t.ctx));
         snprintf(what, sizeof what, "of all sequences, seed %d, penalty %g%s", (int)seed, (double)penalties[j],
                  exhaustive ? ", exhaustive" : "");
         check_result(what, out, length, score, &best);
@@ -348,18 +384,23 @@ static void check_batch_of_sources(int v, int64_t max) {
       search.begin = BEGIN, search.end = END, search.beam = beam, search.max_length = max;
       const int64_t room = max ? max : 2 * SOURCE + 10;
       for (int i = 0; i < COUNT * ROOM; i++) out[i] = -7;
-      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, out, length, score) == LUNA_OK, "%s", luna_error(t.ctx));
+      CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, lengths, COUNT, SOURCE, NULL }, out, length,
+                                  score) == LUNA_OK, "%s", luna_error(t.ctx));
       for (int i = 0; i < COUNT; i++) {
         search.max_length = room;
-        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL }, one, &one_length, &one_score) == LUNA_OK, "%s",
+        CHECK(luna_seq2seq_generate(&t.model, &search, &(luna_input){ source + i * SOURCE, NULL, 1, lengths[i], NULL },
+                                    one, &one_length, &one_score) == LUNA_OK, "%s",
               luna_error(t.ctx));
         search.max_length = max;
-        CHECK(one_length <= room && length[i] == one_length && memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
+        CHECK(one_length <= room && length[i] == one_length &&
+              memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
                   fabs((double)(score[i] - one_score)) <= 1e-5,
               "model %d, beam %d, most %d: source %d of a batch gives %d tokens, %d %d ..., score %.5f; alone %d, %d %d ..., %.5f", v,
-              (int)beam, (int)max, i, (int)length[i], (int)out[i * room], (int)out[i * room + 1], (double)score[i], (int)one_length,
+              (int)beam, (int)max, i, (int)length[i], (int)out[i * room], (int)out[i * room + 1], (double)score[i],
+                  (int)one_length,
               (int)one[0], (int)one[1], (double)one_score);
-        if (config.encoder.positions == LUNA_POSITIONS_LEARNED) CHECK(one_length < STEPS, "%d tokens with %d positions", (int)one_length, STEPS);
+        if (config.encoder.positions == LUNA_POSITIONS_LEARNED)
+          CHECK(one_length < STEPS, "%d tokens with %d positions", (int)one_length, STEPS);
       }
     }
     free(source);
@@ -370,15 +411,18 @@ static void check_search_refusals(void) {
   const luna_seq2seq_config config = translator_config(2);
   translator t;
   if (translator_open(&t, &config, 91)) {
-    int32_t *source = common_tokens(SOURCE, 92, VOCAB), out[64], length = 0, bad[SOURCE] = {0}, lengths[1] = {SOURCE + 1};
+    int32_t *source = common_tokens(SOURCE, 92, VOCAB), out[64], length = 0, bad[SOURCE] = {0},
+        lengths[1] = {SOURCE + 1};
     const luna_beam_config good = {BEGIN, END, 2, MAX, 0, false};
     luna_beam_config s[10];
     float score;
     for (int i = 0; i < 10; i++) s[i] = good;
-    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1, s[7].max_length = INT64_MAX,
+    s[0].begin = -1, s[1].begin = 8, s[2].end = -1, s[3].end = 8, s[4].beam = -1, s[5].beam = 9, s[6].max_length = -1,
+        s[7].max_length = INT64_MAX,
     s[8].beam = INT64_MAX, s[9].max_length = INT64_MIN;
     for (int i = 0; i < 10; i++)
-      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+      refused(t.ctx, luna_seq2seq_generate(&t.model, &s[i], &(luna_input){ source, NULL, 1, SOURCE, NULL }, out,
+                                           &length,
           &score) != LUNA_OK, VALUE_RANGE, "bad search %d", i);
     refused(t.ctx, luna_seq2seq_generate(&t.model, NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
         &score) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
@@ -397,14 +441,16 @@ static void check_search_refusals(void) {
             "a source of -1 tokens");
     refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ NULL, NULL, 1, SOURCE, NULL }, out, &length,
         &score) != LUNA_OK, NULL_ARGUMENT, "null for a source");
-    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE, NULL }, out, &length,
+    refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, lengths, 1, SOURCE, NULL }, out,
+                                         &length,
         &score) != LUNA_OK, ELEMENT_RANGE,
             "a length beyond the source");
     bad[4] = VOCAB;
     refused(t.ctx, luna_seq2seq_generate(&t.model, &good, &(luna_input){ bad, NULL, 1, SOURCE, NULL }, out, &length,
         &score) != LUNA_OK, ELEMENT_RANGE,
             "a source token beyond the vocabulary");
-    CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_BAD_ARGUMENT, "no model");
+    CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) ==
+          LUNA_BAD_ARGUMENT, "no model");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE, NULL }, 1), VALUE_RANGE,
         "a stream of no source");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, -1), VALUE_RANGE,
@@ -415,24 +461,31 @@ static void check_search_refusals(void) {
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, INT64_MAX),
         VALUE_RANGE, "a stream of 2^63 sequences");
     CHECK(!luna_seq2seq_stream_open(NULL, &(luna_input){ source, NULL, 1, SOURCE, NULL }, 1), "a stream of no model");
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK, "after what was refused: %s",
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length,
+                                &score) == LUNA_OK, "after what was refused: %s",
           luna_error(t.ctx));
     const int32_t nothing[1] = {0}; /* an empty source is one: nothing to attend to */
     float empty = NAN;
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, nothing, 1, SOURCE, NULL }, out, &length, &score) == LUNA_OK && isfinite(score),
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, nothing, 1, SOURCE, NULL }, out, &length,
+                                &score) == LUNA_OK && isfinite(score),
           "a length of 0: %s", luna_error(t.ctx));
-    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, 0, NULL }, out, &length, &empty) == LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
-          "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score, luna_error(t.ctx));
+    CHECK(luna_seq2seq_generate(&t.model, &good, &(luna_input){ source, NULL, 1, 0, NULL }, out, &length, &empty) ==
+          LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
+          "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score,
+              luna_error(t.ctx));
     static const float odd[] = {NAN, INFINITY, -INFINITY};
-    for (int i = 0; i < 6; i++) { /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
+    /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
+    for (int i = 0; i < 6; i++) {
       float *at = i < 3 ? &t.model.output->data[3 * DIM + 1] : &t.model.layers[0].feed_forward.fc1.weight->data[5];
       const float kept = *at;
       *at = odd[i % 3];
       luna_beam_config search = good;
       search.beam = 1 + i % 2;
-      const luna_status status = luna_seq2seq_generate(&t.model, &search, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score);
+      const luna_status status = luna_seq2seq_generate(&t.model, &search,
+          &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score);
       if (status == LUNA_OK)
-        CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g", (double)score);
+        CHECK(!isnan(odd[i % 3]) && isfinite(score), "weights that are not finite give a result of score %g",
+              (double)score);
       else refused(t.ctx, true, LOGITS_NOT_FINITE, "a weight of %g", (double)odd[i % 3]);
       *at = kept;
     }
@@ -448,7 +501,8 @@ static void check_translation(void) {
   for (int v = 0; v < 16; v += 3) check_greedy(v);
   check_searches(5, 93), check_searches(2, 94), check_searches(8, 95);
   for (uint64_t seed = 96; seed < 100; seed++) check_exhaustive(seed);
-  check_batch_of_sources(1, MAX), check_batch_of_sources(10, 0), check_batch_of_sources(4, MAX), check_batch_of_sources(7, 30),
+  check_batch_of_sources(1, MAX), check_batch_of_sources(10, 0), check_batch_of_sources(4, MAX),
+      check_batch_of_sources(7, 30),
       check_batch_of_sources(12, 0);
   check_search_refusals();
   heap_check("translation");

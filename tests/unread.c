@@ -5,7 +5,8 @@
 #include "common.h"
 #include "models.h"
 
-/* ---- what nobody reads is not computed: X of the last layer where P is pooled, the last P where X alone is read ---- */
+/* ---- what nobody reads is not computed: X of the last layer where P is pooled, the last P where X alone is read
+   ---- */
 static int64_t op_calls[LUNA_OP_COUNT];
 static luna_status counted_forward(luna_op *op) {
   op_calls[op->kind]++;
@@ -26,7 +27,8 @@ static luna_tensor *unread_logits(const luna_classifier *model, const texts *t, 
   const luna_input first = {t->tokens, t->lengths, BATCH, N, NULL}, second = {t->targets, NULL, BATCH, TARGET, NULL};
   luna_tensor *part[4];
   if (!by_hand)
-    return model->config.pair ? luna_classifier_forward_pair(model, &first, &second) : luna_classifier_forward(model, &first);
+    return model->config.pair ? luna_classifier_forward_pair(model, &first, &second) :
+        luna_classifier_forward(model, &first);
   part[0] = unread_features(model, &first);
   if (model->config.pair) {
     part[1] = unread_features(model, &second);
@@ -76,7 +78,8 @@ static luna_optimizer *unread_optimizer(luna_params *params, int kind) {
   const luna_optimizer_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .clip = 1};
   const luna_optimizer_config apollo = {.weight_decay = 0.1f, .clip = 1};
   const luna_param_group group = {.name = "layers.", .lr = 2, .weight_decay = 0.2f};
-  luna_optimizer *o = kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
+  luna_optimizer *o = kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ?
+      luna_adamw(params, &adam) : luna_apollo(params, &apollo);
   CHECK(luna_optimizer_group(o, &group) == LUNA_OK, "a group that decays what has no gradient");
   return o;
 }
@@ -95,25 +98,33 @@ static void check_unread(int v, luna_recompute_kind recompute, luna_form form, b
     logits[hand] = values_of(u[hand].ctx, unread_logits(&u[hand].model, &u[hand].t, hand), "logits");
     memcpy(calls[hand], op_calls, sizeof op_calls);
     luna_begin_step(u[hand].ctx);
-    CHECK(luna_backward(luna_cross_entropy(unread_logits(&u[hand].model, &u[hand].t, hand), u[hand].t.labels)) == LUNA_OK, "%s",
+    CHECK(luna_backward(luna_cross_entropy(unread_logits(&u[hand].model, &u[hand].t, hand), u[hand].t.labels)) ==
+          LUNA_OK, "%s",
           luna_error(u[hand].ctx));
     gradients[hand] = all_gradients(u[hand].params);
     peak[hand] = luna_memory(u[hand].ctx).peak;
   }
   const int64_t count = luna_params_element_count(u->params), times = pair ? 2 : 1;
   CHECK(same_bits(logits[0], logits[1], BATCH * 3), "%s, pair %d: other logits than by hand", encoder_names[v], pair);
-  CHECK(same_bits(gradients[0], gradients[1], count), "%s, pair %d, recompute %d: other gradients than by hand", encoder_names[v], pair, recompute);
-  CHECK(peak[0] < peak[1] || (recompute == LUNA_RECOMPUTE_LAYER && peak[0] == peak[1]), "%s, pair %d, recompute %d: the peak is %zu bytes, with X computed %zu",
+  CHECK(same_bits(gradients[0], gradients[1], count), "%s, pair %d, recompute %d: other gradients than by hand",
+        encoder_names[v], pair, recompute);
+  CHECK(peak[0] < peak[1] || (recompute == LUNA_RECOMPUTE_LAYER && peak[0] == peak[1]),
+        "%s, pair %d, recompute %d: the peak is %zu bytes, with X computed %zu",
         encoder_names[v], pair, recompute, peak[0], peak[1]);
-  CHECK(calls[0][LUNA_OP_FEED_FORWARD] == times * (encoder.layers - 1) && calls[1][LUNA_OP_FEED_FORWARD] == times * encoder.layers,
-        "%s, pair %d: %d feed-forwards, by hand %d", encoder_names[v], pair, (int)calls[0][LUNA_OP_FEED_FORWARD], (int)calls[1][LUNA_OP_FEED_FORWARD]);
+  CHECK(calls[0][LUNA_OP_FEED_FORWARD] == times * (encoder.layers - 1) &&
+        calls[1][LUNA_OP_FEED_FORWARD] == times * encoder.layers,
+        "%s, pair %d: %d feed-forwards, by hand %d", encoder_names[v], pair, (int)calls[0][LUNA_OP_FEED_FORWARD],
+            (int)calls[1][LUNA_OP_FEED_FORWARD]);
   if (form == LUNA_FORM_FOLDED)
-    CHECK(calls[0][LUNA_OP_UNPACK] == times * (encoder.layers - 1) && calls[1][LUNA_OP_UNPACK] == times * encoder.layers && calls[0][LUNA_OP_PACK] == times * encoder.layers,
-          "%s, pair %d: %d unpacks, by hand %d", encoder_names[v], pair, (int)calls[0][LUNA_OP_UNPACK], (int)calls[1][LUNA_OP_UNPACK]);
+    CHECK(calls[0][LUNA_OP_UNPACK] == times * (encoder.layers - 1) &&
+          calls[1][LUNA_OP_UNPACK] == times * encoder.layers && calls[0][LUNA_OP_PACK] == times * encoder.layers,
+          "%s, pair %d: %d unpacks, by hand %d", encoder_names[v], pair, (int)calls[0][LUNA_OP_UNPACK],
+              (int)calls[1][LUNA_OP_UNPACK]);
   for (int64_t i = 0; i < luna_params_tensor_count(u->params); i++) {
     const char *name;
     const luna_tensor *p = luna_params_at(u->params, i, &name);
-    CHECK(!p->grad == !luna_params_at(u[1].params, i, NULL)->grad && (!p->grad || !is_unread(name, &encoder)), "%s, pair %d: %s has a gradient",
+    CHECK(!p->grad == !luna_params_at(u[1].params, i, NULL)->grad && (!p->grad || !is_unread(name, &encoder)),
+          "%s, pair %d: %s has a gradient",
           encoder_names[v], pair, name);
   }
   for (int hand = 0; hand < 2; hand++) luna_close(u[hand].ctx), free(logits[hand]), free(gradients[hand]);
@@ -131,15 +142,18 @@ static void check_unread_trained(int v, int kind) {
     norm = length_of(gradients, luna_params_element_count(u.params));
     free(gradients);
     CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "%s", luna_error(u.ctx));
-    CHECK(fabs((double)luna_optimizer_norm(optimizer) - norm) <= 1e-5 * norm, "%s: the norm is %.7g, of the gradients %.7g", encoder_names[v],
+    CHECK(fabs((double)luna_optimizer_norm(optimizer) - norm) <= 1e-5 * norm,
+          "%s: the norm is %.7g, of the gradients %.7g", encoder_names[v],
           (double)luna_optimizer_norm(optimizer), norm);
   }
   for (int64_t i = 0; i < luna_params_tensor_count(u.params); at += luna_count(luna_params_at(u.params, i++, NULL))) {
     const char *name;
     const luna_tensor *p = luna_params_at(u.params, i, &name);
     const bool same = same_bits(p->data, at, luna_count(p));
-    CHECK(p->grad ? !same : same, "%s, optimiser %d: %s, %s a gradient, is %schanged", encoder_names[v], kind, name, p->grad ? "with" : "without", same ? "un" : "");
-    CHECK(!is_unread(name, &u.model.config.encoder) || !p->grad, "%s, optimiser %d: %s has a gradient", encoder_names[v], kind, name);
+    CHECK(p->grad ? !same : same, "%s, optimiser %d: %s, %s a gradient, is %schanged", encoder_names[v], kind, name,
+          p->grad ? "with" : "without", same ? "un" : "");
+    CHECK(!is_unread(name, &u.model.config.encoder) || !p->grad, "%s, optimiser %d: %s has a gradient",
+          encoder_names[v], kind, name);
   }
   free(before);
   luna_close(u.ctx);
@@ -166,7 +180,8 @@ static void check_unread_memory(luna_recompute_kind recompute) {
       else luna_begin_inference(ctx);
       memset(op_calls, 0, sizeof op_calls);
       const bool good = model_logits(&m, &t) != NULL;
-      CHECK(good && op_calls[LUNA_OP_LAYER_NORM] == norms, "%s, own memory %d, training %d: %d norms for %d", model_names[kind], i == 3,
+      CHECK(good && op_calls[LUNA_OP_LAYER_NORM] == norms, "%s, own memory %d, training %d: %d norms for %d",
+            model_names[kind], i == 3,
             training, (int)op_calls[LUNA_OP_LAYER_NORM], norms);
     }
     luna_close(ctx);
@@ -188,10 +203,12 @@ static void check_unread_default(void) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     unread += p->grad ? 0 : luna_count(p);
   }
-  CHECK(unread == 181760 && luna_params_element_count(params) == 250112, "%d of %d parameters have no gradient", (int)unread, (int)luna_params_element_count(params));
+  CHECK(unread == 181760 && luna_params_element_count(params) == 250112, "%d of %d parameters have no gradient",
+        (int)unread, (int)luna_params_element_count(params));
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 3, 128, 0), *p = common_tensor(ctx, 2, 1, 3, 128, 0);
-  CHECK(luna_classifier_pool(&model, NULL, p, NULL) && luna_ctx_status(ctx) == LUNA_OK, "pooling P takes an X: %s", luna_error(ctx));
+  CHECK(luna_classifier_pool(&model, NULL, p, NULL) && luna_ctx_status(ctx) == LUNA_OK, "pooling P takes an X: %s",
+        luna_error(ctx));
   refused(ctx, !luna_classifier_pool(&model, x, NULL, NULL), NULL_ARGUMENT, "pooling P without one");
   refused(ctx, !luna_classifier_pool(&model, NULL, NULL, NULL), NULL_ARGUMENT, "pooling nothing");
   x = common_tensor(ctx, 1, 3, 128, 0, 0);
@@ -203,9 +220,11 @@ static void check_unread_default(void) {
 }
 static void check_unread_all(void) {
   for (int v = 0; v < ENCODERS && has_memory(v); v++) {
-    for (luna_recompute_kind recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute = (luna_recompute_kind)(recompute + 1))
+    for (luna_recompute_kind recompute = LUNA_RECOMPUTE_NONE; recompute <= LUNA_RECOMPUTE_LAYER; recompute =
+         (luna_recompute_kind)(recompute + 1))
       for (int i = 0; i < 4; i++)
-        check_unread(v, recompute, i % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, i / 2, i / 2 ? LUNA_POOLING_MEMORY_BATCH : LUNA_POOLING_DEFAULT);
+        check_unread(v, recompute, i % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, i / 2,
+                     i / 2 ? LUNA_POOLING_MEMORY_BATCH : LUNA_POOLING_DEFAULT);
     for (int kind = 0; kind < 4; kind++) check_unread_trained(v, kind);
   }
   check_unread_memory(LUNA_RECOMPUTE_NONE);

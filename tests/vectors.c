@@ -1,9 +1,10 @@
-/* The vector vocabulary of every pass against libm in double: exp, log, erf, activations and their slopes over every 1,009th float
-   there is; NaN, Inf and the edges; partial loads and stores, comparisons, the sums over lanes. */
+/* The vector vocabulary of every pass against libm in double: exp, log, erf, activations and their slopes over every
+   1,009th float there is; NaN, Inf and the edges; partial loads and stores, comparisons, the sums over lanes. */
 #include "test.h"
 enum {
   VECTORS_EXP, VECTORS_LOG, VECTORS_ERF, VECTORS_FUNCTIONS,
-  VECTORS_ADD = VECTORS_FUNCTIONS, VECTORS_SUB, VECTORS_MUL, VECTORS_DIV, VECTORS_MAX, VECTORS_MIN, VECTORS_SQRT, VECTORS_ABS, VECTORS_LT,
+  VECTORS_ADD = VECTORS_FUNCTIONS, VECTORS_SUB, VECTORS_MUL, VECTORS_DIV, VECTORS_MAX, VECTORS_MIN, VECTORS_SQRT,
+      VECTORS_ABS, VECTORS_LT,
     VECTORS_LE,
   VECTORS_GT, VECTORS_FMA, VECTORS_FNMA, VECTORS_ALL
 };
@@ -140,7 +141,8 @@ static void check_claim(const claim *c) {
   for (int p = 0; p < PASSES; p++)
     CHECK(worst[p].relative <= c->relative && worst[p].absolute <= c->absolute,
           "%s: %s from %g to %g: relative %.3g (at %.9g) over %.3g, absolute %.3g over %.3g",
-          luna_isa_name(vectors_passes[p].isa), c->name, c->min, c->max, worst[p].relative, (double)worst[p].at, c->relative,
+          luna_isa_name(vectors_passes[p].isa), c->name, c->min, c->max, worst[p].relative, (double)worst[p].at,
+              c->relative,
             worst[p].absolute, c->absolute);
   release(x), release(y), release(ones), free(want);
 }
@@ -154,32 +156,38 @@ static float value_of(int which, float x) {
 static void check_edges(void) {
   const float inf = (float)INFINITY, nan = (float)NAN, tiny = 1e-40f;
   const struct { int which; float x, y; } exact[] = {
-    {VECTORS_EXP, 0, 1}, {VECTORS_EXP, -0.0f, 1}, {VECTORS_EXP, tiny, 1}, {VECTORS_EXP, -tiny, 1}, {VECTORS_EXP, -inf, 0},
+    {VECTORS_EXP, 0, 1}, {VECTORS_EXP, -0.0f, 1}, {VECTORS_EXP, tiny, 1}, {VECTORS_EXP, -tiny, 1},
+        {VECTORS_EXP, -inf, 0},
     {VECTORS_EXP, inf, inf},
-    {VECTORS_EXP, 88.8f, inf}, {VECTORS_EXP, 3e38f, inf}, {VECTORS_EXP, -3e38f, 0}, {VECTORS_EXP, -110, 0}, {VECTORS_EXP, nan, nan},
+    {VECTORS_EXP, 88.8f, inf}, {VECTORS_EXP, 3e38f, inf}, {VECTORS_EXP, -3e38f, 0}, {VECTORS_EXP, -110, 0},
+        {VECTORS_EXP, nan, nan},
     {VECTORS_LOG, 1, 0}, {VECTORS_LOG, 0, -inf}, {VECTORS_LOG, inf, inf}, {VECTORS_LOG, nan, nan},
     {VECTORS_ERF, 0, 0}, {VECTORS_ERF, inf, 1}, {VECTORS_ERF, -inf, -1}, {VECTORS_ERF, 10, 1}, {VECTORS_ERF, -10, -1},
     {VECTORS_ERF, nan, nan},
   };
   for (size_t i = 0; i < sizeof exact / sizeof *exact; i++) {
     const float y = value_of(exact[i].which, exact[i].x);
-    CHECK(same_bits(y, exact[i].y), "%s: %s(%g) = %.9g", kernels_name, vectors_name[exact[i].which], (double)exact[i].x, (double)y);
+    CHECK(same_bits(y, exact[i].y), "%s: %s(%g) = %.9g", kernels_name, vectors_name[exact[i].which], (double)exact[i].x,
+          (double)y);
   }
   for (int i = 0; i < 1000; i++) { /* 0 and Inf are reached from the right side, and the result never turns negative */
     const float low = -86 - 0.002f * (float)i, high = 87.7f + 0.0011f * (float)i;
     const float y = value_of(VECTORS_EXP, low), z = value_of(VECTORS_EXP, high);
-    CHECK(positive(y) && (double)y <= 1.001 * exp((double)low) && positive(z) && (double)z >= 0.999 * exp((double)high) * (z < inf),
+    CHECK(positive(y) && (double)y <= 1.001 * exp((double)low) && positive(z) &&
+          (double)z >= 0.999 * exp((double)high) * (z < inf),
           "%s: exp(%g) = %g, exp(%g) = %g",
           kernels_name, (double)low, (double)y, (double)high, (double)z);
   }
   for (int i = 0; i < 1000; i++) {
     const float x = 0.005f * (float)i;
-    CHECK(same_bits(value_of(VECTORS_ERF, -x), -value_of(VECTORS_ERF, x)), "%s: erf is odd, but not at %g", kernels_name, (double)x);
+    CHECK(same_bits(value_of(VECTORS_ERF, -x), -value_of(VECTORS_ERF, x)), "%s: erf is odd, but not at %g",
+          kernels_name, (double)x);
   }
 }
 /* maps of NaN, Inf, -Inf, 0, -0 and a negative number: as C's math.h has it */
 static void check_map_edges(void) {
-  const float inf = (float)INFINITY, nan = (float)NAN, x[6] = {nan, inf, -inf, 0, -0.0f, -2}, one[6] = {1, 1, 1, 1, 1, 1};
+  const float inf = (float)INFINITY, nan = (float)NAN, x[6] = {nan, inf, -inf, 0, -0.0f, -2},
+      one[6] = {1, 1, 1, 1, 1, 1};
   const struct { int kind; float y[5]; } known[] = {
     {LUNA_ACTIVATION_SIGMOID, {1, 0, 0.5f, 0.5f, 77}}, {LUNA_ACTIVATION_SILU, {inf, nan, 0, -0.0f, 77}},
     {LUNA_ACTIVATION_TANH, {1, -1, 0, -0.0f, 77}}, {LUNA_ACTIVATION_EXP, {inf, 0, 1, 1, 77}},
@@ -190,16 +198,20 @@ static void check_map_edges(void) {
     float y[6], slope[6] = {0, 0, 0, 0, 0, 0};
     kernels->activate(kind, 6, x, y);
     kernels->activate_backward(kind, 6, x, one, slope);
-    CHECK(y[0] != y[0] && (kind == LUNA_ACTIVATION_NONE || slope[0] != slope[0]), "%s: map %d of NaN is %g, its slope %g", kernels_name,
+    CHECK(y[0] != y[0] && (kind == LUNA_ACTIVATION_NONE || slope[0] != slope[0]),
+          "%s: map %d of NaN is %g, its slope %g", kernels_name,
           kind, (double)y[0], (double)slope[0]);
     for (size_t k = 0; k < sizeof known / sizeof *known; k++)
       for (int i = 0; known[k].kind == kind && i < 5; i++)
-        CHECK(same_bits(y[i + 1], known[k].y[i]) || known[k].y[i] == 77, "%s: map %d of %g is %g", kernels_name, kind, (double)x[i + 1],
+        CHECK(same_bits(y[i + 1], known[k].y[i]) || known[k].y[i] == 77, "%s: map %d of %g is %g", kernels_name, kind,
+              (double)x[i + 1],
               (double)y[i + 1]);
     if (kind > LUNA_ACTIVATION_SOFTPLUS2) continue;
     CHECK(same_bits(y[1], inf), "%s: activation %d of Inf is %g", kernels_name, kind, (double)y[1]);
-    CHECK(kind == LUNA_ACTIVATION_NONE || kind == LUNA_ACTIVATION_GELU || y[2] == 0, "%s: activation %d of -Inf is %g", kernels_name, kind, (double)y[2]);
-    CHECK(fabs((double)y[3] - naive_activation(kind, 0)) < 1e-7, "%s: activation %d of 0 is %g", kernels_name, kind, (double)y[3]);
+    CHECK(kind == LUNA_ACTIVATION_NONE || kind == LUNA_ACTIVATION_GELU || y[2] == 0, "%s: activation %d of -Inf is %g",
+          kernels_name, kind, (double)y[2]);
+    CHECK(fabs((double)y[3] - naive_activation(kind, 0)) < 1e-7, "%s: activation %d of 0 is %g", kernels_name, kind,
+          (double)y[3]);
   }
 }
 
@@ -227,11 +239,13 @@ static void check_lanes(int which) {
   for (int i = 0; i < 12; i++) x[5 + 7 * i] = odd[i % 6], z[5 + 7 * i + i % 2] = odd[(i * 5 / 6 + i) % 6];
   pass->map(which, N, x, z, whole);
   for (int64_t i = 0; i < N && which >= VECTORS_FUNCTIONS && which < VECTORS_FMA; i++)
-    CHECK(same_bits(whole[i], arithmetic(which, x[i], z[i])), "%s: %s(%g, %g) = %g", kernels_name, vectors_name[which], (double)x[i],
+    CHECK(same_bits(whole[i], arithmetic(which, x[i], z[i])), "%s: %s(%g, %g) = %g", kernels_name, vectors_name[which],
+          (double)x[i],
           (double)z[i], (double)whole[i]);
   for (int64_t i = 0; i < N && which >= VECTORS_FMA; i++) {
     const double product = (double)x[i] * (double)z[i], exact = which == VECTORS_FMA ? product - 1 : -1 - product;
-    CHECK(!isfinite(exact) || fabs((double)whole[i] - exact) <= 2e-7 * (1 + fabs(product)), "%s: %s(%g, %g, -1) = %g", kernels_name,
+    CHECK(!isfinite(exact) || fabs((double)whole[i] - exact) <= 2e-7 * (1 + fabs(product)), "%s: %s(%g, %g, -1) = %g",
+          kernels_name,
           vectors_name[which], (double)x[i], (double)z[i],
           (double)whole[i]);
   }
@@ -242,14 +256,16 @@ static void check_lanes(int which) {
     y[n] = 77;
     pass->map(which, n, a, b, y);
     for (int64_t i = 0; i < n; i++) equal = equal && same_bits(y[i], whole[at + i]);
-    CHECK(equal && y[n] == 77, "%s: %s of %d numbers differs from the same among %d, or is written beyond", kernels_name,
+    CHECK(equal && y[n] == 77, "%s: %s of %d numbers differs from the same among %d, or is written beyond",
+          kernels_name,
           vectors_name[which], (int)n, (int)N);
     release(a), release(b), release(y);
   }
   for (int64_t i = 0; i < N && which <= VECTORS_LOG; i++) {
     float y;
     pass->singles(which, 1, x + i, &y);
-    CHECK(same_bits(y, whole[i]), "%s: %s of a single %g is %.9g, in a vector %.9g", kernels_name, vectors_name[which], (double)x[i],
+    CHECK(same_bits(y, whole[i]), "%s: %s of a single %g is %.9g, in a vector %.9g", kernels_name, vectors_name[which],
+          (double)x[i],
           (double)y, (double)whole[i]);
   }
   release(x), release(z), release(whole);

@@ -1,4 +1,5 @@
-/* luna.h, and in each of its passes a way to reach the vector vocabulary: vectors.c makes luna.h include itself by this name. */
+/* luna.h, and in each of its passes a way to reach the vector vocabulary: vectors.c makes luna.h include itself by this
+   name. */
 #include "luna.h"
 
 #ifdef LUNAI_PASS
@@ -6,7 +7,8 @@
 LUNAI_FN void LUNAI_K(vectors_map)(int which, int64_t n, const float *x, const float *z, float *y) {
   for (int64_t i = 0; i < n; i += VF) {
     const int64_t left = n - i < VF ? n - i : VF;
-    const vf a = left == VF ? vf_load(x + i) : vf_load_part(x + i, left), b = left == VF ? vf_load(z + i) : vf_load_part(z + i, left);
+    const vf a = left == VF ? vf_load(x + i) : vf_load_part(x + i, left),
+        b = left == VF ? vf_load(z + i) : vf_load_part(z + i, left);
     vf r = a;
     switch (which) {
       case VECTORS_EXP: r = vf_exp(a); break;

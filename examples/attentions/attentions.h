@@ -100,7 +100,8 @@ ATTENTION_FN bool attentions_set(attentions *a, const char *key, const char *val
 }
 
 /* ---- the hook ---- */
-ATTENTION_FN void *attentions_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
+ATTENTION_FN void *attentions_init(void *user, luna_params *params, const char *prefix,
+                                   const luna_layer_config *config) {
   attentions *choice = (attentions *)user;
   attention *a = (attention *)malloc(choice->system->size);
   if (!a) return NULL;
@@ -140,7 +141,8 @@ ATTENTION_FN bool attentions_set_all(attentions *a, const char *options) {
   while (*(options += strspn(options, " "))) {
     const size_t size = strcspn(options, " "), key = strcspn(options, "= ");
     char text[2][128];
-    if (key >= size || key >= sizeof text[0] || size - key > sizeof text[1]) return attentions_refuse(a, "not key=value", options, "");
+    if (key >= size || key >= sizeof text[0] || size - key > sizeof text[1])
+      return attentions_refuse(a, "not key=value", options, "");
     memcpy(text[0], options, key), text[0][key] = 0;
     memcpy(text[1], options + key + 1, size - key - 1), text[1][size - key - 1] = 0;
     if (!attentions_set(a, text[0], text[1])) return false;
@@ -152,7 +154,8 @@ ATTENTION_FN bool attentions_read(attentions *a, const char *name) {
   const size_t size = strcspn(name, " ");
   memset(a, 0, sizeof *a);
   for (int i = 0; i < ATTENTION_SYSTEMS; i++)
-    if (strlen(attention_systems[i]->name) == size && memcmp(attention_systems[i]->name, name, size) == 0) a->system = attention_systems[i];
+    if (strlen(attention_systems[i]->name) == size && memcmp(attention_systems[i]->name, name, size) == 0)
+      a->system = attention_systems[i];
   if (!a->system) return attentions_refuse(a, "no such system", name, "");
   a->options = (attention *)calloc(1, a->system->size);
   if (!a->options) return attentions_refuse(a, "out of memory", "", "");

@@ -1,4 +1,5 @@
-/* base.h: what the systems of attentions.h share: a layer, its options, its parameters, its custom ops. A system is a file
+/* base.h: what the systems of attentions.h share: a layer, its options, its parameters, its custom ops. A system is a
+   file
 
      NAME.h   typedef struct NAME { attention base; its options; its parameters; } NAME;
               static const attention_option NAME_options[] = { ..., { NULL, ATTENTION_COUNT, 0, NULL } };
@@ -125,9 +126,10 @@ ATTENTION_FN void attention_projections_init(attention *a, attention_projections
   attention_linear(a, &p->v, "v_proj", a->dim, a->dim, ATTENTION_GAIN);
   attention_linear(a, &p->out, "out_proj", a->dim, a->dim, 1);
 }
-/* An array that is drawn once, saved with the parameters, replaced by luna_write, and not trained: N(0,1). Forward reads
-   it through luna_detach. */
-ATTENTION_FN luna_tensor *attention_array(attention *a, const char *name, int64_t n0, int64_t n1, int64_t n2, int64_t n3) {
+/* An array that is drawn once, saved with the parameters, replaced by luna_write, and not trained: N(0,1). Forward
+   reads it through luna_detach. */
+ATTENTION_FN luna_tensor *attention_array(attention *a, const char *name, int64_t n0, int64_t n1, int64_t n2,
+                                          int64_t n3) {
   return attention_param(a, name, LUNA_INIT_NORMAL, 1, n0, n1, n2, n3);
 }
 /* row minus its parts along the rows before it in its block of d rows */
@@ -155,7 +157,8 @@ ATTENTION_FN void attention_orthogonal_rows(attention *a, luna_tensor *array, bo
     for (int64_t i = 0; i < rows; i++) {
       const double norm = root ? sqrt((double)d) : attention_size(x + i * d, d);
       float *head = x + i / each * each * d;
-      for (int pass = 0; pass < 2; pass++) attention_orthogonal_row(head, i % each, d); /* twice: to float's precision */
+      /* twice: to float's precision */
+      for (int pass = 0; pass < 2; pass++) attention_orthogonal_row(head, i % each, d);
       const double factor = norm / attention_size(x + i * d, d);
       for (int64_t c = 0; c < d; c++) x[i * d + c] = (float)(factor * (double)x[i * d + c]);
     }
@@ -273,7 +276,8 @@ ATTENTION_FN luna_tensor *attention_op(luna_tensor *const *in, int count, int ra
   custom.workspace_size = workspace_size;
   return luna_custom_op(in, count, rank, shape, &custom);
 }
-/* attention_rows's op: y[b,i] = x[b, first + i], or zeros where that is not in [0, end); [batch,2] holds first and end */
+/* attention_rows's op: y[b,i] = x[b, first + i], or zeros where that is not in [0, end); [batch,2] holds first and
+   end */
 ATTENTION_FN void attention_rows_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t d = out->shape[2];
   (void)count, (void)state;
@@ -286,8 +290,8 @@ ATTENTION_FN void attention_rows_forward(const luna_tensor *const *in, int count
 ATTENTION_FN void attention_rows_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)in, (void)count, (void)out, (void)state;
 }
-/* Rows of each sequence of x [batch,n,d] up to end[b]: the last take[b] of them, or the last count; zeros before row 0 and
-   after the end -> [batch,count,d]. For memories: no gradient flows through it. */
+/* Rows of each sequence of x [batch,n,d] up to end[b]: the last take[b] of them, or the last count; zeros before row 0
+   and after the end -> [batch,count,d]. For memories: no gradient flows through it. */
 ATTENTION_FN luna_tensor *attention_rows(luna_tensor *x, const int32_t *end, const int32_t *take, int64_t count) {
   luna_tensor *in[2] = { NULL, NULL };
   int64_t shape[3], spans[2];
@@ -305,12 +309,14 @@ ATTENTION_FN luna_tensor *attention_rows(luna_tensor *x, const int32_t *end, con
 }
 
 /* task(work, i) for each i in [0, count), on the context's threads */
-ATTENTION_FN void attention_parallel(const luna_run *run, int64_t count, void (*task)(void *work, int64_t i), void *work) {
+ATTENTION_FN void attention_parallel(const luna_run *run, int64_t count, void (*task)(void *work, int64_t i),
+                                     void *work) {
   if (run->parallel_for && run->threads > 1) run->parallel_for(run->parallel_user, count, task, work);
   else for (int64_t i = 0; i < count; i++) task(work, i);
 }
 /* C (+)= A B of dense or strided rows on the calling thread */
-ATTENTION_FN void attention_gemm(luna_run run, const float *a, int64_t a_row, bool transpose_a, const float *b, int64_t b_row,
+ATTENTION_FN void attention_gemm(luna_run run, const float *a, int64_t a_row, bool transpose_a, const float *b,
+                                 int64_t b_row,
                               bool transpose_b, float *c, int64_t c_row, int64_t m, int64_t n, int64_t k, bool add) {
   luna_gemm_args g;
   memset(&g, 0, sizeof g);

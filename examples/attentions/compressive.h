@@ -1,5 +1,5 @@
-/* compressive.h: Compressive Transformer (Rae et al., ICLR 2020, arXiv 1911.05507): Transformer-XL with a second memory, of
-   what leaves the first, compressed.
+/* compressive.h: Compressive Transformer (Rae et al., ICLR 2020, arXiv 1911.05507): Transformer-XL with a second
+   memory, of what leaves the first, compressed.
 
      C = [compressed; memory; x];   y = attention by relative position of x over C (relative.h)
      old = the rows of [memory; x] that leave;  next_memory = the rest (M rows)
@@ -8,8 +8,8 @@
      leave, without the zero rows, one in c, those that a(old) below looks at most, in their order
      loss = mean of (a(old) - a(new))^2,  a(m) = softmax(q (m k_proj)^T / sqrt(d_h)) (m v_proj) a head;  q, k_proj, v_proj and
      old are constants in it: it alone trains conv
-   base.memory, base.compressed [batch,K,d] come in (null: none), base.next_memory, base.next_compressed, base.loss go out. M and
-   K: options memory, compressed; 0 = as many rows as came in. Memories carry no gradient.
+   base.memory, base.compressed [batch,K,d] come in (null: none), base.next_memory, base.next_compressed, base.loss go
+   out. M and K: options memory, compressed; 0 = as many rows as came in. Memories carry no gradient.
    Parameters: see relative.h; conv: compress (weight [d,d,c], bias [d]). Time O(n (K + M + n) d + n d^2). */
 #ifndef ATTENTION_COMPRESSIVE_H
 #define ATTENTION_COMPRESSIVE_H
@@ -49,10 +49,11 @@ static luna_tensor *compressive_compress(const compressive *a, luna_tensor *old)
   if (a->compression == COMPRESSIVE_MEAN) return luna_mean(luna_reshape(old, 4, shape), 2);
   if (a->compression == COMPRESSIVE_MAX) return luna_max(luna_reshape(old, 4, shape), 2);
   shape[2] = c * d;
-  return luna_linear(luna_reshape(old, 3, shape), luna_reshape(luna_permute(a->compress.weight, axes), 2, weight), a->compress.bias);
+  return luna_linear(luna_reshape(old, 3, shape), luna_reshape(luna_permute(a->compress.weight, axes), 2, weight),
+                     a->compress.bias);
 }
-/* ---- most-used: in old [batch,R,d], q [batch,n,d], k of old, sizes [batch,3]: real rows of q and of old, rows to keep;
-   out [batch,kept,d] ---- */
+/* ---- most-used: in old [batch,R,d], q [batch,n,d], k of old, sizes [batch,3]: real rows of q and of old, rows to
+   keep; out [batch,kept,d] ---- */
 enum { COMPRESSIVE_ROWS = 64 };
 typedef struct compressive_state { int64_t heads; } compressive_state;
 static size_t compressive_room(int64_t rows) { /* usage [R], and scores [64,R] */
@@ -83,7 +84,8 @@ static void compressive_used_forward(const luna_tensor *const *in, int count, lu
     for (int64_t h = 0; h < heads; h++)
       for (int64_t i = 0; left > 0 && i < queries; i += COMPRESSIVE_ROWS) {
         const int64_t some = queries - i < COMPRESSIVE_ROWS ? queries - i : (int64_t)COMPRESSIVE_ROWS;
-        attention_gemm(run, in[1]->data + (b * n + i) * d + h * dh, d, false, in[2]->data + b * rows * d + h * dh, d, true,
+        attention_gemm(run, in[1]->data + (b * n + i) * d + h * dh, d, false, in[2]->data + b * rows * d + h * dh, d,
+                       true,
                        scores, left, some, left, dh, false);
         for (int64_t r = 0; r < some; r++) compressive_use(scores + r * left, left, 1 / sqrt((double)dh), usage);
       }
@@ -94,7 +96,8 @@ static void compressive_used_forward(const luna_tensor *const *in, int count, lu
     }
   }
 }
-static luna_tensor *compressive_used(const compressive *a, const luna_attention_call *call, luna_tensor *q, luna_tensor *old,
+static luna_tensor *compressive_used(const compressive *a, const luna_attention_call *call, luna_tensor *q,
+                                     luna_tensor *old,
                                      const int32_t *left, const int32_t *groups, int64_t largest) {
   const int64_t batch = call->x->shape[0], sizes[2] = { batch, 3 };
   float *values = (float *)malloc((size_t)(3 * batch + 1) * sizeof(float));
@@ -114,20 +117,24 @@ static luna_tensor *compressive_used(const compressive *a, const luna_attention_
   free(values);
   shape[0] = batch, shape[1] = largest, shape[2] = a->base.dim;
   return attention_op(in, 4, 3, shape, compressive_used_forward, attention_rows_backward, &s, sizeof s,
-                      compressive_room(old->shape[1]) + attention_gemm_scratch(COMPRESSIVE_ROWS, old->shape[1], a->base.dim / a->base.heads));
+                      compressive_room(old->shape[1]) + attention_gemm_scratch(COMPRESSIVE_ROWS, old->shape[1],
+                          a->base.dim / a->base.heads));
 }
 
 /* attention by content of q over m, whose projections are constants */
-static luna_tensor *compressive_look(const compressive *a, const luna_attention_call *call, luna_tensor *q, luna_tensor *m, const int32_t *keys) {
+static luna_tensor *compressive_look(const compressive *a, const luna_attention_call *call, luna_tensor *q,
+                                     luna_tensor *m, const int32_t *keys) {
   luna_attention_config c;
   memset(&c, 0, sizeof c);
   c.heads = a->base.heads;
   c.lengths = keys;
   if (call->norm) m = luna_layer_norm(m, luna_detach(call->norm->weight), luna_detach(call->norm->bias));
-  return luna_softmax_attention(luna_detach(q), luna_linear(m, luna_detach(a->proj.k), NULL), luna_linear(m, luna_detach(a->proj.v), NULL), &c);
+  return luna_softmax_attention(luna_detach(q), luna_linear(m, luna_detach(a->proj.k), NULL),
+                                luna_linear(m, luna_detach(a->proj.v), NULL), &c);
 }
 /* mean over the batch of each sequence's mean of squares over its real rows */
-static luna_tensor *compressive_mean_square(const compressive *a, const luna_attention_call *call, luna_tensor *difference) {
+static luna_tensor *compressive_mean_square(const compressive *a, const luna_attention_call *call,
+                                            luna_tensor *difference) {
   const int64_t batch = call->x->shape[0], n = call->x->shape[1], shape[2] = { batch, n }, flat = batch * n;
   float *weights = (float *)malloc((size_t)(flat + 1) * sizeof(float));
   luna_tensor *sum = luna_sum(luna_mul(difference, difference), 2), *w = NULL;
@@ -140,9 +147,11 @@ static luna_tensor *compressive_mean_square(const compressive *a, const luna_att
   return luna_sum(luna_reshape(luna_mul(sum, w), 1, &flat), 0);
 }
 /* Next memories and the loss. ends [4 batch]: where the sequences of [memory; input] end, and room */
-static void compressive_move(compressive *a, const luna_attention_call *call, luna_tensor *q, int32_t *ends, int64_t kept) {
+static void compressive_move(compressive *a, const luna_attention_call *call, luna_tensor *q, int32_t *ends,
+                             int64_t kept) {
   const int64_t batch = call->x->shape[0], held = a->base.compressed ? a->base.compressed->shape[1] : 0;
-  int32_t *left = ends + batch, *groups = left + batch, *padded = groups + batch, c = (int32_t)a->rate; /* rows that leave; groups of c */
+  /* rows that leave; groups of c */
+  int32_t *left = ends + batch, *groups = left + batch, *padded = groups + batch, c = (int32_t)a->rate;
   luna_tensor *all = relative_inputs(call, a->base.memory), *parts[2], *old, *now, *before;
   int64_t largest = 0, fewest = INT32_MAX, count;
   for (int64_t b = 0; b < batch; b++) {
@@ -163,7 +172,8 @@ static void compressive_move(compressive *a, const luna_attention_call *call, lu
   a->base.loss = compressive_mean_square(a, call, luna_add(now, luna_scale(before, -1)));
   for (int64_t b = 0; b < batch; b++) groups[b] += (int32_t)held;
   count = relative_kept(a->base.compressed, a->kept_compressed, held + fewest);
-  a->base.next_compressed = count > 0 ? attention_rows(held ? luna_concat(parts, 2, 1) : parts[1], groups, NULL, count) : NULL;
+  a->base.next_compressed = count > 0 ? attention_rows(held ? luna_concat(parts, 2, 1) : parts[1], groups, NULL,
+                                                       count) : NULL;
 }
 static luna_tensor *compressive_forward(void *layer, luna_attention_call *call) {
   compressive *a = (compressive *)layer;
@@ -177,7 +187,8 @@ static luna_tensor *compressive_forward(void *layer, luna_attention_call *call) 
   return relative_forward(&a->base, &a->proj, call->x, q, relative_read(call, past), 0, call->lengths);
 }
 static const attention_system compressive_system = {
-  "compressive", "Rae et al., ICLR 2020, arXiv 1911.05507", sizeof(compressive), compressive_options, compressive_init, compressive_forward, true,
+  "compressive", "Rae et al., ICLR 2020, arXiv 1911.05507", sizeof(compressive), compressive_options, compressive_init,
+      compressive_forward, true,
   false
 };
 #endif

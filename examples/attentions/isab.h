@@ -3,7 +3,8 @@
      MAB(Q, K): O = fc_q(Q) + softmax(fc_q(Q) fc_k(K)^T / sqrt(d)) fc_v(K) per head;  O = ln0(O);  O = ln1(O + relu(fc_o(O)))
      y = MAB1(x, MAB0(inducing, x))
    sqrt(d), not sqrt(d_h), as in the authors' code; option norm false: without ln0 and ln1. Not causal.
-   Parameters: inducing [l,d]; mab0. and mab1.: fc_q, fc_k, fc_v, fc_o, ln0, ln1. Time O(n l d + n d^2), memory O(n d). */
+   Parameters: inducing [l,d]; mab0. and mab1.: fc_q, fc_k, fc_v, fc_o, ln0, ln1. Time O(n l d + n d^2), memory O(n
+   d). */
 #ifndef ATTENTION_ISAB_H
 #define ATTENTION_ISAB_H
 #include "base.h"
@@ -44,7 +45,8 @@ static void isab_init(void *layer) {
 }
 
 /* q [batch,n,d] reads k [batch,m,d], of which lengths are real */
-static luna_tensor *isab_mab_forward(const isab *a, const isab_mab *mab, luna_tensor *q, luna_tensor *k, const int32_t *lengths) {
+static luna_tensor *isab_mab_forward(const isab *a, const isab_mab *mab, luna_tensor *q, luna_tensor *k,
+                                     const int32_t *lengths) {
   luna_attention_config c;
   luna_tensor *o;
   memset(&c, 0, sizeof c);
@@ -53,14 +55,16 @@ static luna_tensor *isab_mab_forward(const isab *a, const isab_mab *mab, luna_te
   c.scale = (float)(1 / sqrt((double)a->base.dim));
   c.dropout = a->base.dropout;
   q = luna_linear_layer_forward(&mab->q, q);
-  o = luna_add(q, luna_softmax_attention(q, luna_linear_layer_forward(&mab->k, k), luna_linear_layer_forward(&mab->v, k), &c));
+  o = luna_add(q, luna_softmax_attention(q, luna_linear_layer_forward(&mab->k, k),
+                                         luna_linear_layer_forward(&mab->v, k), &c));
   if (a->norm) o = luna_norm_layer_forward(&mab->ln0, o);
   o = luna_add(o, luna_relu(luna_linear_layer_forward(&mab->o, o)));
   return a->norm ? luna_norm_layer_forward(&mab->ln1, o) : o;
 }
 static luna_tensor *isab_forward(void *layer, luna_attention_call *call) {
   const isab *a = (const isab *)layer;
-  luna_tensor *packed = isab_mab_forward(a, &a->mab0, luna_expand(a->inducing, call->x->shape[0]), call->x, call->lengths);
+  luna_tensor *packed = isab_mab_forward(a, &a->mab0, luna_expand(a->inducing, call->x->shape[0]), call->x,
+                                         call->lengths);
   return isab_mab_forward(a, &a->mab1, call->x, packed, NULL);
 }
 static const attention_system isab_system = {

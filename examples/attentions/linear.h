@@ -37,7 +37,8 @@ struct linear_kernel {
   float eps, scale;                  /* eps: of D when it clamps, else the map's; scale: the map's */
   void (*map)(const linear_kernel *kernel, const linear_rows *rows);
   /* adds to grad_x (as x); to grad_w (as w) unless null; grad_phi [rows, features] may be overwritten */
-  void (*map_backward)(const linear_kernel *kernel, const linear_rows *rows, float *grad_phi, float *grad_x, float *grad_w);
+  void (*map_backward)(const linear_kernel *kernel, const linear_rows *rows, float *grad_phi, float *grad_x,
+                       float *grad_w);
 };
 
 /* ---- the work of one call: tensors, and a part of the workspace for each of `tasks` ---- */
@@ -84,10 +85,12 @@ ATTENTION_FN int64_t linear_lay(linear_head *p, const linear_kernel *k, int64_t 
   size += linear_take(&at, &p->q.phi, c * m) + linear_take(&at, &p->key.phi, c * m);
   size += linear_take(&at, &p->q.scratch, c * k->scratch) + linear_take(&at, &p->key.scratch, c * k->scratch);
   size += linear_take(&at, &p->key.exponent, c) + linear_take(&at, &p->weight, c);
-  size += linear_take(&at, &p->value, c * e) + linear_take(&at, &p->result, c * e) + linear_take(&at, &p->scores, c * c);
+  size += linear_take(&at, &p->value, c * e) + linear_take(&at, &p->result, c * e) +
+      linear_take(&at, &p->scores, c * c);
   size += linear_take(&at, &p->grad_phi, c * m) + linear_take(&at, &p->grad_value, c * e);
   size += linear_take(&at, &p->sum, m * e) + linear_take(&at, &p->grad_sum, m * e);
-  size += linear_take(&at, &p->f, n) + linear_take(&at, &p->in, n) + linear_take(&at, &p->den, n) + linear_take(&at, &p->flow, n);
+  size += linear_take(&at, &p->f, n) + linear_take(&at, &p->in, n) + linear_take(&at, &p->den, n) +
+      linear_take(&at, &p->flow, n);
   size += linear_take(&at, &gemm, (int64_t)(bytes / sizeof(float)) + 1);
   memset(&p->q.gemm, 0, sizeof p->q.gemm);
   p->q.gemm.scratch = gemm, p->q.gemm.scratch_size = bytes;
@@ -126,7 +129,8 @@ ATTENTION_FN void linear_map(linear_head *p, linear_rows *r, int which, int64_t 
 ATTENTION_FN void linear_keys(linear_head *p, int64_t at, int64_t rows) {
   linear_map(p, &p->key, LINEAR_K, at, rows);
   for (int64_t i = 0; i < rows; i++) {
-    memcpy(p->value + i * p->e, p->call->in[LINEAR_V]->data + p->base + (at + i) * p->d, (size_t)(p->e - 1) * sizeof(float));
+    memcpy(p->value + i * p->e, p->call->in[LINEAR_V]->data + p->base + (at + i) * p->d,
+           (size_t)(p->e - 1) * sizeof(float));
     p->value[i * p->e + p->e - 1] = 1;
   }
 }
@@ -149,7 +153,8 @@ ATTENTION_FN void linear_factors(linear_head *p, int64_t at, int64_t rows) {
 }
 /* scores[i,j] = phi_q(i) . phi_k(j) */
 ATTENTION_FN void linear_scores(linear_head *p, int64_t rows) {
-  attention_gemm(p->q.gemm, p->q.phi, p->m, false, p->key.phi, p->m, true, p->scores, LINEAR_CHUNK, rows, rows, p->m, false);
+  attention_gemm(p->q.gemm, p->q.phi, p->m, false, p->key.phi, p->m, true, p->scores, LINEAR_CHUNK, rows, rows, p->m,
+                 false);
 }
 /* weight[j] for row i of the chunk, from those for row i - 1 */
 ATTENTION_FN void linear_weights(linear_head *p, int64_t at, int64_t i) {
@@ -205,7 +210,8 @@ ATTENTION_FN void linear_chunk(linear_head *p, int64_t at, int64_t rows, bool ab
   for (int64_t i = 0, first = 0; i < rows; i++) { /* later values, which may be Inf, are not multiplied by 0 */
     float *y = p->result + i * p->e;
     if (i % 16 == 0 && (first = i) > 0)
-      attention_gemm(p->q.gemm, p->scores + i * LINEAR_CHUNK, LINEAR_CHUNK, false, p->value, p->e, false, y, p->e, rows - i < 16 ? rows - i : 16, p->e, i, true);
+      attention_gemm(p->q.gemm, p->scores + i * LINEAR_CHUNK, LINEAR_CHUNK, false, p->value, p->e, false, y, p->e,
+                     rows - i < 16 ? rows - i : 16, p->e, i, true);
     for (int64_t j = first; j <= i; j++)
       for (int64_t c = 0; c < p->e; c++) y[c] += p->scores[i * LINEAR_CHUNK + j] * p->value[j * p->e + c];
   }
@@ -246,7 +252,8 @@ ATTENTION_FN void linear_seed(linear_head *p, int64_t at, int64_t rows) {
     const float *y = p->call->out->data + row, *g = p->call->out->grad + row;
     const float den = p->den[at + i], divisor = linear_divisor(p->k, den);
     float *out = p->grad_value + i * p->e, dot = 0;
-    const bool clamped = p->k->clamp != LINEAR_RATIO && !((p->k->clamp == LINEAR_CLAMP_SIZE ? fabsf(den) : den) >= p->k->eps);
+    const bool clamped = p->k->clamp != LINEAR_RATIO && !((p->k->clamp == LINEAR_CLAMP_SIZE ? fabsf(den) : den) >=
+                                                          p->k->eps);
     for (int64_t c = 0; c < p->e - 1; c++) out[c] = g[c] / divisor, dot += g[c] * y[c];
     out[p->e - 1] = clamped ? 0 : (divisor == den ? -dot : dot) / divisor;
   }
@@ -270,16 +277,19 @@ ATTENTION_FN void linear_back_queries(linear_head *p) {
     for (int64_t i = 0; i < rows; i++) p->den[at + i] = p->result[i * p->e + p->e - 1];
     linear_seed(p, at, rows);
     if (!p->k->causal) linear_absorb(p, p->grad_sum, p->q.phi, NULL, p->grad_value, rows, 1);
-    attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e, false);
+    attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e,
+                   false);
     if (p->k->causal) {
-      attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows, p->e, false);
+      attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows,
+                     p->e, false);
       for (int64_t i = 0; i < rows; i++) {
         left *= p->f[at + i];
         linear_weights(p, at, i);
         for (int64_t c = 0; c < p->m; c++) p->grad_phi[i * p->m + c] *= left;
         for (int64_t j = 0; j < rows; j++) p->scores[i * LINEAR_CHUNK + j] *= j <= i ? p->weight[j] : 0;
       }
-      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, false, p->key.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
+      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, false, p->key.phi, p->m, false, p->grad_phi, p->m, rows, p->m,
+                     rows, true);
       linear_absorb(p, p->sum, p->key.phi, p->weight, p->value, rows, left);
       for (int64_t i = 0; i < rows; i++)
         p->flow[at + i] = (float)attention_dot(p->q.phi + i * p->m, p->grad_phi + i * p->m, p->m);
@@ -293,8 +303,10 @@ ATTENTION_FN void linear_back_keys(linear_head *p) {
     const int64_t rows = p->n - at < LINEAR_CHUNK ? p->n - at : LINEAR_CHUNK;
     float *grad_v = linear_grad(p, LINEAR_V, at), left = 1;
     linear_keys(p, at, rows);
-    attention_gemm(p->q.gemm, p->value, p->e, false, p->grad_sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e, false);
-    attention_gemm(p->q.gemm, p->key.phi, p->m, false, p->grad_sum, p->e, false, p->result, p->e, rows, p->e, p->m, false);
+    attention_gemm(p->q.gemm, p->value, p->e, false, p->grad_sum, p->e, true, p->grad_phi, p->m, rows, p->m, p->e,
+                   false);
+    attention_gemm(p->q.gemm, p->key.phi, p->m, false, p->grad_sum, p->e, false, p->result, p->e, rows, p->e, p->m,
+                   false);
     if (p->k->causal) {
       linear_map(p, &p->q, LINEAR_Q, at, rows);
       linear_seed(p, at, rows);
@@ -308,17 +320,20 @@ ATTENTION_FN void linear_back_keys(linear_head *p) {
         linear_weights(p, at, i);
         for (int64_t j = 0; j < rows; j++) p->scores[i * LINEAR_CHUNK + j] *= j <= i ? p->weight[j] : 0;
       }
-      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->grad_value, p->e, false, p->result, p->e, rows, p->e, rows, true);
+      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->grad_value, p->e, false, p->result, p->e, rows, p->e,
+                     rows, true);
     }
     for (int64_t i = 0; grad_v && i < rows; i++)
       for (int64_t c = 0; c < p->e - 1; c++) grad_v[i * p->d + c] += p->result[i * p->e + c];
     if (p->k->causal) {
-      attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows, p->e, false);
+      attention_gemm(p->q.gemm, p->grad_value, p->e, false, p->value, p->e, true, p->scores, LINEAR_CHUNK, rows, rows,
+                     p->e, false);
       for (int64_t i = 0; i < rows; i++) {
         linear_weights(p, at, i);
         for (int64_t j = 0; j < rows; j++) p->scores[i * LINEAR_CHUNK + j] *= j <= i ? p->weight[j] : 0;
       }
-      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->q.phi, p->m, false, p->grad_phi, p->m, rows, p->m, rows, true);
+      attention_gemm(p->q.gemm, p->scores, LINEAR_CHUNK, true, p->q.phi, p->m, false, p->grad_phi, p->m, rows, p->m,
+                     rows, true);
       for (int64_t i = 0; i < rows; i++) p->weight[i] = left *= p->f[at + i];
       linear_absorb(p, p->grad_sum, p->q.phi, p->weight, p->grad_value, rows, left);
     }
@@ -336,7 +351,8 @@ ATTENTION_FN void linear_back_gate(linear_head *p) {
   if (!gate || !gate->grad) return;
   for (int64_t t = p->n - 1; t >= 0; t--) {
     reach += (double)p->flow[t];
-    gate->grad[(p->b * p->call->state->n + t) * p->k->heads + p->h] += (float)(reach * (double)p->in[t] - (double)p->f[t] * (double)p->den[t]);
+    gate->grad[(p->b * p->call->state->n + t) * p->k->heads + p->h] +=
+        (float)(reach * (double)p->in[t] - (double)p->f[t] * (double)p->den[t]);
   }
 }
 ATTENTION_FN void linear_backward_head(linear_head *p) {
@@ -359,7 +375,8 @@ ATTENTION_FN void linear_backward_task(void *work, int64_t task) {
   }
 }
 
-ATTENTION_FN void linear_call_open(linear_call *call, luna_tensor *const *in, const luna_tensor *out, const linear_state *s) {
+ATTENTION_FN void linear_call_open(linear_call *call, luna_tensor *const *in, const luna_tensor *out,
+                                   const linear_state *s) {
   call->state = s;
   call->out = out;
   for (int i = 0; i < LINEAR_INPUTS; i++) call->in[i] = s->inputs[i] < 0 ? NULL : in[s->inputs[i]];

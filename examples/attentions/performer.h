@@ -3,9 +3,9 @@
      x' = x / d_h^(1/4);   phi(x)_j = exp(w_j . x' - |x'|^2/2 - max) + eps
      y_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i) . sum_j phi(k_j)         causal: sums over j <= i
    max: of w . x', over the features for a query, over all keys and features for the keys; constants in backward. (The
-   paper's m^(-1/2) cancels.) Causal: eps = 0, and each key has its own maximum, as a factor 2^e and a rest: see linear.h.
-   kernel relu: phi(x) = relu(w x') + eps, or, with features 0, relu(x) + eps, which is what LRA's release runs.
-   Parameters: q_proj, k_proj, v_proj, out_proj; array: features [m,d_h], w: rows orthogonal in blocks of d_h.
+   paper's m^(-1/2) cancels.) Causal: eps = 0, and each key has its own maximum, as a factor 2^e and a rest: see
+   linear.h. kernel relu: phi(x) = relu(w x') + eps, or, with features 0, relu(x) + eps, which is what LRA's release
+   runs. Parameters: q_proj, k_proj, v_proj, out_proj; array: features [m,d_h], w: rows orthogonal in blocks of d_h.
    Time O(n m d_h) a head, memory O(n d_h). */
 #ifndef ATTENTION_PERFORMER_H
 #define ATTENTION_PERFORMER_H
@@ -34,7 +34,8 @@ ATTENTION_FN void performer_exp(float *phi, int64_t m, float shift, float factor
 ATTENTION_FN void performer_map(const linear_kernel *k, const linear_rows *r) {
   const float scale = k->scale;
   const bool own = !r->key || k->causal; /* the row's own maximum; in keys as a factor */
-  attention_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, k->features, r->rows, k->features, k->head_dim, false);
+  attention_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, k->features, r->rows, k->features,
+                 k->head_dim, false);
   for (int64_t i = 0; i < r->rows; i++) {
     float *phi = r->phi + i * k->features, max = -HUGE_VALF, size = 0, factor = 1;
     for (int64_t j = 0; j < k->features; j++) {
@@ -53,7 +54,8 @@ ATTENTION_FN void performer_map(const linear_kernel *k, const linear_rows *r) {
     performer_exp(phi, k->features, k->causal ? max : size + (own ? max : r->max * scale), factor, k->eps);
   }
 }
-ATTENTION_FN void performer_map_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x, float *grad_w) {
+ATTENTION_FN void performer_map_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x,
+                                         float *grad_w) {
   const int64_t m = k->features, d = k->head_dim;
   (void)grad_w;
   for (int64_t i = 0; i < r->rows; i++) {
@@ -67,14 +69,16 @@ ATTENTION_FN void performer_map_backward(const linear_kernel *k, const linear_ro
 }
 ATTENTION_FN void performer_relu(const linear_kernel *k, const linear_rows *r) {
   const int64_t m = k->features;
-  if (r->w) attention_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, m, r->rows, m, k->head_dim, false);
+  if (r->w)
+    attention_gemm(r->gemm, r->x, r->stride, false, r->w, r->w_stride, true, r->phi, m, r->rows, m, k->head_dim, false);
   for (int64_t i = 0; i < r->rows; i++)
     for (int64_t j = 0; j < m; j++) {
       const float a = r->w ? k->scale * r->phi[i * m + j] : r->x[i * r->stride + j];
       r->phi[i * m + j] = (a > 0 || a != a ? a : 0) + k->eps;
     }
 }
-ATTENTION_FN void performer_relu_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x, float *grad_w) {
+ATTENTION_FN void performer_relu_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x,
+                                          float *grad_w) {
   const int64_t m = k->features, d = k->head_dim;
   (void)grad_w;
   for (int64_t i = 0; i < r->rows * m; i++) grad_phi[i] *= r->phi[i] > k->eps ? (r->w ? k->scale : 1.0f) : 0.0f;
@@ -107,11 +111,13 @@ static luna_tensor *performer_forward(void *layer, luna_attention_call *call) {
   k.map = softmax ? performer_map : performer_relu;
   k.map_backward = softmax ? performer_map_backward : performer_relu_backward;
   return luna_linear_layer_forward(&a->proj.out, linear_attention(&k, luna_linear_layer_forward(&a->proj.q, call->x),
-                                   luna_linear_layer_forward(&a->proj.k, call->x), luna_linear_layer_forward(&a->proj.v, call->x),
+                                   luna_linear_layer_forward(&a->proj.k, call->x),
+                                       luna_linear_layer_forward(&a->proj.v, call->x),
                                    a->w ? luna_detach(a->w) : NULL, NULL, call->lengths));
 }
 static const attention_system performer_system = {
-  "performer", "Choromanski et al., arXiv 2009.14794", sizeof(performer), performer_options, performer_init, performer_forward,
+  "performer", "Choromanski et al., arXiv 2009.14794", sizeof(performer), performer_options, performer_init,
+      performer_forward,
   true, true
 };
 #endif

@@ -26,31 +26,45 @@ static void relative_init(attention *a, relative *p) {
 /* ---- scores of a block ---- */
 enum { RELATIVE_QW = SCORED_FIRST, RELATIVE_QR, RELATIVE_K, RELATIVE_R, RELATIVE_INPUTS }; /* r [1,distances,d] */
 /* distance 0's place in row i of the block's product with r, and one less to the left for each: column past + i - j */
-ATTENTION_FN int64_t relative_distances(const scored_head *h, int64_t first, int64_t rows, int64_t from) { return h->s->past + first + rows - from; }
+ATTENTION_FN int64_t relative_distances(const scored_head *h, int64_t first, int64_t rows, int64_t from) {
+  return h->s->past + first + rows - from;
+}
 ATTENTION_FN const float *relative_r(const scored_head *h) { return h->in[RELATIVE_R]->data + h->h * h->dh; }
 ATTENTION_FN void relative_scores(const scored_head *h, int64_t first, int64_t rows, int64_t from, int64_t to) {
   const luna_tensor *qw = h->in[RELATIVE_QW], *qr = h->in[RELATIVE_QR], *k = h->in[RELATIVE_K];
   const int64_t reach = relative_distances(h, first, rows, from);
   const float scale = (float)(1 / sqrt((double)h->dh));
-  attention_gemm(h->gemm, qw->data + scored_at(h, qw, first), h->d, false, k->data + scored_at(h, k, from), h->d, true, h->p + from, h->m, rows, to - from, h->dh, false);
-  attention_gemm(h->gemm, qr->data + scored_at(h, qr, first), h->d, false, relative_r(h), h->d, true, h->extra, h->m, rows, reach, h->dh, false);
+  attention_gemm(h->gemm, qw->data + scored_at(h, qw, first), h->d, false, k->data + scored_at(h, k, from), h->d, true,
+                 h->p + from, h->m, rows, to - from, h->dh, false);
+  attention_gemm(h->gemm, qr->data + scored_at(h, qr, first), h->d, false, relative_r(h), h->d, true, h->extra, h->m,
+                 rows, reach, h->dh, false);
   for (int64_t i = 0; i < rows; i++)
     for (int64_t j = from; j < scored_to(h, first + i); j++)
       h->p[i * h->m + j] = scale * (h->p[i * h->m + j] + h->extra[i * h->m + h->s->past + first + i - j]);
 }
 ATTENTION_FN void relative_backward(scored_head *h, int64_t first, int64_t rows, int64_t from, int64_t to) {
   luna_tensor *qw = h->in[RELATIVE_QW], *qr = h->in[RELATIVE_QR], *k = h->in[RELATIVE_K], *r = h->in[RELATIVE_R];
-  const int64_t reach = relative_distances(h, first, rows, from), q = scored_at(h, qw, first), key = scored_at(h, k, from);
+  const int64_t reach = relative_distances(h, first, rows, from), q = scored_at(h, qw, first),
+      key = scored_at(h, k, from);
   const float scale = (float)(1 / sqrt((double)h->dh));
   for (int64_t i = 0; i < rows; i++) {
     memset(h->extra + i * h->m, 0, (size_t)reach * sizeof(float));
     for (int64_t j = from; j < to; j++) h->grad[i * h->m + j] *= scale;
-    for (int64_t j = from; j < scored_to(h, first + i); j++) h->extra[i * h->m + h->s->past + first + i - j] = h->grad[i * h->m + j];
+    for (int64_t j = from; j < scored_to(h, first + i); j++)
+      h->extra[i * h->m + h->s->past + first + i - j] = h->grad[i * h->m + j];
   }
-  if (qw->grad) attention_gemm(h->gemm, h->grad + from, h->m, false, k->data + key, h->d, false, qw->grad + q, h->d, rows, h->dh, to - from, true);
-  if (k->grad) attention_gemm(h->gemm, h->grad + from, h->m, true, qw->data + q, h->d, false, k->grad + key, h->d, to - from, h->dh, rows, true);
-  if (qr->grad) attention_gemm(h->gemm, h->extra, h->m, false, relative_r(h), h->d, false, qr->grad + q, h->d, rows, h->dh, reach, true);
-  if (r->grad) attention_gemm(h->gemm, h->extra, h->m, true, qr->data + q, h->d, false, r->grad + h->h * h->dh, h->d, reach, h->dh, rows, true);
+  if (qw->grad)
+    attention_gemm(h->gemm, h->grad + from, h->m, false, k->data + key, h->d, false, qw->grad + q, h->d, rows, h->dh,
+                   to - from, true);
+  if (k->grad)
+    attention_gemm(h->gemm, h->grad + from, h->m, true, qw->data + q, h->d, false, k->grad + key, h->d, to - from,
+                   h->dh, rows, true);
+  if (qr->grad)
+    attention_gemm(h->gemm, h->extra, h->m, false, relative_r(h), h->d, false, qr->grad + q, h->d, rows, h->dh, reach,
+                   true);
+  if (r->grad)
+    attention_gemm(h->gemm, h->extra, h->m, true, qr->data + q, h->d, false, r->grad + h->h * h->dh, h->d, reach, h->dh,
+                   rows, true);
 }
 
 /* rho(0..count-1) [count,d] */
@@ -67,7 +81,8 @@ ATTENTION_FN luna_tensor *relative_rho(luna_ctx *ctx, int64_t count, int64_t d) 
   return t;
 }
 /* q [batch,n,d] of x; past [batch,M,d] as the projections read it, or null -> y [batch,n,d] */
-ATTENTION_FN luna_tensor *relative_forward(const attention *a, const relative *p, luna_tensor *x, luna_tensor *q, luna_tensor *past, int64_t window, const int32_t *lengths) {
+ATTENTION_FN luna_tensor *relative_forward(const attention *a, const relative *p, luna_tensor *x, luna_tensor *q,
+                                           luna_tensor *past, int64_t window, const int32_t *lengths) {
   const int64_t d = a->dim, n = x->shape[1], m = past ? past->shape[1] : 0;
   luna_tensor *in[RELATIVE_INPUTS + 1], *parts[2], *c = x;
   scored s;

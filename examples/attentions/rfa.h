@@ -6,8 +6,8 @@
      gate:           S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z_t likewise, g_t = sigmoid(gate(x_t)), one a head
    kernel arccosine: phi(x) = s relu(W x^), D features.
    The estimate of the kernel can be negative, hence the clamp. s: option scale, 0 = D^(-1/2).
-   Parameters: q_proj, k_proj, v_proj, out_proj, sigma [h,d_h] (1 at first), gated: gate d -> h; array: features [h,D,d_h],
-   N(0,1), or with orthogonal rows. Time O(n D d_h) a head, memory O(n d_h). */
+   Parameters: q_proj, k_proj, v_proj, out_proj, sigma [h,d_h] (1 at first), gated: gate d -> h; array: features
+   [h,D,d_h], N(0,1), or with orthogonal rows. Time O(n D d_h) a head, memory O(n d_h). */
 #ifndef ATTENTION_RFA_H
 #define ATTENTION_RFA_H
 #include "linear.h"
@@ -43,7 +43,8 @@ ATTENTION_FN float *rfa_unit(const linear_kernel *k, const linear_rows *r) {
 }
 ATTENTION_FN void rfa_map(const linear_kernel *k, const linear_rows *r) {
   float *z = rfa_unit(k, r);
-  attention_gemm(r->gemm, r->scratch, k->head_dim, false, r->w, r->w_stride, true, z, k->projected, r->rows, k->projected, k->head_dim, false);
+  attention_gemm(r->gemm, r->scratch, k->head_dim, false, r->w, r->w_stride, true, z, k->projected, r->rows,
+                 k->projected, k->head_dim, false);
   for (int64_t i = 0; k->features == k->projected && i < r->rows * k->projected; i++)
     r->phi[i] = z[i] <= 0 ? 0 : k->scale * z[i];
   for (int64_t i = 0; k->features > k->projected && i < r->rows; i++)
@@ -52,7 +53,8 @@ ATTENTION_FN void rfa_map(const linear_kernel *k, const linear_rows *r) {
       r->phi[i * k->features + k->projected + j] = k->scale * cosf(z[i * k->projected + j]);
     }
 }
-ATTENTION_FN void rfa_map_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x, float *grad_w) {
+ATTENTION_FN void rfa_map_backward(const linear_kernel *k, const linear_rows *r, float *grad_phi, float *grad_x,
+                                   float *grad_w) {
   const int64_t d = k->head_dim, m = k->projected;
   float *grad_z = rfa_unit(k, r), *grad_unit = grad_z + LINEAR_CHUNK * m;
   for (int64_t i = 0; k->features == m && i < r->rows * m; i++)
@@ -101,7 +103,8 @@ static luna_tensor *rfa_forward(void *layer, luna_attention_call *call) {
   k.map_backward = rfa_map_backward;
   w = luna_mul(luna_scale(luna_permute(luna_detach(a->array), axes), (float)(1 / a->tau)), a->sigma); /* [D,h,d_h] */
   return luna_linear_layer_forward(&a->proj.out, linear_attention(&k, luna_linear_layer_forward(&a->proj.q, call->x),
-                                   luna_linear_layer_forward(&a->proj.k, call->x), luna_linear_layer_forward(&a->proj.v, call->x), w,
+                                   luna_linear_layer_forward(&a->proj.k, call->x),
+                                       luna_linear_layer_forward(&a->proj.v, call->x), w,
                                    a->gated ? luna_linear_layer_forward(&a->gate, call->x) : NULL, call->lengths));
 }
 static const attention_system rfa_system = {

@@ -8,13 +8,18 @@
      option mixture: term t has the weight softmax(mixture [h,terms])_t; else terms are added.
    L: option length, the longest sequence; S is cut to n x n. Causal: j <= i.
    Parameters: v_proj, out_proj; dense1_proj, dense2 (weight [h,L,d_h], bias [h,L]); dense_a, dense_b (weight [h,a,d_h],
-   bias [h,a]); random; random1, random2 [h,L,k]; q_proj, k_proj; mixture. Time O(n^2 d), memory O(n^2 h), as the paper's. */
+   bias [h,a]); random; random1, random2 [h,L,k]; q_proj, k_proj; mixture. Time O(n^2 d), memory O(n^2 h), as the
+   paper's. */
 #ifndef ATTENTION_SYNTHESIZER_H
 #define ATTENTION_SYNTHESIZER_H
 #include "scored.h"
 
-enum { SYNTHESIZER_DOT, SYNTHESIZER_DENSE, SYNTHESIZER_FACTORIZED_DENSE, SYNTHESIZER_RANDOM, SYNTHESIZER_FACTORIZED_RANDOM, SYNTHESIZER_TERMS };
-static const char *const synthesizer_names[SYNTHESIZER_TERMS] = { "dot", "dense", "factorized_dense", "random", "factorized_random" };
+enum {
+  SYNTHESIZER_DOT, SYNTHESIZER_DENSE, SYNTHESIZER_FACTORIZED_DENSE, SYNTHESIZER_RANDOM, SYNTHESIZER_FACTORIZED_RANDOM,
+      SYNTHESIZER_TERMS
+};
+static const char *const synthesizer_names[SYNTHESIZER_TERMS] =
+    { "dot", "dense", "factorized_dense", "random", "factorized_random" };
 typedef struct synthesizer {
   attention base;
   char text[ATTENTION_TEXT_SIZE];
@@ -27,7 +32,8 @@ static const attention_option synthesizer_options[] = {
   { "terms", ATTENTION_TEXT, offsetof(synthesizer, text), "dense" },
   { "length", ATTENTION_COUNT, offsetof(synthesizer, length), "512" }, /* L */
   { "k", ATTENTION_COUNT, offsetof(synthesizer, k), "8" },             /* of factorized_random; LRA 32 */
-  { "a", ATTENTION_COUNT, offsetof(synthesizer, a), "0" },             /* of factorized_dense; 0: the factor of L next to sqrt(L) */
+  /* of factorized_dense; 0: the factor of L next to sqrt(L) */
+  { "a", ATTENTION_COUNT, offsetof(synthesizer, a), "0" },
   { "b", ATTENTION_COUNT, offsetof(synthesizer, b), "0" },             /* 0: L / a */
   { "mixture", ATTENTION_FLAG, offsetof(synthesizer, mixed), "false" },
   ATTENTION_LAST_OPTION
@@ -38,7 +44,8 @@ static bool synthesizer_parse(synthesizer *a) {
   while (a->terms < SYNTHESIZER_TERMS) {
     const size_t size = strcspn(at, "+");
     int i = 0;
-    while (i < SYNTHESIZER_TERMS && (strlen(synthesizer_names[i]) != size || memcmp(at, synthesizer_names[i], size) != 0)) i++;
+    while (i < SYNTHESIZER_TERMS && (strlen(synthesizer_names[i]) != size ||
+                                     memcmp(at, synthesizer_names[i], size) != 0)) i++;
     for (int j = 0; j < a->terms; j++) if (a->term[j] == i) return false;
     if (i == SYNTHESIZER_TERMS) return false;
     a->term[a->terms++] = i;
@@ -48,8 +55,10 @@ static bool synthesizer_parse(synthesizer *a) {
   return false;
 }
 /* weight [h,width,d_h], Xavier, and bias [h,width] */
-static void synthesizer_dense(synthesizer *a, luna_linear_layer *layer, const char *weight, const char *bias, int64_t width) {
-  layer->weight = attention_param(&a->base, weight, LUNA_INIT_XAVIER, 1, a->base.heads, width, a->base.dim / a->base.heads, 0);
+static void synthesizer_dense(synthesizer *a, luna_linear_layer *layer, const char *weight, const char *bias,
+                              int64_t width) {
+  layer->weight = attention_param(&a->base, weight, LUNA_INIT_XAVIER, 1, a->base.heads, width,
+                                  a->base.dim / a->base.heads, 0);
   layer->bias = attention_param(&a->base, bias, LUNA_INIT_ZEROS, 0, a->base.heads, width, 0, 0);
 }
 static void synthesizer_term_init(synthesizer *a, int term) {
@@ -153,9 +162,11 @@ ATTENTION_FN void synthesizer_finish(scored_head *h) { /* through the softmax of
 }
 
 /* [batch,h,n,d_h] hidden units and 1, times [h,width,d_h] weights and biases */
-static luna_tensor *synthesizer_project(const synthesizer *a, luna_tensor *hidden, const luna_linear_layer *layer, int64_t width) {
+static luna_tensor *synthesizer_project(const synthesizer *a, luna_tensor *hidden, const luna_linear_layer *layer,
+                                        int64_t width) {
   const int64_t h = a->base.heads, shape[3] = { h, width, 1 };
-  luna_tensor *w[2] = { luna_slice(layer->weight, 1, 0, width), luna_reshape(luna_slice(layer->bias, 1, 0, width), 3, shape) }, *x[2];
+  luna_tensor *w[2] = { luna_slice(layer->weight, 1, 0, width),
+                       luna_reshape(luna_slice(layer->bias, 1, 0, width), 3, shape) }, *x[2];
   int64_t ones[4];
   if (!hidden) return NULL;
   memcpy(ones, hidden->shape, sizeof ones);
@@ -168,9 +179,11 @@ static luna_tensor *synthesizer_term(const synthesizer *a, int term, luna_tensor
   luna_tensor *part[2];
   if (term == SYNTHESIZER_DENSE) return synthesizer_project(a, hidden, &a->dense, n);
   if (term == SYNTHESIZER_RANDOM) return a->random;
-  if (term == SYNTHESIZER_FACTORIZED_RANDOM) return luna_matmul(luna_slice(a->random1, 1, 0, n), luna_slice(a->random2, 1, 0, n), false, true);
+  if (term == SYNTHESIZER_FACTORIZED_RANDOM)
+    return luna_matmul(luna_slice(a->random1, 1, 0, n), luna_slice(a->random2, 1, 0, n), false, true);
   if (term == SYNTHESIZER_DOT) {
-    part[0] = luna_scale(attention_split(luna_linear_layer_forward(&a->q, x), h), (float)(1 / sqrt((double)(a->base.dim / h))));
+    part[0] = luna_scale(attention_split(luna_linear_layer_forward(&a->q, x), h),
+                         (float)(1 / sqrt((double)(a->base.dim / h))));
     return luna_matmul(part[0], attention_split(luna_linear_layer_forward(&a->key, x), h), false, true);
   }
   part[0] = synthesizer_project(a, hidden, &a->dense_a, a->a);
@@ -182,19 +195,23 @@ static luna_tensor *synthesizer_forward(void *layer, luna_attention_call *call) 
   luna_tensor *in[LUNA_MAX_INPUTS + 1], *hidden = NULL;
   synthesizer_state s;
   int count = SCORED_FIRST;
-  if (call->x->shape[1] > a->length) return attention_fail(call->x->ctx, &a->base, "a sequence is longer than its option length");
+  if (call->x->shape[1] > a->length)
+    return attention_fail(call->x->ctx, &a->base, "a sequence is longer than its option length");
   memset(&s, 0, sizeof s);
-  if (a->hidden.weight) hidden = attention_split(luna_relu(luna_linear_layer_forward(&a->hidden, call->x)), a->base.heads);
+  if (a->hidden.weight)
+    hidden = attention_split(luna_relu(luna_linear_layer_forward(&a->hidden, call->x)), a->base.heads);
   for (int t = 0; t < a->terms; t++) in[count++] = synthesizer_term(a, s.term[t] = a->term[t], call->x, hidden);
   if (a->mixture) in[s.mixture = count++] = a->mixture;
   in[SCORED_V] = luna_linear_layer_forward(&a->v, call->x);
   s.terms = a->terms, s.a = a->a;
   s.base.heads = a->base.heads, s.base.causal = call->causal, s.base.extra = call->x->shape[1];
   s.base.scores = synthesizer_scores, s.base.backward = synthesizer_backward, s.base.finish = synthesizer_finish;
-  return luna_linear_layer_forward(&a->out, scored_attention(call->x, call->lengths, in, count, &s.base, sizeof s, a->base.dropout));
+  return luna_linear_layer_forward(&a->out, scored_attention(call->x, call->lengths, in, count, &s.base, sizeof s,
+                                                             a->base.dropout));
 }
 static const attention_system synthesizer_system = {
-  "synthesizer", "Tay et al., ICML 2021, arXiv 2005.00743", sizeof(synthesizer), synthesizer_options, synthesizer_init, synthesizer_forward,
+  "synthesizer", "Tay et al., ICML 2021, arXiv 2005.00743", sizeof(synthesizer), synthesizer_options, synthesizer_init,
+      synthesizer_forward,
   true, true
 };
 #endif

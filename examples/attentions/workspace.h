@@ -7,8 +7,8 @@
              M' = sigmoid(i + input_bias) tanh(W) + sigmoid(f + forget_bias) M        -> the next layer's p
      read:   y_t = softmax over slots of q(x_t) k(M')^T / sqrt(d_h), times v(M')
    No gradient through the choice of the topk. topk >= n is the soft variant. Not causal.
-   Parameters: q_proj, k_proj, v_proj (for both steps), mlp, attention_norm, mlp_norm, gate_scale [d], gate_input d -> 2g,
-   gate_memory (weight [l,2g,d], bias [l,2g]), input_bias, forget_bias [1]; g = 1, or d with unit_gates.
+   Parameters: q_proj, k_proj, v_proj (for both steps), mlp, attention_norm, mlp_norm, gate_scale [d], gate_input d ->
+   2g, gate_memory (weight [l,2g,d], bias [l,2g]), input_bias, forget_bias [1]; g = 1, or d with unit_gates.
    Time O(n l d + n d^2), memory O(n (l h + d)). */
 #ifndef ATTENTION_WORKSPACE_H
 #define ATTENTION_WORKSPACE_H
@@ -42,7 +42,8 @@ static void workspace_init(void *layer) {
   attention_norm_init(&a->base, &a->mlp_norm, "mlp_norm");
   a->gate_scale = attention_param(&a->base, "gate_scale", LUNA_INIT_NORMAL, 1, d, 0, 0, 0);
   attention_linear(&a->base, &a->gate_input, "gate_input", d, gates, 1);
-  a->gate_memory.weight = attention_param(&a->base, "gate_memory.weight", LUNA_INIT_UNIFORM, 1 / sqrt((double)gates), a->slots, gates, d, 0);
+  a->gate_memory.weight = attention_param(&a->base, "gate_memory.weight", LUNA_INIT_UNIFORM, 1 / sqrt((double)gates),
+                                          a->slots, gates, d, 0);
   a->gate_memory.bias = attention_param(&a->base, "gate_memory.bias", LUNA_INIT_ZEROS, 0, a->slots, gates, 0, 0);
   a->input_bias = attention_param(&a->base, "input_bias", LUNA_INIT_ZEROS, 0, 1, 0, 0, 0);
   a->forget_bias = attention_param(&a->base, "forget_bias", LUNA_INIT_ONES, 1, 1, 0, 0, 0);
@@ -103,14 +104,16 @@ ATTENTION_FN void workspace_top_backward(luna_tensor *const *in, int count, cons
   }
 }
 
-/* ---- M' of gates G [batch,l,2g], W and M [batch,l,d] and the two biases, tanh as a second user of the same idea ---- */
+/* ---- M' of gates G [batch,l,2g], W and M [batch,l,d] and the two biases, tanh as a second user of the same idea
+   ---- */
 ATTENTION_FN float workspace_sigmoid(float x) { return x >= 0 ? 1 / (1 + expf(-x)) : expf(x) / (1 + expf(x)); }
 ATTENTION_FN void workspace_gate_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t d = out->shape[2], g = in[0]->shape[2] / 2;
   (void)count, (void)state;
   for (int64_t i = 0; i < luna_count(out); i++) {
     const float *gates = in[0]->data + i / d * 2 * g + i % d % g;
-    out->data[i] = workspace_sigmoid(gates[0] + in[3]->data[0]) * tanhf(in[1]->data[i]) + workspace_sigmoid(gates[g] + in[4]->data[0]) * in[2]->data[i];
+    out->data[i] = workspace_sigmoid(gates[0] + in[3]->data[0]) * tanhf(in[1]->data[i]) +
+        workspace_sigmoid(gates[g] + in[4]->data[0]) * in[2]->data[i];
   }
 }
 ATTENTION_FN void workspace_gate_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
@@ -119,7 +122,8 @@ ATTENTION_FN void workspace_gate_backward(luna_tensor *const *in, int count, con
   (void)count, (void)state;
   for (int64_t i = 0; i < luna_count(out); i++) {
     const int64_t at = i / d * 2 * g + i % d % g;
-    const float input = workspace_sigmoid(in[0]->data[at] + in[3]->data[0]), forget = workspace_sigmoid(in[0]->data[at + g] + in[4]->data[0]);
+    const float input = workspace_sigmoid(in[0]->data[at] + in[3]->data[0]),
+        forget = workspace_sigmoid(in[0]->data[at + g] + in[4]->data[0]);
     const float t = tanhf(in[1]->data[i]), up = out->grad[i];
     const float slope[2] = { up * t * input * (1 - input), up * in[2]->data[i] * forget * (1 - forget) };
     if (in[1]->grad) in[1]->grad[i] += up * input * (1 - t * t);
@@ -137,21 +141,25 @@ ATTENTION_FN void workspace_tanh_forward(const luna_tensor *const *in, int count
 }
 ATTENTION_FN void workspace_tanh_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)count, (void)state;
-  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i] * (1 - out->data[i] * out->data[i]);
+  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++)
+    in[0]->grad[i] += out->grad[i] * (1 - out->data[i] * out->data[i]);
 }
 
 /* M + A v(x), normed, and the mlp */
-static luna_tensor *workspace_write(const workspace *a, luna_tensor *m, luna_attention_call *call, luna_tensor *lengths) {
+static luna_tensor *workspace_write(const workspace *a, luna_tensor *m, luna_attention_call *call,
+                                    luna_tensor *lengths) {
   const int64_t h = a->base.heads, d = a->base.dim;
   workspace_top top;
   luna_tensor *in[2], *w, *r;
   top.topk = a->topk, top.renormalise = a->renormalise != 0;
-  in[0] = luna_matmul(luna_scale(attention_split(luna_linear_layer_forward(&a->q, m), h), (float)(1 / sqrt((double)(d / h)))),
+  in[0] = luna_matmul(luna_scale(attention_split(luna_linear_layer_forward(&a->q, m), h),
+                                 (float)(1 / sqrt((double)(d / h)))),
                       attention_split(luna_linear_layer_forward(&a->k, call->x), h), false, true);
   in[1] = lengths;
   if (!in[0]) return NULL;
   w = attention_op(in, 2, 4, in[0]->shape, workspace_top_forward, workspace_top_backward, &top, sizeof top, 0);
-  w = luna_matmul(luna_dropout(w, a->base.dropout), attention_split(luna_linear_layer_forward(&a->v, call->x), h), false, false);
+  w = luna_matmul(luna_dropout(w, a->base.dropout), attention_split(luna_linear_layer_forward(&a->v, call->x), h),
+                  false, false);
   r = w = luna_norm_layer_forward(&a->attention_norm, luna_add(m, attention_join(w)));
   for (int64_t i = 0; i < a->mlp_layers; i++) r = luna_relu(luna_linear_layer_forward(&a->mlp, r));
   return luna_norm_layer_forward(&a->mlp_norm, luna_add(w, r));
@@ -167,7 +175,8 @@ static luna_tensor *workspace_gates(const workspace *a, luna_tensor *m, luna_att
     const int64_t n = call->lengths ? call->lengths[i / d] : call->x->shape[1];
     share[i] = n > 0 ? 1 / (float)n : 0;
   }
-  if (share) x = luna_mul(luna_sum(luna_relu(luna_mul(call->x, a->gate_scale)), 1), luna_tensor_new(m->ctx, share, 2, mean));
+  if (share)
+    x = luna_mul(luna_sum(luna_relu(luna_mul(call->x, a->gate_scale)), 1), luna_tensor_new(m->ctx, share, 2, mean));
   free(share);
   x = luna_permute(luna_expand(luna_linear_layer_forward(&a->gate_input, x), l), axes); /* [batch,l,2g] */
   own = attention_op(&m, 1, 3, m->shape, workspace_tanh_forward, workspace_tanh_backward, NULL, 0, 0);
@@ -188,9 +197,11 @@ static luna_tensor *workspace_forward(void *layer, luna_attention_call *call) {
   call->next_p = m = attention_op(in, 5, 3, m->shape, workspace_gate_forward, workspace_gate_backward, NULL, 0, 0);
   memset(&read, 0, sizeof read);
   read.heads = a->base.heads, read.dropout = a->base.dropout;
-  return luna_softmax_attention(luna_linear_layer_forward(&a->q, call->x), luna_linear_layer_forward(&a->k, m), luna_linear_layer_forward(&a->v, m), &read);
+  return luna_softmax_attention(luna_linear_layer_forward(&a->q, call->x), luna_linear_layer_forward(&a->k, m),
+                                luna_linear_layer_forward(&a->v, m), &read);
 }
 static const attention_system workspace_system = {
-  "workspace", "Goyal et al., ICLR 2022, arXiv 2103.01197", sizeof(workspace), workspace_options, workspace_init, workspace_forward, false, true
+  "workspace", "Goyal et al., ICLR 2022, arXiv 2103.01197", sizeof(workspace), workspace_options, workspace_init,
+      workspace_forward, false, true
 };
 #endif
