@@ -49,7 +49,7 @@ static const flag flags[] = {
   { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
   { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
   { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
-  { "--growing", "t", REAL(own.growing, 0, 1), "generated lists grow from 24 tokens over this part of the steps" },
+  { "--growing", "t", REAL(own.growing, 0, 1), "of listops: generated lists grow from 24 tokens over this part of the steps" },
   { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -99,7 +99,8 @@ static path describe(void) {
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
-    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]);
+    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
+                           (f->real == &own.growing && data.task != &tasks[LISTOPS]);
     char value[40];
     if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
     flag_text(f, value, sizeof value);
