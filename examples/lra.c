@@ -49,7 +49,7 @@ static const flag flags[] = {
   { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
   { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
   { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
-  { "--growing", "t", REAL(own.growing, 0, 1), "listops: generated lists grow from 24 tokens in this part of the steps" },
+  { "--growing", "t", REAL(own.growing, 0, 1), "listops: in this part of the steps lists grow from 24 tokens" },
   { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
