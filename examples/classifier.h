@@ -138,9 +138,9 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
   const double share = validate(ctx, model, s, bar, s->held);
   if (share < 0) return failed(ctx);
-  printf("%s: %lld steps in %.0f s, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n", set.out,
-         (long long)bar->step,
-         took, (long long)s->held, 100 * share, bar->validation.y[bar->validation.count - 1]);
+  printf("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n",
+         set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held, 100 * share,
+         bar->validation.y[bar->validation.count - 1]);
   return plot(bar, s->title);
 }
 

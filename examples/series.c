@@ -51,6 +51,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
+  FLAG_RECOMPUTE,
   { "--svg", "p", WRITES(own.svg), "file to draw the first series and what is found in, SVG" },
   { 0 }
 };
@@ -309,7 +310,8 @@ static luna_tensor *run(const luna_input *input) {
 }
 static luna_status make_model(luna_params *params) {
   const luna_layer_config layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
-                                   .attention = (luna_attention_kind)set.attention };
+                                   .attention = (luna_attention_kind)set.attention,
+                                   .recompute = (luna_recompute_kind)set.recompute };
   const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
                                        .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = 4096, .layer = layer };
