@@ -4,9 +4,7 @@ cd "$(dirname "$0")/.." || exit 1
 name=mpi_cli root=$PWD
 . tests/cli_checks.sh
 program=lm
-# Open MPI: more ranks than cores, which do not spin; as root and without ssh, as in a container. Other MPIs need nothing of this.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
-export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_plm_rsh_agent= OMPI_MCA_btl_vader_single_copy_mechanism=none PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+. "$root/tests/mpi_here.sh"
 mpi() { timeout 120 "${MPIRUN:-mpirun}" "$@" >out 2>err </dev/null; }
 lm=$build/mpi/lm
 small="--window 48 --layers 2 --dim 32 --heads 2 --memory 8 --ffn 64 --convolution 3 --dropout 0.1 --threads 1"
