@@ -12,7 +12,7 @@
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; about 10 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
-#   make mpi                 lm, classify and listops with mpicc, for several processes or machines: build/mpi/lm
+#   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines: build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
 #   make mpi-bench           time and memory of 4 million tokens forward and a training step of a million, cut over 1, 2 and 4 ranks; 20 minutes, 12 GB
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
@@ -79,7 +79,7 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
-$(BUILD)/arena $(BUILD)/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
+$(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
 $(BUILD)/tests/lra: $(wildcard examples/*.h)
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
@@ -183,7 +183,7 @@ cuda-bench:
 
 MPICC ?= mpicc
 MPIRUN ?= mpirun
-MPI_EXAMPLES = $(BUILD)/mpi/lm $(BUILD)/mpi/classify $(BUILD)/mpi/listops
+MPI_EXAMPLES = $(addprefix $(BUILD)/mpi/,lm classify listops series lra)
 
 $(BUILD)/mpi/tests/%: tests/%.c $(BUILD)/luna.o examples/mpi.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
