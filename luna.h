@@ -605,7 +605,8 @@ typedef struct luna_attention_args {
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
   /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
-     dropout_run 0: e + dropout_first */
+     dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
+     queries * keys in it */
   int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
 } luna_attention_args;
@@ -5501,6 +5502,8 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.row = b * a->queries * a->heads + h;
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.element = pair * a->queries * s.numbers;
+  if (a->dropout_first > 0 && a->dropout_run == 0) /* of pairs before, as many elements as this one has */
+    s.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
   return s;
 }
 /* its first query's number; of s->blocks: the end */
