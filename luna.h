@@ -2236,6 +2236,31 @@ LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32
   return d;
 }
 
+/* A matrix to read: element (i, j) is at[i * row + j * column] */
+typedef struct lunai_matrix { const float *at; int64_t rows, columns, row, column; } lunai_matrix;
+LUNAI_INLINE lunai_matrix lunai_strided(const float *at, int64_t rows, int64_t columns, int64_t row) {
+  lunai_matrix a;
+  a.at = at;
+  a.rows = rows; a.columns = columns;
+  a.row = row; a.column = 1;
+  return a;
+}
+LUNAI_INLINE lunai_matrix lunai_dense(const float *at, int64_t rows, int64_t columns) {
+  return lunai_strided(at, rows, columns, columns);
+}
+LUNAI_INLINE lunai_matrix lunai_transposed(lunai_matrix a) {
+  const lunai_matrix b = a;
+  a.rows = b.columns; a.columns = b.rows;
+  a.row = b.column; a.column = b.row;
+  return a;
+}
+/* its columns [first, last) */
+LUNAI_INLINE lunai_matrix lunai_columns(lunai_matrix a, int64_t first, int64_t last) {
+  a.at += first * a.column;
+  a.columns = last - first;
+  return a;
+}
+
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
@@ -2280,6 +2305,32 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   if (a.grad) a.grad += first * a.grad_row;
   return a;
 }
+
+/* An op of LUNA_ELEMENTWISE on n elements; step: 1, or 0 of an input that repeats */
+typedef struct lunai_each { int kind; int64_t n; const float *x[3]; int64_t step[3]; } lunai_each;
+
+/* y = (x - mean) rstd weight + bias of each row, rstd = 1 / sqrt(variance + epsilon); rms: mean 0 and no bias, rstd =
+   1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467] */
+typedef struct lunai_layer_norm {
+  bool rms;
+  float epsilon;
+  int64_t rows, n;
+  const float *x, *weight, *bias;    /* [rows, n]; [n] or null */
+  float *y, *mean, *rstd;            /* mean, rstd [rows]: forward writes them unless null, backward reads them */
+  const float *dy;
+  float *dx, *dweight, *dbias;       /* backward adds to dweight and dbias, where not null, */
+  bool add;                          /* and to what is in dx, which is else set */
+} lunai_layer_norm;
+
+/* The short convolution over time, each of n channels alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) */
+typedef struct lunai_convolution {
+  int64_t rows, n, width;
+  const float *x, *history;          /* [rows, n]; the width - 1 rows before them, null: zeros */
+  const float *weight, *bias;        /* [n, width]; [n] or null */
+  float *y;
+  const float *dy;
+  float *dx, *dweight, *dbias;       /* backward adds; dweight and dbias may be null */
+} lunai_convolution;
 
 /* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
    batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
@@ -2408,9 +2459,8 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
-  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, \
-      const float *dy, float *y, bool add)) \
+  R(void, elementwise, (const lunai_each *e, float *y)) \
+  T(void, elementwise_slope, (const lunai_each *e, int input, const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -2418,24 +2468,15 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
-  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
-                       float *y, float *mean, float *rstd)) \
-  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
-      float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
-      const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
-  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, \
-                               const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
-  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, \
-                     const float *x, float *y)) \
+  K(void, layer_norm, (const lunai_layer_norm *a)) \
+  T(void, layer_norm_backward, (const lunai_layer_norm *a)) \
+  T(void, layer_norm_weights, (const lunai_layer_norm *a, int64_t first, int64_t last)) \
+  R(void, sum_rows, (lunai_matrix x, float factor, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
   T(void, cross_entropy_backward, (const lunai_cross_entropy *a)) \
-  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, \
-                              const float *weight, const float *bias, float *y)) \
-  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, \
-                                       float *dx)) \
-  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, \
-                                      const float *x, const float *dy, float *dweight, float *dbias)) \
+  K(void, short_convolution, (const lunai_convolution *a)) \
+  T(void, short_convolution_backward, (const lunai_convolution *a)) \
+  T(void, short_convolution_weights, (const lunai_convolution *a, int64_t first, int64_t last)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
                     bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
@@ -3815,17 +3856,18 @@ LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), 
 LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
 LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
 #undef LUNAI_MAP_REFERENCE
-/* LUNA_ELEMENTWISE; step: 1, or 0 of an input that repeats */
-LUNAI_FN void lunai_elementwise_reference(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+LUNAI_FN void lunai_elementwise_reference(const lunai_each *e, float *y) {
+  const float *const *x = e->x;
   int64_t i;
-  for (i = 0; i < n; i++) y[i] = lunai_each_scalar(kind, x[0][i * step[0]], x[1][i * step[1]], x[2][i * step[2]]);
+  for (i = 0; i < e->n; i++)
+    y[i] = lunai_each_scalar(e->kind, x[0][i * e->step[0]], x[1][i * e->step[1]], x[2][i * e->step[2]]);
 }
-LUNAI_FN void lunai_elementwise_slope_reference(int kind, int input, const float *const *x, const int64_t *step,
-                                                int64_t n, const float *dy, float *y, bool add) {
+LUNAI_FN void lunai_elementwise_slope_reference(const lunai_each *e, int input, const float *dy, float *y, bool add) {
+  const float *const *x = e->x;
   int64_t i;
-  for (i = 0; i < n; i++)
-    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(kind, input, x[0][i * step[0]], x[1][i * step[1]],
-                                                      x[2][i * step[2]], dy[i]);
+  for (i = 0; i < e->n; i++)
+    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
+                                                      x[2][i * e->step[2]], dy[i]);
 }
 
 LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
@@ -3859,77 +3901,77 @@ LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const fl
   }
 }
 
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
-LUNAI_FN void lunai_layer_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight,
-                                         const float *bias, float epsilon, float *y, float *mean, float *rstd) {
+/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
+LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const double center = lunai_sum_reference(n, x) / (double)n;
-    double variance = 0, r;
-    for (i = 0; i < n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / (double)n;
-    r = 1 / sqrt(variance + (double)epsilon);
-    for (i = 0; i < n; i++) {
-      const double normal = ((double)x[i] - center) * r;
-      y[i] = (float)(normal * (weight ? (double)weight[i] : 1) + (bias ? (double)bias[i] : 0));
-    }
-    if (mean) mean[row] = (float)center;
-    if (rstd) rstd[row] = (float)r;
+  for (row = 0; row < a->rows && a->n > 0; row++) {
+    const float *x = a->x + row * a->n;
+    const double r = 1 / sqrt(lunai_sum_squares_reference(a->n, x) / (double)a->n + (double)a->epsilon);
+    for (i = 0; i < a->n; i++)
+      a->y[row * a->n + i] = (float)((double)x[i] * r * (a->weight ? (double)a->weight[i] : 1));
+    if (a->mean) a->mean[row] = 0;
+    if (a->rstd) a->rstd[row] = (float)r;
   }
 }
-/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void lunai_rms_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon,
-                                       float *y, float *mean, float *rstd) {
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
+LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const double r = 1 / sqrt(lunai_sum_squares_reference(n, x) / (double)n + (double)epsilon);
-    for (i = 0; i < n; i++) y[i] = (float)((double)x[i] * r * (weight ? (double)weight[i] : 1));
-    if (mean) mean[row] = 0;
-    if (rstd) rstd[row] = (float)r;
+  if (a->rms) lunai_rms_norm_reference(a);
+  for (row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
+    const float *x = a->x + row * a->n;
+    const double n = (double)a->n, center = lunai_sum_reference(a->n, x) / n;
+    double variance = 0, r;
+    for (i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    r = 1 / sqrt(variance + (double)a->epsilon);
+    for (i = 0; i < a->n; i++) {
+      const double normal = ((double)x[i] - center) * r;
+      a->y[row * a->n + i] = (float)(normal * (a->weight ? (double)a->weight[i] : 1) +
+                                     (a->bias ? (double)a->bias[i] : 0));
+    }
+    if (a->mean) a->mean[row] = (float)center;
+    if (a->rstd) a->rstd[row] = (float)r;
   }
 }
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x,
-                                                  const float *weight,
-                                                  const float *mean, const float *rstd, const float *dy, float *dx,
-                                                  bool add) {
+LUNAI_FN void lunai_layer_norm_backward_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows; row++, x += n, dy += n, dx += n) {
-    const double center = (double)mean[row], r = (double)rstd[row];
+  for (row = 0; row < a->rows; row++) {
+    const float *x = a->x + row * a->n, *dy = a->dy + row * a->n;
+    const double n = (double)a->n, center = (double)a->mean[row], r = (double)a->rstd[row];
     double mean_g = 0, mean_gx = 0;
-    for (i = 0; i < n; i++) {
-      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1);
-      mean_g += rms ? 0 : g / (double)n;
-      mean_gx += g * ((double)x[i] - center) * r / (double)n;
+    for (i = 0; i < a->n; i++) {
+      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1);
+      mean_g += a->rms ? 0 : g / n;
+      mean_gx += g * ((double)x[i] - center) * r / n;
     }
-    for (i = 0; i < n; i++) {
-      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1), xhat = ((double)x[i] - center) * r;
-      dx[i] = (float)(r * (g - mean_g - xhat * mean_gx)) + (add ? dx[i] : 0);
+    for (i = 0; i < a->n; i++) {
+      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1), xhat = ((double)x[i] - center) * r;
+      float *dx = a->dx + row * a->n + i;
+      *dx = (float)(r * (g - mean_g - xhat * mean_gx)) + (a->add ? *dx : 0);
     }
   }
 }
 /* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
-LUNAI_FN void lunai_layer_norm_weights_reference(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
-                                                 const float *mean, const float *rstd, const float *dy, float *dweight,
-                                                 float *dbias) {
+LUNAI_FN void lunai_layer_norm_weights_reference(const lunai_layer_norm *a, int64_t first, int64_t last) {
   int64_t row, i;
   for (i = first; i < last; i++) {
     double scaled = 0, sum = 0;
-    for (row = 0; row < rows; row++) {
-      const double g = (double)dy[row * n + i];
-      scaled += g * ((double)x[row * n + i] - (double)mean[row]) * (double)rstd[row];
+    for (row = 0; row < a->rows; row++) {
+      const double g = (double)a->dy[row * a->n + i];
+      scaled += g * ((double)a->x[row * a->n + i] - (double)a->mean[row]) * (double)a->rstd[row];
       sum += g;
     }
-    if (dweight) dweight[i] += (float)scaled;
-    if (dbias) dbias[i] += (float)sum;
+    if (a->dweight) a->dweight[i] += (float)scaled;
+    if (a->dbias) a->dbias[i] += (float)sum;
   }
 }
-LUNAI_FN void lunai_sum_rows_reference(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last,
-                                       float factor, const float *x, float *y) {
-  int64_t row, i;
-  for (i = first; i < lunai_min(last, n); i++) {
+/* y_j += factor sum_i x_ij */
+LUNAI_FN void lunai_sum_rows_reference(lunai_matrix x, float factor, float *y) {
+  int64_t i, j;
+  for (j = 0; j < x.columns; j++) {
     double sum = 0;
-    for (row = 0; row < rows; row++) sum += (double)x[row * row_stride + i];
-    y[i] += (float)((double)factor * sum);
+    for (i = 0; i < x.rows; i++) sum += (double)x.at[i * x.row + j];
+    y[j] += (float)((double)factor * sum);
   }
 }
 
@@ -3974,43 +4016,41 @@ LUNAI_FN void lunai_cross_entropy_backward_reference(const lunai_cross_entropy *
 }
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
-LUNAI_FN float lunai_tap(int64_t row, int64_t n, int64_t width, int64_t channel, const float *x, const float *history) {
-  return row >= 0 ? x[row * n + channel] : history ? history[(row + width - 1) * n + channel] : 0;
+LUNAI_FN float lunai_tap(const lunai_convolution *a, int64_t row, int64_t channel) {
+  return row >= 0 ? a->x[row * a->n + channel] :
+         a->history ? a->history[(row + a->width - 1) * a->n + channel] : 0;
 }
-LUNAI_FN void lunai_short_convolution_reference(int64_t rows, int64_t n, int64_t width, const float *x,
-                                                const float *history, const float *weight, const float *bias,
-                                                float *y) {
+LUNAI_FN void lunai_short_convolution_reference(const lunai_convolution *a) {
   int64_t t, c, i;
-  for (t = 0; t < rows; t++)
-    for (c = 0; c < n; c++) {
-      float sum = bias ? bias[c] : 0;
-      for (i = 0; i < width; i++)
-        sum += weight[c * width + i] * lunai_tap(t - width + 1 + i, n, width, c, x, history);
-      y[t * n + c] = sum;
+  for (t = 0; t < a->rows; t++)
+    for (c = 0; c < a->n; c++) {
+      float sum = a->bias ? a->bias[c] : 0;
+      for (i = 0; i < a->width; i++) sum += a->weight[c * a->width + i] * lunai_tap(a, t - a->width + 1 + i, c);
+      a->y[t * a->n + c] = sum;
     }
 }
-LUNAI_FN void lunai_short_convolution_backward_reference(int64_t rows, int64_t n, int64_t width, const float *weight,
-                                                         const float *dy, float *dx) {
+LUNAI_FN void lunai_short_convolution_backward_reference(const lunai_convolution *a) {
   int64_t t, c, i;
-  for (t = 0; t < rows; t++)
-    for (c = 0; c < n; c++)
-      for (i = 0; i < width; i++)
-        if (t + width - 1 - i < rows) dx[t * n + c] += weight[c * width + i] * dy[(t + width - 1 - i) * n + c];
+  for (t = 0; t < a->rows; t++)
+    for (c = 0; c < a->n; c++)
+      for (i = 0; i < a->width; i++) {
+        const int64_t later = t + a->width - 1 - i;
+        if (later < a->rows) a->dx[t * a->n + c] += a->weight[c * a->width + i] * a->dy[later * a->n + c];
+      }
 }
-LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n, int64_t width, int64_t first,
-                                                        int64_t last, const float *x, const float *dy, float *dweight,
-                                                        float *dbias) {
+/* of channels [first, last) */
+LUNAI_FN void lunai_short_convolution_weights_reference(const lunai_convolution *a, int64_t first, int64_t last) {
+  const int64_t n = a->n, width = a->width;
   int64_t t, c, i;
-  for (c = first; c < last; c++) {
-    for (i = 0; dweight && i < width; i++) {
+  for (c = first; c < last; c++)
+    for (i = 0; a->dweight && i < width; i++) {
       double sum = 0;
-      for (t = lunai_min(rows, width - 1 - i); t < rows; t++) sum += (double)dy[t * n +
-                                                                                c] * (double)x[(t - width + 1 + i) * n +
-                                                                                               c];
-      dweight[c * width + i] += (float)sum;
+      for (t = lunai_min(a->rows, width - 1 - i); t < a->rows; t++)
+        sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
+      a->dweight[c * width + i] += (float)sum;
     }
-    if (dbias) lunai_sum_rows_reference(rows, n, n, c, c + 1, 1, dy, dbias);
-  }
+  if (a->dbias) lunai_sum_rows_reference(lunai_columns(lunai_dense(a->dy, a->rows, n), first, last), 1,
+                                         a->dbias + first);
 }
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
@@ -4125,15 +4165,20 @@ LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
 #define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
-LUNAI_FN void LUNAI_K(elementwise)(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+LUNAI_FN void LUNAI_K(elementwise)(const lunai_each *e, float *y) {
+  const float *const *x = e->x;
+  const int64_t *step = e->step, n = e->n;
+  const int kind = e->kind;
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
     LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
   }
 }
-LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n,
-                                         const float *dy, float *y, bool add) {
+LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const float *dy, float *y, bool add) {
+  const float *const *x = e->x;
+  const int64_t *step = e->step, n = e->n;
+  const int kind = e->kind;
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
@@ -4240,52 +4285,49 @@ LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y,
   }
 }
 
-/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) ---- */
-LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias,
-                                  float epsilon, float *y,
-                                  float *mean, float *rstd) {
+/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: mean 0, no bias ---- */
+LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
+  const float *x = a->x, *const weight = a->weight, *const bias = a->bias;
+  const int64_t n = a->n;
+  const bool rms = a->rms;
+  float *y = a->y;
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+  for (row = 0; row < a->rows && n > 0; row++, x += n, y += n) {
     /* the second pass also computes the rounding error of the mean */
-    const float center = (float)(LUNAI_K(sum)(n, x) / (double)n);
-    double squares, off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
-    const double variance = squares / (double)n - off * off;
-    const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)epsilon));
-    const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
+    const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
+    double squares, off = 0, variance;
+    float r;
+    vf vcenter, voff, vr;
+    if (rms) squares = LUNAI_K(sum_squares)(n, x);
+    else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
+    variance = squares / (double)n - off * off;
+    r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
+    vcenter = vf_set(center); voff = vf_set((float)off); vr = vf_set(r);
     for (i = 0; i < n; i += VF) {
-      vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
+      vf v = LUNAI_GET(x);
+      if (!rms) v = vf_sub(vf_sub(v, vcenter), voff);
+      v = vf_mul(v, vr);
       if (weight) v = vf_mul(v, LUNAI_GET(weight));
       if (bias) v = vf_add(v, LUNAI_GET(bias));
       LUNAI_PUT(y, v);
     }
-    if (mean) mean[row] = (float)((double)center + off);
-    if (rstd) rstd[row] = r;
-  }
-}
-
-/* RMS norm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon); as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y,
-                                float *mean, float *rstd) {
-  int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const float r = (float)(1 / sqrt(LUNAI_K(sum_squares)(n, x) / (double)n + (double)epsilon));
-    for (i = 0; i < n; i += VF) {
-      const vf v = vf_mul(LUNAI_GET(x), vf_set(r));
-      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
-    }
-    if (mean) mean[row] = 0;
-    if (rstd) rstd[row] = r;
+    if (a->mean) a->mean[row] = (float)((double)center + off);
+    if (a->rstd) a->rstd[row] = r;
   }
 }
 
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
-                                           const float *mean, const float *rstd, const float *dy, float *dx, bool add) {
+LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
+  const float *x = a->x, *dy = a->dy, *const weight = a->weight;
+  const int64_t n = a->n;
+  const bool add = a->add;
+  float *dx = a->dx;
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
-    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
-    const vf center = vf_set(mean[row]), r = vf_set(rstd[row]);
-    const vf mean_g = vf_set(rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+  for (row = 0; row < a->rows && n > 0; row++, x += n, dy += n, dx += n) {
+    const float mean = a->mean[row], rstd = a->rstd[row];
+    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean, rstd, &moment);
+    const vf center = vf_set(mean), r = vf_set(rstd);
+    const vf mean_g = vf_set(a->rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
     for (i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
@@ -4301,19 +4343,20 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, co
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
   if (vectors > i) \
-    sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), \
+    sum##i = b ? vf_fma(LUNAI_K(get)(at + i * VF, left - i * VF), \
                         vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
-                              : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
-/* part = the sums of up to LUNAI_FLOAT_ROWS rows, of which `left` columns exist */
-LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row,
-                                       const float *b, int64_t b_row,
-                                       const float *mean, const float *rstd, float *part) {
+                              : vf_add(sum##i, LUNAI_K(get)(at + i * VF, left - i * VF));
+/* part = the sums of up to LUNAI_FLOAT_ROWS rows and LUNAI_SUM_COLUMNS columns, as below */
+LUNAI_INLINE void LUNAI_K(column_part)(int vectors, lunai_matrix a, const float *b, const float *mean,
+                                       const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  const float *at = a.at;
+  const int64_t left = a.columns;
   int64_t r;
-  for (r = 0; r < rows; r++, a += a_row) {
+  for (r = 0; r < a.rows; r++, at += a.row) {
     const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
     LUNAI_COLUMN(0) LUNAI_COLUMN(1) LUNAI_COLUMN(2) LUNAI_COLUMN(3)
-    if (b) b += b_row;
+    if (b) b += a.row;
   }
   vf_store(part, sum0);
   vf_store(part + VF, sum1);
@@ -4321,41 +4364,37 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, 
   vf_store(part + 3 * VF, sum3);
 }
 
-/* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
-LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b,
-                                   int64_t b_row,
-                                   const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd, mean and rstd those of `norm`, or 0 and 1 where it is
+   null; null b: of a. b has a's strides. */
+LUNAI_FN void LUNAI_K(column_sums)(lunai_matrix a, const float *b, const lunai_layer_norm *norm, float factor,
+                                   float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
   int64_t first, n, r, i;
-  for (first = 0; first < columns; first += n) {
-    n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
+  for (first = 0; first < a.columns; first += n) {
+    n = a.columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(a.columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
-    for (r = 0; r < rows; r += LUNAI_FLOAT_ROWS) {
-      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL,
-          *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
-      const int64_t count = lunai_min(rows - r, LUNAI_FLOAT_ROWS);
-      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
-      else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
-      else LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, NULL, 0, NULL, NULL, part);
+    for (r = 0; r < a.rows; r += LUNAI_FLOAT_ROWS) {
+      const int64_t count = lunai_min(a.rows - r, LUNAI_FLOAT_ROWS), at = r * a.row + first;
+      const lunai_matrix rows = lunai_strided(a.at + at, count, n, a.row);
+      const float *mean = norm ? norm->mean + r : NULL, *rstd = norm ? norm->rstd + r : NULL;
+      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, rows, b ? b + at : NULL, mean, rstd, part);
+      else if (b) LUNAI_K(column_part)(4, rows, b + at, mean, rstd, part);
+      else LUNAI_K(column_part)(4, rows, NULL, NULL, NULL, part);
       for (i = 0; i < n; i++) total[i] += (double)part[i];
     }
     for (i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
   }
 }
 
-LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
-                                          const float *mean,
-                                          const float *rstd, const float *dy, float *dweight, float *dbias) {
-  if (dweight) LUNAI_K(column_sums)(rows, last - first, dy + first, n, x + first, n, mean, rstd, 1, dweight + first, 1);
-  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+LUNAI_FN void LUNAI_K(layer_norm_weights)(const lunai_layer_norm *a, int64_t first, int64_t last) {
+  const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
+  if (a->dweight) LUNAI_K(column_sums)(dy, a->x + first, a, 1, a->dweight + first, 1);
+  if (a->dbias) LUNAI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
-LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor,
-                                const float *x,
-                                float *y) {
-  last = lunai_min(last, n);
-  LUNAI_K(column_sums)(rows, last - first, x + first, row_stride, NULL, 0, NULL, NULL, factor, y + first, 1);
+LUNAI_FN void LUNAI_K(sum_rows)(lunai_matrix x, float factor, float *y) {
+  LUNAI_K(column_sums)(x, NULL, NULL, factor, y, 1);
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
@@ -4422,9 +4461,11 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 
 /* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
    A row that does not exist has no term: in both directions that is a lower bound on i */
-LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x,
-                                    const float *history,
-                                    const float *weight, const float *bias, float *y) {
+LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
+  const int64_t rows = a->rows, channels = a->n, width = a->width;
+  const float *const x = backward ? a->dy : a->x, *const history = backward ? NULL : a->history;
+  const float *const weight = a->weight, *const bias = backward ? NULL : a->bias;
+  float *const y = backward ? a->dx : a->y;
   float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
   const float *from[LUNAI_TAPS];
   int64_t first, base, t, i, k;
@@ -4467,28 +4508,17 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
   }
 }
 
-LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history,
-                                         const float *weight,
-                                         const float *bias, float *y) {
-  LUNAI_K(convolve)(false, rows, n, width, x, history, weight, bias, y);
-}
-
-LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight,
-                                                  const float *dy, float *dx) {
-  LUNAI_K(convolve)(true, rows, n, width, dy, NULL, weight, NULL, dx);
-}
-
-LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last,
-                                                 const float *x,
-                                                 const float *dy, float *dweight, float *dbias) {
+LUNAI_FN void LUNAI_K(short_convolution)(const lunai_convolution *a) { LUNAI_K(convolve)(false, a); }
+LUNAI_FN void LUNAI_K(short_convolution_backward)(const lunai_convolution *a) { LUNAI_K(convolve)(true, a); }
+LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int64_t first, int64_t last) {
+  const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
   int64_t i;
-  for (i = 0; dweight && i < width; i++) {
-    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
-    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1,
-                         dweight + first * width + i,
-                         width);
+  for (i = 0; a->dweight && i < a->width; i++) {
+    const int64_t skip = lunai_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
+    const lunai_matrix rest = lunai_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
+    LUNAI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
   }
-  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+  if (a->dbias) LUNAI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
 /* ---- dropout ---- */
@@ -10066,8 +10096,8 @@ LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
+  const lunai_matrix dy = lunai_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0]));
+  lunai_k(op)->sum_rows(dy, 1.0f, op->in[0]->grad);
   return LUNA_OK;
 }
 #define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
@@ -10086,8 +10116,8 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
   int64_t o;
   for (o = 0; w->inner > 1 && o < w->outer; o++)
-    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner,
-        w->y + o * w->inner);
+    w->kernels->sum_rows(lunai_columns(lunai_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
+                         w->factor, w->y + o * w->inner + first);
   for (o = first; w->inner == 1 && o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
@@ -10160,24 +10190,24 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
-  int64_t step[3], at, n;
+  int64_t at;
+  lunai_each e;
   int k;
-  for (at = first; at < last; at += n) {
+  e.kind = (int)op->kind;
+  for (at = first; at < last; at += e.n) {
     const int64_t i = at % shape[3], row = at / shape[3];
-    const float *x[3];
-    n = lunai_min(shape[3] - i, last - at);
+    e.n = lunai_min(shape[3] - i, last - at);
     for (k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
       const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
-      step[k] = there ? stride[3] : 0;
-      x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
-                     row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+      e.step[k] = there ? stride[3] : 0;
+      e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+                       row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
     }
-    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at,
-        add);
-    else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
-    else if (op->kind == LUNA_OP_MUL && step[0] && step[1]) lunai_k(op)->mul(n, x[0], x[1], y + at);
-    else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
+    if (input >= 0) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at, add);
+    else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) lunai_k(op)->add(e.n, e.x[0], e.x[1], y + at);
+    else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) lunai_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
+    else lunai_k(op)->elementwise(&e, y + at);
   }
 }
 LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
@@ -10466,17 +10496,13 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
 #define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
-LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                           int64_t b_row, int64_t b_column,
-                           float *c, int64_t m, int64_t n, int64_t k) {
-  g->bias = g->b_panels = g->residual = NULL;
-  g->pre = NULL;
-  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
-  g->activation = LUNA_ACTIVATION_NONE;
-  g->accumulate = g->dots = false;
-  g->a = a; g->b = b; g->c = c;
-  g->m = m; g->n = n; g->k = k;
-  g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
+/* C = A B, dense */
+LUNAI_FN void lunai_gemm_set(lunai_gemm *g, lunai_matrix a, lunai_matrix b, float *c) {
+  lunai_clear(g, sizeof *g);
+  g->a = a.at; g->b = b.at; g->c = c;
+  g->m = a.rows; g->n = g->c_row = b.columns; g->k = a.columns;
+  g->a_row = a.row; g->a_column = a.column;
+  g->b_row = b.row; g->b_column = b.column;
   g->batch[0] = g->batch[1] = 1;
   g->alpha = 1;
 }
@@ -10491,33 +10517,33 @@ LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, in
 LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1,
-      br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
+  const bool at = op->arg.matmul.transpose_a, bt = op->arg.matmul.transpose_b;
+  const lunai_matrix a = at ? lunai_transposed(lunai_dense(x->data, k, m)) : lunai_dense(x->data, m, k);
+  const lunai_matrix b = bt ? lunai_transposed(lunai_dense(w->data, n, k)) : lunai_dense(w->data, k, n);
+  const lunai_matrix dc = lunai_dense(y->grad, m, n);
   if (which == 0) {
-    lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
+    lunai_gemm_set(g, a, b, y->data);
     g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    /* dA^T = B dC^T */
-    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n);
-    else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
+    if (at) lunai_gemm_set(g, b, lunai_transposed(dc), x->grad);  /* dA^T = B dC^T */
+    else lunai_gemm_set(g, dc, lunai_transposed(b), x->grad);     /* dA = dC B^T */
     lunai_matmul_batch(op, g, m * n, k * n, m * k);
-    if (op->arg.matmul.transpose_a) {
+    if (at) {
       g->a_batch[0] = 0; g->a_batch[1] = k * n;
       g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    /* dB^T = dC^T A */
-    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m);
-    else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
+    if (bt) lunai_gemm_set(g, lunai_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
+    else lunai_gemm_set(g, lunai_transposed(a), dc, w->grad);     /* dB = A^T dC */
     g->batch[1] = op->arg.matmul.inner;
-    g->a_batch[1] = op->arg.matmul.transpose_b ? m * n : m * k;
-    g->b_batch[1] = op->arg.matmul.transpose_b ? m * k : m * n;
+    g->a_batch[1] = bt ? m * n : m * k;
+    g->b_batch[1] = bt ? m * k : m * n;
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
   /* one b for all: the batch is more rows */
-  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) {
+  if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
     if (which < 2) g->m *= op->arg.matmul.outer;
     else g->k *= op->arg.matmul.outer;
     g->batch[0] = 1;
@@ -10560,15 +10586,17 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
+  const lunai_matrix X = lunai_dense(x->data, rows, in), W = lunai_dense(w->data, out, in);
+  const lunai_matrix dY = lunai_dense(dy, rows, out);
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, w->data, 1, in, y->data, rows, out, in);
+    lunai_gemm_set(g, X, lunai_transposed(W), y->data);
     g->bias = op->in[2] ? op->in[2]->data : NULL;
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
     g->dots = op->dots;
-  } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
-  else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
+  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
+  else lunai_gemm_set(g, lunai_transposed(dY), X, w->grad);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
 /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
@@ -10627,8 +10655,8 @@ LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
   return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
 }
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
-  const int64_t out = lunai_last(op->out[0]);
-  lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
+  const lunai_matrix dy = lunai_dense(lunai_linear_dy(op), lunai_rows(op->in[0]), lunai_last(op->out[0]));
+  lunai_k(op)->sum_rows(lunai_columns(dy, first, last), 1.0f, op->in[2]->grad + first);
 }
 /* a residual input's gradient, unless it shares out[0]'s */
 LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
@@ -10680,25 +10708,16 @@ typedef struct lunai_ffn_work {
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
+  const lunai_matrix X = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), A = lunai_dense(w->a, n, f);
+  const lunai_matrix W1 = lunai_dense(op->in[1]->data, f, in), W2 = lunai_dense(op->in[3]->data, out, f);
+  const lunai_matrix dH = lunai_dense(w->dh, n, f), dY = lunai_dense(w->dy, n, out);
   switch (which) {
-    case 0:                          /* h = x W1^T + b1 */
-      lunai_matrix(g, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->data, 1, in, w->active, n, f, in);
-      break;
-    case 1:                          /* y = a W2^T + b2 */
-      lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, lunai_offset(op->out[0]->data, y), n, out, f);
-      break;
-    case 2:                          /* dW2 = dy^T a */
-      lunai_matrix(g, w->dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n);
-      break;
-    case 3:                          /* da = dy W2 */
-      lunai_matrix(g, w->dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out);
-      break;
-    case 4:                          /* dW1 = dh^T x */
-      lunai_matrix(g, w->dh, 1, f, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->grad, f, in, n);
-      break;
-    default:                         /* dx = dh W1 */
-      lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, lunai_offset(op->in[0]->grad, x), n, in, f);
-      break;
+    case 0: lunai_gemm_set(g, X, lunai_transposed(W1), w->active); break;                            /* h */
+    case 1: lunai_gemm_set(g, A, lunai_transposed(W2), lunai_offset(op->out[0]->data, y)); break;    /* y */
+    case 2: lunai_gemm_set(g, lunai_transposed(dY), A, op->in[3]->grad); break;                      /* dW2 */
+    case 3: lunai_gemm_set(g, dY, W2, w->dh); break;                                                 /* da */
+    case 4: lunai_gemm_set(g, lunai_transposed(dH), X, op->in[1]->grad); break;                      /* dW1 */
+    default: lunai_gemm_set(g, dH, W1, lunai_offset(op->in[0]->grad, x)); break;                     /* dx */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
   if (which == 0) {
@@ -10847,13 +10866,14 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
     memset(sums, 0, (size_t)(f + out) * sizeof(float));
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(rows, f, f, 0, f, 1.0f, dh, sums);
-    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(rows, out, out, 0, out, 1.0f, w->dy + row * out, sums + f);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_dense(dh, rows, f), 1.0f, sums);
+    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(lunai_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
   }
 }
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
+  lunai_matrix sums;
   lunai_ffn_work w;
   int64_t first;
   int which;
@@ -10865,11 +10885,10 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
       lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    if (lunai_grad(op, 2))
-      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
+    sums = lunai_dense(w.sums, LUNAI_FFN_PARTS, w.hidden + w.out);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_columns(sums, 0, w.hidden), 1.0f, op->in[2]->grad);
     if (lunai_grad(op, 4))
-      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden,
-                            op->in[4]->grad);
+      lunai_k(op)->sum_rows(lunai_columns(sums, w.hidden, w.hidden + w.out), 1.0f, op->in[4]->grad);
     for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
@@ -10918,39 +10937,52 @@ LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
                                          lunai_last(op->in[0])) * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
-LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+/* the norm of rows [first, last) */
+LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  float *kept = (float *)op->kept, *mean = kept ? kept + first : NULL, *rstd = kept ? kept + rows + first : NULL;
-  if (op->arg.norm.rms)
-    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON,
-        op->out[0]->data + first * n, mean, rstd);
-  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2),
-      LUNAI_NORM_EPSILON,
-                          op->out[0]->data + first * n, mean, rstd);
+  float *kept = (float *)op->kept;
+  lunai_layer_norm a;
+  memset(&a, 0, sizeof a);
+  a.rms = op->arg.norm.rms;
+  a.epsilon = LUNAI_NORM_EPSILON;
+  a.rows = last - first;
+  a.n = n;
+  a.x = op->in[0]->data + first * n;
+  a.weight = lunai_data(op, 1);
+  a.bias = lunai_data(op, 2);
+  a.y = op->out[0]->data + first * n;
+  a.mean = kept ? kept + first : NULL;
+  a.rstd = kept ? kept + rows + first : NULL;
+  a.dy = lunai_offset(op->out[0]->grad, first * n);
+  a.dx = lunai_offset(op->in[0]->grad, first * n);
+  a.add = !(op->sets & 1);
+  return a;
+}
+LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+  const lunai_layer_norm a = lunai_layer_norm_of(op, first, last);
+  lunai_k(op)->layer_norm(&a);
 }
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  const float *kept = (const float *)op->kept;
   for (; first < last; first++) {
-    const int64_t row = first * LUNAI_NORM_ROWS, count = lunai_min(LUNAI_NORM_ROWS, rows - row);
-    const float *x = op->in[0]->data + row * n, *dy = op->out[0]->grad + row * n;
-    float *sums = (float *)op->workspace + first * 2 * n;
-    if (lunai_grad(op, 1) || lunai_grad(op, 2)) {
-      memset(sums, 0, (size_t)(2 * n) * sizeof(float));
-      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy,
-                                      lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
+    const int64_t row = first * LUNAI_NORM_ROWS;
+    lunai_layer_norm a = lunai_layer_norm_of(op, row, lunai_min(row + LUNAI_NORM_ROWS, lunai_rows(op->in[0])));
+    float *sums = (float *)op->workspace + first * 2 * a.n;
+    if (lunai_grad(op, 1)) a.dweight = sums;
+    if (lunai_grad(op, 2)) a.dbias = sums + a.n;
+    if (a.dweight || a.dbias) {
+      memset(sums, 0, (size_t)(2 * a.n) * sizeof(float));
+      lunai_k(op)->layer_norm_weights(&a, 0, a.n);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
-        kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
+    if (a.dx) lunai_k(op)->layer_norm_backward(&a);
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
-  const float *sums = (const float *)op->workspace;
+  const lunai_matrix sums = lunai_dense((const float *)op->workspace, blocks, 2 * n);
   int i;
   for (i = 0; i < 2; i++)
     if (lunai_grad(op, 1 + i))
-      lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
+      lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
 LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
@@ -11129,14 +11161,15 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
   const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
   const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
       stride = w->part.grad_row;
+  const lunai_matrix X = lunai_dense(x->data, rows, in), dY = lunai_strided(w->panel, rows, columns, stride);
+  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), columns, in);
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, lunai_offset(weight->data, first * in), 1, in, w->panel, rows, columns, in);
+    lunai_gemm_set(g, X, lunai_transposed(W), w->panel);
     g->c_row = stride;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad,
-                                      rows, in, columns);
+  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
   else {
-    lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, lunai_offset(weight->grad, first * in), columns, in, rows);
+    lunai_gemm_set(g, lunai_transposed(dY), X, lunai_offset(weight->grad, first * in));
     g->b_panels = w->panels;
   }
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
@@ -11207,10 +11240,10 @@ LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads)
 }
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
-  const int64_t n = w->part.columns;
-  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads),
-                           lunai_share(n, thread + 1, threads), 1.0f, w->panel,
-                           w->op->in[2]->grad + w->part.first);
+  const int64_t n = w->part.columns, first = lunai_share(n, thread, threads);
+  const lunai_matrix dy = lunai_strided(w->panel, w->part.rows, n, w->part.grad_row);
+  lunai_k(w->op)->sum_rows(lunai_columns(dy, first, lunai_share(n, thread + 1, threads)), 1.0f,
+                           w->op->in[2]->grad + w->part.first + first);
 }
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   const lunai_parallel *parallel = &op->ctx->parallel;
@@ -11421,31 +11454,41 @@ LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 #define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
-LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = lunai_last(op->in[0]), rows = op->in[0]->shape[1], width = lunai_last(op->in[1]);
-  int64_t b;
-  for (b = first; b < last; b++) {
-    const float *x = op->in[0]->data + b * rows * n;
-    float *history = op->history ? op->history + b * (width - 1) * n : NULL;
-    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2),
-                                   op->out[0]->data + b * rows * n);
-    if (history) lunai_history_move(history, width - 1, x, rows, n);
+  lunai_convolution a;
+  a.rows = rows; a.n = n; a.width = width;
+  a.x = op->in[0]->data + b * rows * n;
+  a.history = lunai_offset(op->history, b * (width - 1) * n);
+  a.weight = op->in[1]->data;
+  a.bias = lunai_data(op, 2);
+  a.y = op->out[0]->data + b * rows * n;
+  a.dy = lunai_offset(op->out[0]->grad, b * rows * n);
+  a.dx = lunai_offset(op->in[0]->grad, b * rows * n);
+  a.dweight = lunai_grad(op, 1);
+  a.dbias = lunai_grad(op, 2);
+  return a;
+}
+LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+  for (; first < last; first++) {
+    const lunai_convolution a = lunai_convolution_of(op, first);
+    lunai_k(op)->short_convolution(&a);
+    if (a.history)
+      lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
   }
 }
 LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
-  int64_t b;
-  for (b = first; b < last; b++)
-    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data,
-                                            op->out[0]->grad + b * size, op->in[0]->grad + b * size);
+  for (; first < last; first++) {
+    const lunai_convolution a = lunai_convolution_of(op, first);
+    lunai_k(op)->short_convolution_backward(&a);
+  }
 }
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
-  for (b = 0; b < op->in[0]->shape[0]; b++)
-    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last,
-                                           op->in[0]->data + b * size, op->out[0]->grad + b * size,
-                                           lunai_grad(op, 1), lunai_grad(op, 2));
+  for (b = 0; b < op->in[0]->shape[0]; b++) {
+    const lunai_convolution a = lunai_convolution_of(op, b);
+    lunai_k(op)->short_convolution_weights(&a, first, last);
+  }
 }
 LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
@@ -14836,23 +14879,26 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 
 /* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
 LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  const int64_t n = lunai_last(op->in[0]);
   float part[256], number;
+  lunai_each less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
   int64_t r, i, at;
+  less.n = n;
+  less.x[1] = less.x[2] = &number;
   for (r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
-    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
     double sum = 0;
-    (void)lunai_first_max(in[0], n, 1, &at);
-    number = in[0][at];
-    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    less.x[0] = op->in[0]->data + r * n;
+    (void)lunai_first_max(less.x[0], n, 1, &at);
+    number = less.x[0][at];
+    lunai_k(op)->elementwise(&less, y);
     for (i = 0; i < n; i += 256) {
       lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
       sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
     }
     number = lunai_log1_scalar((float)sum);
-    in[0] = y;
-    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    less.x[0] = y;
+    lunai_k(op)->elementwise(&less, y);
   }
 }
 LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
