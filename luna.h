@@ -4335,10 +4335,12 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     variance = squares / (double)n - off * off;
     r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
     vcenter = vf_set(center); voff = vf_set((float)off); vr = vf_set(r);
-    for (i = 0; i < n; i += VF) {
-      vf v = LUNAI_GET(x);
-      if (!rms) v = vf_sub(vf_sub(v, vcenter), voff);
-      v = vf_mul(v, vr);
+    for (i = 0; rms && i < n; i += VF) {
+      const vf v = vf_mul(LUNAI_GET(x), vr);
+      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
+    }
+    for (i = 0; !rms && i < n; i += VF) {
+      vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
       if (weight) v = vf_mul(v, LUNAI_GET(weight));
       if (bias) v = vf_add(v, LUNAI_GET(bias));
       LUNAI_PUT(y, v);
