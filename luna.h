@@ -1903,6 +1903,7 @@ typedef struct luna_op {
       int64_t pattern_count;
     } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
+    luna_custom custom;
   } arg;
   float dropout;                     /* 0 outside training */
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
@@ -1910,7 +1911,10 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
+  bool kept_again;                   /* kept was released and computed again */
+  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
+  int scope;                         /* of a profile */
   /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
      is asked again; or null */
   struct luna_op *loss;
@@ -1920,19 +1924,15 @@ typedef struct luna_op {
   double *mean_ka, *mean_av;
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
-  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
-  luna_custom custom;
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
-  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
-  bool kept_again;                   /* kept was released and computed again */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
@@ -9055,13 +9055,27 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t persistent_bytes, step_bytes, step_peak;
 } lunai_arena;
 
-/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
-   began. */
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
+   A step of single rows reads and writes the same memory each time: its ops are recorded, with their tensors, and later
+   steps run them again. */
 typedef struct lunai_bump {
   struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
                                                                are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
+  bool records;                      /* ops run now are recorded */
+  luna_op *ops;                      /* those that are recorded */
+  size_t count, room, kept;          /* of ops; bytes of small things that they need */
 } lunai_bump;
+#ifdef LUNA_ONLY_STREAM              /* memory is short there */
+#define LUNAI_REPLAYS false
+#else
+#define LUNAI_REPLAYS true
+#endif
+#define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
+LUNAI_FN void lunai_bump_begin(lunai_bump *b) {
+  b->part[0].used = b->kept;
+  b->part[1].used = 0;
+}
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
@@ -11591,17 +11605,18 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
-  op->workspace_size = op->backward_workspace_size = op->custom.workspace_size;
+  op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
 LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
   op->ctx->custom = op;
-  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
+                         (void *)(uintptr_t)op->arg.custom.state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = op;
-  op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->arg.custom.state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
@@ -12275,28 +12290,32 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
   }
   if (first) scope.ctx->tape->recompute_from = first;
 }
-/* of a stream on the host: on a device the move would be work of its own */
+/* Of a stream. What runs on a device or is recorded moves only at the ends of scopes from the step's beginning on.
+   Its recorded op, the newest, makes it at its new place from then on, and reads nothing there or is elementwise. */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
-  const float *data;
-  luna_tensor *moved;
-  void *memory;
-  if (!x || lunai_on_device(scope.ctx)) return x;
-  data = x->data;
-  b->part[0].used = scope.used[0];
+  const bool device = lunai_on_device(scope.ctx), records = LUNAI_RECORDS(b);
+  void *memory, *data;
+  if (!x || ((device || records) && scope.used[1] > 0)) return x;
   b->part[1].used = scope.used[1];
-  /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
-  moved = (luna_tensor *)(void *)start;
-  memmove(moved, x, sizeof *x);
-  (void)lunai_bump_take(b, false, sizeof *x, &memory);
+  if (!records) {
+    b->part[0].used = scope.used[0];
+    /* from outside */
+    if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
+    (void)lunai_bump_take(b, false, sizeof *x, &memory);
+    x = (luna_tensor *)memmove(memory, x, sizeof *x);
+    x->base = NULL;
+  }
+  data = x->data;
   (void)lunai_bump_take(b, true, bytes, &memory);
-  if (memory) memmove(memory, data, bytes);
-  moved->data = (float *)memory;
-  moved->base = NULL;
-  return moved;
+  x->data = (float *)memory;
+  if (!memory || memory == data) return x;
+  if (device) return lunai_backend_result(scope.ctx, "luna_stream", scope.ctx->backend->copy(scope.ctx, memory, data,
+                         bytes, 0)) == LUNA_OK ? x : NULL;
+  memmove(memory, data, bytes);
+  return x;
 }
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
@@ -12689,6 +12708,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
 
 /* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
 LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
+  lunai_bump *b = s->op.ctx->bump;
   luna_op *op = &s->op;
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
@@ -12699,10 +12719,15 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->part[1].used;
-  if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
+  used = b->part[1].used;
+  if (op->workspace_size > 0 && !lunai_bump_take(b, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->part[1].used = used;
+  b->part[1].used = used;
+  if (LUNAI_RECORDS(b)) {
+    if (b->count == b->room) return lunai_op_no_memory(s, sizeof *op);
+    if (b->ops) b->ops[b->count] = *op;
+    b->count++;
+  }
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
@@ -13283,8 +13308,7 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, drops, sizeof drops);
   lunai_graph_mix(g, pointers, sizeof pointers);
   lunai_graph_mix(g, &op->arg, sizeof op->arg);
-  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
-  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+  if (op->kind == LUNA_OP_CUSTOM) lunai_graph_mix(g, op->arg.custom.state, op->arg.custom.state_size);
 }
 /* a copy of an op, with its tensors from `next` on; what is left of them */
 LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
@@ -13312,7 +13336,7 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   lunai_call *c;
   luna_op *to;
   luna_tensor *next;
-  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+  if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
   c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
@@ -15437,8 +15461,8 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
-  s.op.custom = *custom;
-  s.op.custom.state = memory;
+  s.op.arg.custom = *custom;
+  s.op.arg.custom.state = memory;
   return lunai_finish(&s, rank, shape);
 }
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
@@ -19088,6 +19112,7 @@ struct luna_stream {
   lunai_lm_sizes sizes;
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
   lunai_bump bump;
+  size_t body;                       /* of its recorded ops those before the logits */
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
   lunai_beside model;
@@ -19186,65 +19211,78 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
 }
 
 /* --- a step: the layers' forward --- */
-/* x = y, and what was made since the mark is gone */
-LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const luna_tensor *y, lunai_mark mark) {
-  if (!x || !y) return NULL;
-  if (x != y && !lunai_stream_move(s, x->data, y->data, (size_t)luna_count(x) * sizeof(float), 0)) return NULL;
-  lunai_step_rewind(&s->ctx, mark);
-  return x;
+/* a tensor of the step on memory that is there */
+LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
+  void *memory;
+  if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
+  *(luna_tensor *)memory = lunai_stream_tensor(s, data, rank, a, b, c, 1);
+  return (luna_tensor *)memory;
 }
 /* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const luna_positions positions = (luna_positions)s->sizes.positions;
-  luna_tensor angles, features, *x, *y;
-  int64_t shape[2], i;
-  lunai_mark mark;
-  s->bump.part[0].used = s->bump.part[1].used = 0;
+  const int64_t d = s->sizes.dim, k = s->sizes.features;
+  luna_scope scope;
+  luna_tensor *x;
+  int64_t i;
+  lunai_bump_begin(&s->bump);
   s->bump.single = rows == 1;
-  if (s->sizes.features) {
-    features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear_layer_forward(&s->model.input.projection, &features);
-  } else x = y = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
-  mark = lunai_step_mark(&s->ctx);
-  if (s->scale != 1) y = luna_scale(y, s->scale);
-  shape[0] = rows;
-  shape[1] = s->sizes.dim;
-  lunai_tensor_set(&angles, &s->ctx, 2, shape);
-  angles.data = in.angles;
-  if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
+  scope = luna_scope_begin(&s->ctx);
+  x = k ? luna_linear_layer_forward(&s->model.input.projection,
+                                    lunai_stream_view(s, in.features, 3, s->batch, rows, k)) :
+      luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
+  if (s->scale != 1) x = luna_scale(x, s->scale);
+  if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, lunai_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, shape));
-  x = lunai_stream_keep(s, x, y, mark);
+    x = luna_add(x, lunai_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
     if (s->cross) {
       lunai_flow f = lunai_flow_of(x, NULL, NULL);
       f.past = &layer->past;
-      y = lunai_decoder_layer(&layer->of.decoder, &f);
+      x = lunai_decoder_layer(&layer->of.decoder, &f);
     } else
 #endif
-      y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
-    x = lunai_stream_keep(s, x, y, mark);
+      x = lunai_causal_layer(&layer->of.causal, x, &layer->past);
+    x = lunai_result_so_far(scope, x);
   }
+  s->body = s->bump.count;
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
   if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
   return luna_linear_layer_forward(&s->model.output, x);
 }
+/* the same, of single rows by the ops that the first of them has recorded */
+LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
+  lunai_bump *b = &s->bump;
+  luna_status status = LUNA_OK;
+  luna_tensor *y;
+  size_t i;
+  if (!LUNAI_REPLAYS) return lunai_stream_forward(s, rows, last);
+  if (rows > 1 || b->count == 0) {
+    b->count = b->kept = 0;
+    b->records = rows == 1;
+    y = lunai_stream_forward(s, rows, last || b->records);
+    if (b->records) b->kept = b->part[0].used;
+    b->records = false;
+    if (!y) b->count = b->kept = 0;
+    return y;
+  }
+  for (i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
+    status = s->ctx.backend->op[b->ops[i].kind].forward(&b->ops[i]);
+  if (status == LUNA_OK) return b->ops[b->count - 1].out[0];
+  return lunai_fail_backend(&s->ctx, false, "luna_stream", status);
+}
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
-  luna_tensor table, *y;
-  int64_t shape[2];
-  shape[0] = s->batch;
-  shape[1] = width;
-  lunai_tensor_set(&table, &s->ctx, 2, shape);
-  table.data = (float *)state;
-  s->bump.part[0].used = s->bump.part[1].used = 0;
-  y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
+  const luna_tensor *y;
+  lunai_bump_begin(&s->bump);
+  y = luna_embedding(lunai_stream_view(s, (float *)state, 2, s->batch, width, 1),
+                     lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
 LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
@@ -19282,7 +19320,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.part[0].used = s->bump.part[1].used = 0;
+    lunai_bump_begin(&s->bump);
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -19461,7 +19499,8 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   const int64_t layers = s->sizes.layers;
   luna_tensor small[40];
   lunai_stream_layer layer;
-  int64_t rows;
+  size_t count[2] = { 0, 0 }, kept[2] = { 0, 0 }, peak;
+  int64_t rows, i;
   bool good;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = &s->bump;
@@ -19471,14 +19510,25 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   layer.past.history = (float *)(void *)s;
   s->bump.part[0].start = (char *)small;
   s->bump.part[0].size = sizeof small;
-  s->bump.part[1].size = SIZE_MAX / 2;
-  s->sizes.layers = 1;
+  s->bump.part[1].size = s->bump.room = SIZE_MAX / 2;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
-    good = lunai_stream_forward(s, rows, true) != NULL;
+    for (i = LUNAI_REPLAYS ? 0 : 1; good && i < 2; i++) {
+      s->sizes.layers = i;
+      s->bump.count = 0;
+      good = lunai_stream_rows(s, rows, true) != NULL;
+      count[i] = s->bump.count;
+      kept[i] = s->bump.kept;
+    }
+  s->bump.room = !LUNAI_REPLAYS ? 0 : count[0] + (count[1] - count[0]) * (size_t)layers;
+  s->bump.count = s->bump.kept = 0;
   good = good && lunai_stream_fold(s, &layer, NULL);
+  peak = s->bump.part[0].peak;
+  s->bump.part[0].peak = 0;
   if (good) lunai_stream_reorder_all(s);
+  if (LUNAI_REPLAYS) s->bump.part[0].peak += kept[0] + (kept[1] - kept[0]) * (size_t)layers;
+  if (s->bump.part[0].peak < peak) s->bump.part[0].peak = peak;
   s->ctx.reserving = false;
   s->sizes.layers = layers;
   s->inputs = NULL;
@@ -19507,9 +19557,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
   s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
-  if (device) {
-    s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
-  }
+  s->bump.ops = (luna_op *)lunai_stream_take(base, &used, (int64_t)s->bump.room, sizeof(luna_op));
+  if (device) s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   if (device) base = s->device_memory;
@@ -19745,7 +19794,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
     LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
-                            lunai_stream_forward(s, rows, at + rows == n));
+                            lunai_stream_rows(s, rows, at + rows == n));
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);

@@ -30,7 +30,7 @@ static struct settings set = { .memory = 16, .seed = 1 };
 static struct {
   const char *data, *valid, *svg;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, difficulty, data_seed, count;
-  double weight_decay, attention_dropout;
+  double weight_decay, attention_dropout, growing;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3 };
 
 static const flag flags[] = {
@@ -49,6 +49,7 @@ static const flag flags[] = {
   { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
   { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
   { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
+  { "--growing", "t", REAL(own.growing, 0, 1), "listops: in this part of the steps lists grow from 24 tokens" },
   { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -86,7 +87,7 @@ static void choose_settings(void) {
   whole(&own.positions, r.positions), whole(&set.pooling, r.pooling);
   whole(&set.batch, r.batch), whole(&set.steps, r.steps), whole(&own.warmup, r.warmup), whole(&own.decay, r.decay);
   real(&set.lr, r.lr), real(&own.weight_decay, r.weight_decay);
-  real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
+  real(&own.growing, r.growing), real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
 }
 
 typedef struct path { char text[440]; } path;              /* a text or a file's name, by value */
@@ -98,7 +99,8 @@ static path describe(void) {
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
-    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]);
+    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
+                           (f->real == &own.growing && data.task != &tasks[LISTOPS]);
     char value[40];
     if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
     flag_text(f, value, sizeof value);
@@ -163,7 +165,7 @@ static luna_tensor *mean_of(luna_tensor *x, const luna_input *input) {
 static luna_tensor *logits(const luna_input *input) {
   const int64_t pooled[2] = { input->batch / data.task->parts, data.task->parts * set.dim };
   luna_tensor *x = luna_encoder_forward(&model.encoder, input, NULL);
-  x = set.pooling == MEAN ? mean_of(x, input) : luna_slice(x, 1, set.pooling == FIRST, 1);
+  x = set.pooling == MEAN ? mean_of(x, input) : luna_slice(x, 1, 0, 1);
   x = luna_reshape(x, 2, pooled);
   if (own.hidden) x = luna_relu(luna_linear_layer_forward(&model.hidden, x));
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));
@@ -311,6 +313,7 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
 static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const samples *s) {
   const int64_t every = set.steps < 100 ? 1 : set.steps / 100; /* steps of a row of the curve */
   while (bar.step < set.steps && !interrupted) {
+    data.grown = own.growing > 0 ? (double)bar.step / (own.growing * (double)set.steps) : 1;
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels);
