@@ -248,15 +248,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
-    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens, which this " \
+    "stream's model reads") \
   X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
     "which this stream's model reads in place of tokens") \
   X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
     "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
-  X(STREAM_TOKEN, BAD_ARGUMENT, \
-    "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
+  X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
+    "read") \
   X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
   X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
   X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
@@ -268,17 +268,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
-  X(NO_CONTEXT, BAD_ARGUMENT, \
-    "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
-    "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
-    "version)") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or " \
+    "given with a device, threads below 0, an isa that this build or machine lacks, allocate without release or the " \
+    "reverse, an unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of " \
+    "another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, BAD_ARGUMENT, \
-    "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
-    "context") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time " \
+    "in a context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -324,8 +322,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, BAD_ARGUMENT, \
-    "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
+    "them 1") \
   X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
@@ -333,12 +331,11 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(PATTERNS, BAD_ARGUMENT, \
-    "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
-    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, \
-    "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
-    "key_offsets say where sequences end") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
+    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
+    "them") \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
+    "and key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
@@ -385,8 +382,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
     "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
-    "max_rank %d (0 = any)") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
+    "any)") \
   X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
@@ -401,8 +398,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
   X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
-  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder " \
-    "exist, and may it be written to?") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
+    "be written to?") \
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
@@ -8650,10 +8647,7 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
    wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
-    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
-#define LUNAI_NO_POOL
-#elif defined(_WIN32)
+#if defined(_WIN32) && !defined(LUNA_ONLY_STREAM) /* threads, the clock of a profile, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
 #endif
@@ -8661,6 +8655,11 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #define NOMINMAX
 #endif
 #include <windows.h>
+#endif
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
+    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#define LUNAI_NO_POOL
+#elif defined(_WIN32)
 typedef HANDLE lunai_thread;
 typedef CRITICAL_SECTION lunai_mutex;
 typedef CONDITION_VARIABLE lunai_condition;
@@ -9447,6 +9446,21 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   return true;
 }
 
+/* host memory of the step; null with the sentence of an op, or of a call that returns a status */
+LUNAI_FN void *lunai_step_host(luna_ctx *ctx, const char *name, bool op, size_t bytes) {
+  void *memory;
+  if (lunai_step(ctx, bytes ? bytes : 1, false, &memory)) return memory;
+  if (op) lunai_fail_op_memory(ctx, name, bytes);
+  else lunai_fail_memory(ctx, name, bytes);
+  return NULL;
+}
+/* host memory until close, zeroed; null with the sentence of a call that returns a status */
+LUNAI_FN void *lunai_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
+  void *memory;
+  if (lunai_persist(ctx, bytes, false, &memory)) return memory;
+  return lunai_fail_memory(ctx, name, bytes), (void *)NULL;
+}
+
 /* Small things of the host that last until the next begin lie together, so that they part no pieces. */
 #define LUNAI_SMALL 2048
 LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
@@ -9759,10 +9773,8 @@ LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t 
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
   const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
-  void *memory;
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
-  *all = (int64_t *)memory;
-  if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
+  *all = (int64_t *)lunai_step_host(ctx, name, true, bytes);
+  if (!*all || !lunai_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
   for (int r = 0; r < ranks; r++)
     for (int i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
@@ -11608,15 +11620,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
    Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
-#if defined(_WIN32)
-#ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
-#endif
-#ifndef NOMINMAX
-#define NOMINMAX
-#endif
-#include <windows.h>
-#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
 /* seconds; 0 where there is no clock */
@@ -11793,12 +11797,11 @@ LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
 }
 
 LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
-  void *memory = NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
-    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
-  if (memory) ctx->profiled = (lunai_profile *)memory;
+  if (!ctx->profiled)
+    ctx->profiled = (lunai_profile *)lunai_persist_host(ctx, "luna_profile_begin", sizeof(lunai_profile));
   lunai_profile *p = ctx->profiled;
+  if (!p) return ctx->last_status;
   memset(p, 0, sizeof *p);
   p->scopes = 1;
   p->peak = lunai_profile_peak(ctx);
@@ -13411,17 +13414,15 @@ LUNAI_FN bool lunai_is_text(const char *s) {
 }
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
-  void *memory;
   if (!ctx) return NULL;
-  if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
-    lunai_remember(ctx, NULL, 0, lunai_fail_memory(ctx, "luna_params_open", sizeof(luna_params)));
-    return NULL;
-  }
-  lunai_remember(ctx, NULL, 0, LUNA_OK);
-  ((luna_params *)memory)->ctx = ctx;
-  ((luna_params *)memory)->number = ctx->sets++;
-  ((luna_params *)memory)->older = ctx->newest;
-  return (luna_params *)(uintptr_t)(ctx->newest = (luna_params *)memory);
+  luna_params *params = (luna_params *)lunai_persist_host(ctx, "luna_params_open", sizeof(luna_params));
+  lunai_remember(ctx, NULL, 0, params ? LUNA_OK : ctx->last_status);
+  if (!params) return NULL;
+  params->ctx = ctx;
+  params->number = ctx->sets++;
+  params->older = ctx->newest;
+  ctx->newest = params;
+  return params;
 }
 LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
@@ -15318,9 +15319,7 @@ LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const ch
   return true;
 }
 LUNAI_FN luna_init lunai_init_of(luna_init_kind kind, float scale) {
-  luna_init init;
-  init.kind = kind;
-  init.scale = scale;
+  const luna_init init = { kind, scale };
   return init;
 }
 #ifdef LUNA_ONLY_STREAM
@@ -15371,6 +15370,17 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
   if (out[size - 1] == '.') out[size - 1] = 0;
   return out;
 }
+
+/* A layer's public init: its config with defaults, of which there is a copy `c`, then its parameters: all, or none */
+#define LUNAI_LAYER_INIT(layer_type, config_type, defaults, parameters) \
+  LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
+                                         const config_type *config) { \
+    config_type c; \
+    lunai_setup s; \
+    const bool good = lunai_setup_begin(&s, #layer_type "_init", params, prefix, layer, sizeof *layer) && \
+                      (defaults) && lunai_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
+    return lunai_setup_end(&s, good); \
+  }
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
@@ -15486,24 +15496,19 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
 /* of an input layer; false without a sentence where its init failed or was not called */
 LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
                                      const char *name) {
-  lunai_reader r;
-  memset(&r, 0, sizeof r);
-  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  const lunai_reader r = { layer ? lunai_ctx_of(layer->params) : NULL, 0, layer ? luna_count(layer->mean) : 0, 0 };
   if (!r.ctx) return false;
   if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
-  r.features = layer->mean->shape[0];
   return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
-  void *memory;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
   const int64_t k = layer->mean->shape[0];
   const lunai_mark mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
-    return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
-  float *mean = (float *)memory;
+  float *mean = (float *)lunai_step_host(ctx, "luna_input_layer_fit", false, (size_t)(2 * k) * sizeof(float));
+  if (!mean) return ctx->last_status;
   for (int64_t f = 0; f < k; f++) {
     double sum = 0, squares = 0;
     int64_t count = 0;
@@ -15526,16 +15531,15 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
 /* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
    neither memory nor the ops of a step depend on the data. */
 LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
-  luna_tensor *out;
+  const int64_t shape[3] = { input->batch, input->n, k };
+  luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   luna_status status = LUNA_OK;
-  void *memory;
-  int64_t shape[3] = { input->batch, input->n, k };
-  if ((out = luna_tensor_new(ctx, NULL, 3, shape)) == NULL) return NULL;
+  if (!out) return NULL;
   const lunai_mark mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)luna_count(out) * sizeof(float), false, &memory))
-    return lunai_fail_op_memory(ctx, "luna_input_layer_forward", (size_t)luna_count(out) * sizeof(float));
-  if (lunai_computes(ctx) && luna_count(out) > 0) {
-    float *to = (float *)memory;
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  float *values = (float *)lunai_step_host(ctx, "luna_input_layer_forward", true, bytes), *to = values;
+  if (!values) return NULL;
+  if (lunai_computes(ctx) && bytes > 0) {
     for (int64_t i = 0; i < input->batch * input->n; i++) {
       const bool real = lunai_is_real(input, i);
       for (int64_t f = 0; f < k; f++, to++) {
@@ -15543,7 +15547,7 @@ LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, 
         *to = x != x || !real ? 0 : present ? 1 : x;
       }
     }
-    status = ctx->backend->copy(ctx, out->data, memory, (size_t)luna_count(out) * sizeof(float), 1);
+    status = ctx->backend->copy(ctx, out->data, values, bytes, 1);
   }
   lunai_step_rewind(ctx, mark);
   return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
@@ -15629,16 +15633,8 @@ LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_a
          lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
 }
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_nested_attention_layer_config *config) {
-  luna_nested_attention_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
+                 lunai_nested_attention_defaults(params->ctx, config, &c), lunai_nested_attention_init)
 
 LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   int64_t shape[4] = { a, b, c, d };
@@ -15677,15 +15673,13 @@ LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor 
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
 
-/* lengths of a memory of `max` slots, in the step, on the host */
-LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max,
-                                             bool *failed) {
-  void *memory;
-  if (!lengths) return NULL;
-  *failed = !lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail_op_memory(ctx, "lengths", (size_t)count * sizeof(int32_t));
-  for (int64_t i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], max);
-  return (const int32_t *)memory;
+/* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */
+LUNAI_FN const int32_t *lunai_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
+                                      int64_t max) {
+  int32_t *out = (int32_t *)lunai_step_host(ctx, "lengths", true, (size_t)count * sizeof(int32_t));
+  for (int64_t i = 0; i < count && out; i++)
+    out[i] = (int32_t)lunai_min(lunai_divide_up(lengths ? lengths[i] : n, w), max);
+  return out;
 }
 
 /* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
@@ -15778,10 +15772,8 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
-  bool failed = false;
   if (!y_p) return NULL;
-  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
-  if (failed) return NULL;
+  if (lengths && (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
   if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
@@ -15800,12 +15792,7 @@ typedef struct lunai_flow {
   lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
 } lunai_flow;
 LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  lunai_flow f;
-  memset(&f, 0, sizeof f);
-  f.x = x;
-  f.p = p;
-  f.lengths = lengths;
-  f.wants_x = true;
+  const lunai_flow f = { x, p, NULL, lengths, true, false, false, NULL };
   return f;
 }
 
@@ -15864,19 +15851,14 @@ LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_a
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
          lunai_is_omega(ctx, c->omega);
 }
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_causal_attention_layer_config *config) {
-  luna_causal_attention_layer_config c;
+LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   lunai_part parts[LUNAI_MAX_PARTS];
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
-  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  return lunai_setup_end(&s, good);
+  if (!lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts))) return false;
+  if (layer->config.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
+  return true;
 }
+LUNAI_LAYER_INIT(luna_causal_attention_layer, luna_causal_attention_layer_config,
+                 lunai_causal_attention_defaults(params->ctx, config, &c), lunai_causal_attention_init)
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
 LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
@@ -15929,7 +15911,6 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   luna_tensor *p = f->p;
   const int32_t *lengths = f->lengths;
   luna_tensor *in[4];
-  bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
   const luna_causal_attention_layer_config *c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
@@ -15940,9 +15921,8 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
   const luna_scope scope = luna_scope_begin(x->ctx);
-  if (!LUNAI_BUMPS(x->ctx))
-    lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
-  if (failed) return NULL;
+  if (!LUNAI_BUMPS(x->ctx) && lengths &&
+      (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, p->shape[p->rank - 2])) == NULL) return NULL;
   luna_tensor *s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
@@ -16018,15 +15998,8 @@ LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer
   if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
   return lunai_linformer_config(ctx, &c->linformer);
 }
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-    const luna_attention_layer_config *config) {
-  luna_attention_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_attention_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config, lunai_attention_defaults(params->ctx, config, &c),
+                 lunai_attention_init)
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
@@ -16052,16 +16025,6 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t 
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
 }
 
-/* lengths of each sequence in windows, or in rows (w = 1); without lengths all are `n` */
-LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n,
-                                             int64_t w) {
-  void *memory;
-  if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(ctx, "lengths", (size_t)batch * sizeof(int32_t)), (const int32_t *)NULL;
-  for (int64_t i = 0; i < batch; i++) ((int32_t *)memory)[i] = (int32_t)lunai_divide_up(lengths ? lengths[i] : n, w);
-  return (const int32_t *)memory;
-}
-
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
 LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k,
                                     const int32_t *lengths) {
@@ -16080,8 +16043,8 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
     parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
     x = luna_concat(parts, 2, 1);
   }
-  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL)
-    return NULL;
+  if (x && (lengths || windows * w > n) &&
+      (lengths = lunai_lengths(x->ctx, lengths, batch, n, 1, INT32_MAX)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
@@ -16104,7 +16067,8 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   }
   if (!q || !k || !v) return NULL;
   if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
-      (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+      (a.lengths = lunai_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size), INT32_MAX)) == NULL)
+    return NULL;
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
@@ -16211,23 +16175,14 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
                         !c->hook || (c->hook->init && c->hook->forward));
 }
 LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer_config *c) {
-  luna_nested_attention_layer_config a;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.pack_heads = c->pack_heads;
-  a.sharing = c->sharing;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
+  const luna_nested_attention_layer_config a = { c->dim, c->heads, c->pack_heads, c->sharing, c->attention_dropout,
+                                                 c->bert_init };
   return a;
 }
 LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
-  luna_causal_attention_layer_config a;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  a.omega = c->omega;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
+  const luna_sharing sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  const luna_causal_attention_layer_config a = { c->dim, c->heads, sharing, c->omega, c->attention_dropout,
+                                                 c->bert_init };
   return a;
 }
 LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
@@ -16257,15 +16212,9 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 
 /* x + FFN(x), not normed when post-norm */
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
-  luna_feed_forward_config f;
-  f.activation = c->activation;
-  f.activation_dropout = c->activation_dropout;
-  f.dropout = c->dropout;
-  f.residual = x;
-  f.gate = layer->fc3.weight;
-  f.gate_bias = layer->fc3.bias;
-  /* of a layer that is computed again as well: it need not hold a hidden layer then either */
-  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
+  /* recomputed also in a layer that is computed again as a whole: it need not hold a hidden layer then either */
+  const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
+                                       c->recompute != LUNA_RECOMPUTE_NONE, layer->fc3.weight, layer->fc3.bias };
   return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
                            layer->fc2.bias, &f);
 }
@@ -16273,21 +16222,14 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
 LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                                const char *prefix, const luna_layer_config *c, bool causal) {
-  luna_attention_layer_config a;
+  const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
+                                          c->linformer };
   if (c->hook) {
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
     if (!*hook_state && params->ctx->last_status == LUNA_OK)
       lunai_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
     return *hook_state != NULL;
   }
-  memset(&a, 0, sizeof a);
-  a.kind = c->attention;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.causal = causal;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
-  a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
 /* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
@@ -16316,7 +16258,6 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
 LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
   return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
-
 /* a learned P */
 LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
   const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
@@ -16339,15 +16280,8 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
                     lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
-    const luna_layer_config *config) {
-  luna_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config,
+                 lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c), lunai_encoder_layer_init)
 
 /* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
@@ -16421,16 +16355,9 @@ LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *p
          luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
-    const luna_layer_config *config) {
-  luna_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
-                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_decoder_layer, luna_layer_config,
+                 (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                 lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c), lunai_decoder_layer_init)
 
 /* -> X', also in f->x */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
@@ -16714,9 +16641,7 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
 }
 /* memory for a model's layers, zeroed; null with a sentence */
 LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
-  void *memory;
-  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
-  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
+  return lunai_persist_host(params->ctx, params->ctx->call, (size_t)count * size);
 }
 
 /* --- the causal language model --- */
@@ -16770,11 +16695,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
 LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
                                       const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
-  lunai_reader r;
-  r.ctx = lunai_ctx_of(params);
-  r.vocab = table ? table->shape[0] : 0;
-  r.features = input && input->mean ? input->mean->shape[0] : 0;
-  r.longest = positions ? positions->shape[0] - first : 0;
+  const lunai_reader r = { lunai_ctx_of(params), table ? table->shape[0] : 0, input ? luna_count(input->mean) : 0,
+                           positions ? positions->shape[0] - first : 0 };
   return r;
 }
 LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
@@ -16855,10 +16777,19 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
 #undef LUNAI_F
 };
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
-  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
-                               m);
-}
+/* the public init of a model with an encoder, whose config is of the same name in m */
+#define LUNAI_MODEL_INIT(kind) \
+  LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
+                                          const luna_##kind##_config *config) { \
+    lunai_model_config m; \
+    lunai_setup s; \
+    const bool good = lunai_setup_begin(&s, "luna_" #kind "_init", params, NULL, model, sizeof *model) && \
+                      lunai_##kind##_defaults(params->ctx, config, &m) && \
+                      lunai_setup_config(&s, &m.kind, sizeof m.kind) && lunai_##kind##_init(model, params) && \
+                      lunai_fields_describe(params, #kind, &m.encoder.layer, lunai_model_fields, \
+                                            LUNAI_LENGTH(lunai_model_fields), &m); \
+    return lunai_setup_end(&s, good); \
+  }
 /* whether a model's config is good, its encoder's defaults filled in */
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
                                const luna_encoder_config *encoder) {
@@ -17076,41 +17007,26 @@ LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params)
   return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
          lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
-                                          const luna_classifier_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
-                    lunai_classifier_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
-                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(classifier)
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
 LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
-  void *memory;
   if (!x || !lengths) return luna_mean(x, 1);
   luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
-  int64_t shape[2] = { x->shape[0], 1 };
-  if (!y) return NULL;
-  if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
-    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
-  for (int64_t b = 0; b < shape[0]; b++)
-    ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
-  luna_tensor *factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
+  const size_t bytes = (size_t)x->shape[0] * sizeof(float);
+  float *factor = y ? (float *)lunai_step_host(x->ctx, "luna_classifier_pool", true, bytes) : NULL;
+  if (!factor) return NULL;
+  for (int64_t b = 0; b < x->shape[0]; b++)
+    factor[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
+  luna_tensor *factors = luna_tensor_new(x->ctx, factor, 1, x->shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 /* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
 LUNAI_FN luna_tensor *lunai_first_row(luna_tensor *x) {
-  const int64_t batch = x->shape[0];
-  void *memory;
   if (lunai_whole_rows(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
-  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, batch, x->shape[2], 1, 1);
-  if (!lunai_step(x->ctx, (size_t)batch * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)batch * sizeof(int32_t));
-  for (int64_t b = 0; b < batch; b++) ((int32_t *)memory)[b] = 1;
-  return luna_sum(luna_mask(x, (const int32_t *)memory), 1);
+  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
+  const int32_t *one = lunai_lengths(x->ctx, NULL, x->shape[0], 1, 1, 1);
+  return one ? luna_sum(luna_mask(x, one), 1) : NULL;
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -17195,16 +17111,7 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   model->output = model->encoder.embedding;
   return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
-                                         const luna_masked_lm_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
-                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
-                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(masked_lm)
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
@@ -17326,15 +17233,7 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
-LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
-                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
-                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(seq2seq)
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
@@ -17476,9 +17375,13 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
+/* O(name, KIND, tensors beside each parameter (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
+#define LUNAI_OPTIMIZERS(O) \
+  O(sgd, SGD, 1, 0.01f, 0, 0, 0) O(adam, ADAM, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) \
+  O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) O(apollo, APOLLO, 3, 1, 0.9f, 0, 1e-4f)
 typedef struct lunai_optimizer_defaults {
   const char *name;
-  int moments;                       /* SGD: with momentum */
+  int moments;
   float lr, beta1, beta2, epsilon;
 } lunai_optimizer_defaults;
 /* its config with defaults; what it does not have is 0 */
@@ -17497,9 +17400,8 @@ LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_d
 }
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
                                               const luna_optimizer_config *config) {
-  static const lunai_optimizer_defaults defaults[] = { /* by kind */
-    { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
-    { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_apollo", 3, 1, 0.9f, 0, 1e-4f } };
+#define LUNAI_OPTIMIZER_DEFAULTS(name, kind, ...) { "luna_" #name, __VA_ARGS__ },
+  static const lunai_optimizer_defaults defaults[] = { LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_DEFAULTS) };
   const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
   luna_status status;
@@ -17532,18 +17434,11 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_SGD, config);
-}
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAM, config);
-}
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, config);
-}
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_APOLLO, config);
-}
+#define LUNAI_OPTIMIZER_OPEN(name, kind, ...) \
+  LUNA_API luna_optimizer *luna_##name(luna_params *params, const luna_optimizer_config *config) { \
+    return lunai_optimizer_open(params, LUNA_OPTIMIZER_##kind, config); \
+  }
+LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_OPEN)
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
 LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group) {
@@ -17788,63 +17683,45 @@ LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_
 }
 
 /* what a file holds besides a set's parameters and pairs */
+LUNAI_FN lunai_st_source lunai_source_of(const char *name, const luna_tensor *like, const float *data) {
+  const lunai_st_source source = { name, like->rank, like->shape, data };
+  return source;
+}
 typedef struct lunai_extras {
   const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
 } lunai_extras;
 
 LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
                                 const char *name) {
-  lunai_st_writer writer;
-  lunai_st_pair *pairs;
-  lunai_st_source *sources;
-  const lunai_mark mark = lunai_step_mark(params->ctx);
-  lunai_meta *m;
-  lunai_param *p;
-  void *memory = NULL, *more = NULL;
-  int64_t pair_count = extras->pair_count, count = extras->count;
-  lunai_saving saving;
-  if (params->ctx->call) name = params->ctx->call;
-  for (m = params->metas; m; m = m->next) pair_count++;
-  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) ||
-      !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
-    lunai_step_rewind(params->ctx, mark);
-    return lunai_fail_memory(params->ctx, name, (size_t)(params->size + count) * sizeof *sources);
+  luna_ctx *ctx = params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  int64_t pair_count = extras->pair_count, count = 0;
+  if (ctx->call) name = ctx->call;
+  for (const lunai_meta *m = params->metas; m; m = m->next) pair_count++;
+  lunai_st_pair *pairs = (lunai_st_pair *)lunai_step_host(ctx, name, false, (size_t)pair_count * sizeof *pairs);
+  const size_t bytes = (size_t)(params->size + extras->count) * sizeof(lunai_st_source);
+  lunai_st_source *sources = pairs ? (lunai_st_source *)lunai_step_host(ctx, name, false, bytes) : NULL;
+  if (!sources) return lunai_step_rewind(ctx, mark), ctx->last_status;
+  pair_count = extras->pair_count;
+  lunai_copy(pairs, extras->pairs, (size_t)pair_count * sizeof *pairs);
+  for (const lunai_meta *m = params->metas; m; m = m->next) {
+    const lunai_st_pair pair = { m->key, m->value };
+    pairs[pair_count++] = pair;
   }
-  pairs = (lunai_st_pair *)memory;
-  sources = (lunai_st_source *)more;
-  if (extras->pair_count) memcpy(pairs, extras->pairs, (size_t)extras->pair_count * sizeof *pairs);
-  for (pair_count = extras->pair_count, m = params->metas; m; m = m->next, pair_count++) {
-    pairs[pair_count].key = m->key;
-    pairs[pair_count].value = m->value;
-  }
-  for (count = 0, p = params->first; p; p = p->next, count++) {
-    sources[count].name = p->name;
-    sources[count].rank = p->tensor.rank;
-    sources[count].shape = p->tensor.shape;
-    sources[count].data = p->tensor.data;
-  }
-  if (extras->count) memcpy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
-  if (params->ctx->options.measure) {
-    lunai_step_rewind(params->ctx, mark);
-    return LUNA_OK;
-  }
-  saving.ctx = params->ctx;
-  saving.io = *io;
-  memset(&writer, 0, sizeof writer);
-  writer.write = lunai_save_write;
-  writer.fetch = lunai_on_device(params->ctx) ? lunai_save_fetch : NULL;
-  writer.user = &saving;
-  lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
-  lunai_step_rewind(params->ctx, mark);
-  if (!writer.failed) return LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(params->ctx));
+  for (lunai_param *p = params->first; p; p = p->next)
+    sources[count++] = lunai_source_of(p->name, &p->tensor, p->tensor.data);
+  lunai_copy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
+  lunai_saving saving = { ctx, *io };
+  lunai_st_writer writer = { lunai_save_write, lunai_on_device(ctx) ? lunai_save_fetch : NULL, &saving, 0, false };
+  if (!ctx->options.measure) lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
+  lunai_step_rewind(ctx, mark);
+  return writer.failed ? lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx)) : LUNA_OK;
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
-  lunai_extras none;
+  const lunai_extras none = { NULL, NULL, 0, 0 };
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->write)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_io", io ? "io->write" : "io");
-  memset(&none, 0, sizeof none);
+  if (!lunai_is_given(params->ctx, "luna_save_io", io ? "io->write" : "io", io && io->write))
+    return params->ctx->last_status;
   return lunai_save(params, &none, io, "luna_save_io");
 }
 
@@ -17900,11 +17777,10 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
   size_t cursor = 0, size = st->pairs * sizeof *pairs;
-  void *memory;
   if (st->pairs == 0) return LUNA_OK;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
-  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, params->ctx->call, size);
-  pairs = pair = (lunai_meta *)memory;
+  pairs = pair = (lunai_meta *)lunai_persist_host(params->ctx, params->ctx->call, size);
+  if (!pairs) return params->ctx->last_status;
   char *text = (char *)(pairs + st->pairs);
   for (params->last_meta = NULL; *link;) { /* removes the pairs that the file has */
     if (!lunai_is_ours((*link)->key) && lunai_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
@@ -17942,22 +17818,10 @@ struct lunai_reading {
   void *into;                        /* the reader's */
   luna_params *params;
 };
-LUNAI_FN lunai_reading lunai_reading_of(luna_ctx *ctx, const char *name,
-                                        luna_status (*read)(const lunai_reading *r, lunai_st *st), void *into,
-                                        luna_params *params) {
-  lunai_reading r;
-  r.ctx = ctx;
-  r.name = name;
-  r.read = read;
-  r.into = into;
-  r.params = params;
-  return r;
-}
 LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
   luna_ctx *ctx = r->ctx;
   lunai_chunk *last = NULL;
   luna_status status = LUNA_OK;
-  void *index;
   lunai_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   const char *outer = lunai_enter(ctx, r->name);
@@ -17966,8 +17830,9 @@ LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes,
   const char *wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
   if (!wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) status = lunai_fail_memory(ctx, ctx->call, need);
-    else wrong = lunai_st_index(&st, (uint64_t *)index, (uint64_t *)index + st.tensors);
+    uint64_t *index = (uint64_t *)lunai_step_host(ctx, ctx->call, false, need);
+    if (!index) status = ctx->last_status;
+    else wrong = lunai_st_index(&st, index, index + st.tensors);
   }
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
   if (status == LUNA_OK) status = r->read(r, &st);
@@ -17981,7 +17846,7 @@ LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes,
 
 LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
@@ -17989,7 +17854,6 @@ LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
   luna_params *params = r->params;
   uint64_t *names = params->source.names;
   luna_error_id wrong;
-  void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
   if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
   for (lunai_param *p = params->first; p; p = p->next) {
@@ -17997,10 +17861,8 @@ LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    const size_t size = st->tensors * sizeof *names;
-    if (!lunai_persist(params->ctx, size, false, &memory))
-      return lunai_fail_memory(params->ctx, "luna_load_borrowed", size);
-    names = (uint64_t *)memory;
+    names = (uint64_t *)lunai_persist_host(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    if (!names) return params->ctx->last_status;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
@@ -18012,8 +17874,7 @@ LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL,
-                                           params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
@@ -18040,10 +17901,9 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
 /* a JSON string of the file as text in the step; null when there is no memory */
 LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   const size_t size = lunai_st_decode(text, NULL, 0) + 1;
-  void *memory;
-  if (!lunai_step(ctx, size, false, &memory)) return lunai_fail_memory(ctx, ctx->call, size), (const char *)NULL;
-  lunai_st_decode(text, (char *)memory, size);
-  return (const char *)memory;
+  char *out = (char *)lunai_step_host(ctx, ctx->call, false, size);
+  if (out) lunai_st_decode(text, out, size);
+  return out;
 }
 LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
   const luna_inspection *inspection = (const luna_inspection *)r->into;
@@ -18073,8 +17933,7 @@ LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection,
-                                           NULL);
+  const lunai_reading r = { ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   return inspection ? lunai_read_bytes(&r, bytes, size) : LUNA_BAD_ARGUMENT;
 }
 
@@ -18109,8 +17968,7 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching,
-                                           report, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, report, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
@@ -18196,7 +18054,7 @@ LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
 #define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
   LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
     lunai_kind_load k; \
-    const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), #call, lunai_load_kind, &k, params); \
+    const lunai_reading r = { lunai_ctx_of(params), #call, lunai_load_kind, &k, params }; \
     const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
     k.kind = (luna_model_kind)chosen; \
     k.at = offsetof(luna_model, member); \
@@ -18254,14 +18112,10 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   char text[LUNAI_TRAINING_KEYS][17];
   uint64_t value[LUNAI_TRAINING_KEYS];
   lunai_st_pair pairs[LUNAI_TRAINING_KEYS];
-  lunai_st_source *sources;
-  lunai_extras extras;
-  void *memory = NULL, *name = NULL;
   int64_t count = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
-  if (!io || !io->write)
-    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_training_io", io ? "io->write" : "io");
+  if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
   /* zeros, for who loads it */
   luna_status status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
   if (status != LUNA_OK) return status;
@@ -18282,24 +18136,20 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
     pairs[k].value = text[k];
   }
   const lunai_mark mark = lunai_step_mark(ctx);
-  bool good = lunai_step(ctx, (size_t)(o->size * o->moments) * sizeof *sources, false, &memory);
-  sources = (lunai_st_source *)memory;
+  const size_t bytes = (size_t)(o->size * o->moments) * sizeof(lunai_st_source);
+  lunai_st_source *sources = (lunai_st_source *)lunai_step_host(ctx, "luna_save_training", false, bytes);
+  bool good = sources != NULL;
   for (int64_t i = 0; i < o->size && good; i++)
     for (int k = 0; k < o->moments && good; k++) {
-      good = lunai_step(ctx, LUNAI_MOMENT_NAME + strlen(o->trained[i].name), false, &name);
+      const lunai_trained *t = &o->trained[i];
+      char *name = (char *)lunai_step_host(ctx, "luna_save_training", false, LUNAI_MOMENT_NAME + strlen(t->name));
+      good = name != NULL;
       if (!good) break;
-      lunai_moment_name((char *)name, k, o->trained[i].name);
-      sources[count].name = (const char *)name;
-      sources[count].rank = o->trained[i].tensor->rank;
-      sources[count].shape = o->trained[i].tensor->shape;
-      sources[count++].data = o->trained[i].moment[k];
+      lunai_moment_name(name, k, t->name);
+      sources[count++] = lunai_source_of(name, t->tensor, t->moment[k]);
     }
-  extras.pairs = pairs;
-  extras.pair_count = LUNAI_TRAINING_KEYS;
-  extras.sources = sources;
-  extras.count = count;
-  if (good) status = lunai_save(o->params, &extras, io, "luna_save_training_io");
-  else status = lunai_fail_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
+  const lunai_extras extras = { pairs, sources, LUNAI_TRAINING_KEYS, count };
+  status = good ? lunai_save(o->params, &extras, io, "luna_save_training_io") : ctx->last_status;
   lunai_step_rewind(ctx, mark);
   return status;
 }
@@ -18369,12 +18219,8 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
-LUNAI_FN lunai_reading lunai_training_reading(luna_optimizer *o, const char *name) {
-  luna_params *params = o ? o->params : NULL;
-  return lunai_reading_of(lunai_ctx_of(params), name, lunai_load_training, o, params);
-}
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_training_reading(o, "luna_load_training_bytes");
+  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training_bytes", lunai_load_training, o, NULL };
   return lunai_read_bytes(&r, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
@@ -18396,23 +18242,15 @@ LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params };
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->read)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
+  if (!lunai_is_given(params->ctx, r.name, io ? "io->read" : "io", io && io->read)) return params->ctx->last_status;
   return lunai_read_io(&r, io);
 }
 
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
-#ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
-#endif
-#ifndef NOMINMAX
-#define NOMINMAX
-#endif
-#include <windows.h>
 #include <fcntl.h>
 #include <io.h>
 #include <sys/stat.h>
@@ -18614,9 +18452,7 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
 LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
   lunai_saving_file s;
-  luna_io io;
-  memset(&io, 0, sizeof io);
-  io.write = lunai_file_write;
+  luna_io io = { NULL, lunai_file_write, NULL, 0 };
   if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
   if (strlen(path) + 32 > sizeof s.path)
     return lunai_fail_status(ctx, LUNA_ERROR_SAVE_PATH, ctx->call, (int64_t)sizeof s.path - 32, path);
@@ -18662,7 +18498,6 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *pat
 
 LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   luna_ctx *ctx = r->ctx;
-  luna_io io;
   luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
@@ -18670,10 +18505,7 @@ LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
   int64_t size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
-  memset(&io, 0, sizeof io);
-  io.read = lunai_file_read;
-  io.user = file;
-  io.size = (uint64_t)size;
+  const luna_io io = { lunai_file_read, NULL, file, (uint64_t)size };
   rewind(file);
   ctx->path = path;
   if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
@@ -18683,7 +18515,7 @@ LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load", lunai_load, NULL, params };
   return lunai_read_path(&r, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
@@ -18691,18 +18523,17 @@ LUNA_API luna_status luna_load(luna_params *params, const char *path) {
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report,
-                                           params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report, params };
   return lunai_read_path(&r, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL);
+  const lunai_reading r = { ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
   return lunai_read_path(&r, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  const lunai_reading r = lunai_training_reading(o, "luna_load_training");
+  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, NULL };
   return lunai_read_path(&r, path);
 }
 #endif
