@@ -248,15 +248,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
-    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens, which this " \
+    "stream's model reads") \
   X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
     "which this stream's model reads in place of tokens") \
   X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
     "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
-  X(STREAM_TOKEN, BAD_ARGUMENT, \
-    "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
+  X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
+    "read") \
   X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
   X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
   X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
@@ -268,17 +268,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
-  X(NO_CONTEXT, BAD_ARGUMENT, \
-    "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
-    "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
-    "version)") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or " \
+    "given with a device, threads below 0, an isa that this build or machine lacks, allocate without release or the " \
+    "reverse, an unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of " \
+    "another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, BAD_ARGUMENT, \
-    "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
-    "context") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time " \
+    "in a context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -324,8 +322,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, BAD_ARGUMENT, \
-    "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
+    "them 1") \
   X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
@@ -333,12 +331,11 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(PATTERNS, BAD_ARGUMENT, \
-    "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
-    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, \
-    "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
-    "key_offsets say where sequences end") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
+    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
+    "them") \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
+    "and key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
@@ -385,8 +382,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
     "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
-    "max_rank %d (0 = any)") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
+    "any)") \
   X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
@@ -401,8 +398,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
   X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
-  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder " \
-    "exist, and may it be written to?") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
+    "be written to?") \
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
@@ -8143,11 +8140,10 @@ LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
   const uint8_t *s = (const uint8_t *)*at;
   const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
   uint32_t code = s[0];
-  int i;
   if (code >= 0x80) {
     if (more == 0 || code > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
     code &= 0x3Fu >> more;
-    for (i = 1; i <= more; i++) {
+    for (int i = 1; i <= more; i++) {
       if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
       code = code << 6 | (s[i] & 0x3Fu);
     }
@@ -8159,17 +8155,15 @@ LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
 
 LUNAI_FN size_t lunai_st_encode(uint32_t code, char out[4]) {
   const size_t n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
-  size_t i;
-  for (i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
+  for (size_t i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
   out[0] = (char)(n == 1 ? code : ((0xF00u >> n) & 0xFF) | code);
   return n;
 }
 
 LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
   uint32_t value = 0;
-  int i;
   if (end - at < 4) return LUNAI_ST_BAD;
-  for (i = 0; i < 4; i++) {
+  for (int i = 0; i < 4; i++) {
     const char c = at[i];
     const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' &&
         c <= 'F' ? c - 'A' + 10 : -1;
@@ -8182,23 +8176,22 @@ LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
 /* the character of a JSON string at *at, which moves past it; LUNAI_ST_BAD when there is none */
 LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
   static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
-  const char *s = *at, *letter;
-  uint32_t code, low;
+  const char *s = *at;
   if (s == end || (uint8_t)*s < 0x20) return LUNAI_ST_BAD;
   if (*s != '\\') return lunai_st_utf8(at, end);
   if (end - s < 2) return LUNAI_ST_BAD;
   if (s[1] != 'u') {
-    letter = (const char *)memchr(letters, s[1], sizeof(letters) - 1);
+    const char *letter = (const char *)memchr(letters, s[1], sizeof(letters) - 1);
     if (!letter) return LUNAI_ST_BAD;
     *at += 2;
     return (uint32_t)meanings[letter - letters];
   }
-  code = lunai_st_hex(s + 2, end);
+  const uint32_t code = lunai_st_hex(s + 2, end);
   if (code == LUNAI_ST_BAD) return LUNAI_ST_BAD;
   *at += 6;
   if (code < 0xD800 || code > 0xDFFF) return code;
   if (code > 0xDBFF || end - s < 12 || s[6] != '\\' || s[7] != 'u') return LUNAI_ST_BAD;
-  low = lunai_st_hex(s + 8, end);
+  const uint32_t low = lunai_st_hex(s + 8, end);
   if (low < 0xDC00 || low > 0xDFFF) return LUNAI_ST_BAD;
   *at += 6;
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
@@ -8207,12 +8200,11 @@ LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
 /* the order of a text, decoded (to end or its closing quote), and a UTF-8 string: by byte, which is by character */
 LUNAI_FN int lunai_st_order(const char *at, const char *end, const char *string) {
   char utf8[4];
-  size_t i, n;
   while (at < end && *at != '"') {
     const uint32_t code = lunai_st_character(&at, end);
     if (code == LUNAI_ST_BAD) return 1;
-    n = lunai_st_encode(code, utf8);
-    for (i = 0; i < n; i++, string++)
+    const size_t n = lunai_st_encode(code, utf8);
+    for (size_t i = 0; i < n; i++, string++)
       if (*string == 0 || *string != utf8[i]) return (uint8_t)*string < (uint8_t)utf8[i] || *string == 0 ? 1 : -1;
   }
   return *string == 0 ? 0 : -1;
@@ -8226,11 +8218,11 @@ LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
 LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
   const char *at = text.at, *end = text.at + text.size;
   char utf8[4];
-  size_t size = 0, last = 0, n;
+  size_t size = 0, last = 0;
   while (at < end) {
     const uint32_t code = lunai_st_character(&at, end);
     if (code == LUNAI_ST_BAD) break;
-    n = lunai_st_encode(code, utf8);
+    const size_t n = lunai_st_encode(code, utf8);
     if (size + n < room) {
       memcpy(out + size, utf8, n);
       last = size + n;
@@ -8242,8 +8234,7 @@ LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
 }
 
 LUNAI_FN uint64_t lunai_hash_bytes(uint64_t h, const char *at, size_t size) { /* FNV-1a */
-  size_t i;
-  for (i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
+  for (size_t i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
   return h;
 }
 LUNAI_FN uint64_t lunai_hash(const char *name) { return lunai_hash_bytes(0xCBF29CE484222325u, name, strlen(name)); }
@@ -8260,11 +8251,10 @@ LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
   if (a >> 32 != b >> 32) return a < b ? -1 : 1;
   for (;;) {
-    uint32_t c, d;
     while (*p == *q && *p != '"' && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
     if (*p == '"' || *q == '"') return (*p != '"') - (*q != '"');
-    c = lunai_st_character(&p, end);
-    d = lunai_st_character(&q, end);
+    const uint32_t c = lunai_st_character(&p, end);
+    const uint32_t d = lunai_st_character(&q, end);
     if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
   }
 }
@@ -8377,9 +8367,8 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
 }
 
 LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
-  int i;
   t->count = 1;
-  for (i = 0; i < t->rank && t->count >= 0; i++) t->count = lunai_checked(t->count, t->shape[i]);
+  for (int i = 0; i < t->rank && t->count >= 0; i++) t->count = lunai_checked(t->count, t->shape[i]);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
@@ -8493,11 +8482,11 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
    none ends after it. */
 LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
-  size_t cursor = 0, count = 0, i;
+  size_t cursor = 0, count = 0;
   while (lunai_st_next(st, &cursor, &t))
     if (t.bytes > 0) begins[count++] = (uint64_t)(t.data - st->data);
   lunai_st_sort(st, false, begins, count);
-  for (i = 0; i < count; i++)
+  for (size_t i = 0; i < count; i++)
     if (i == 0 ? begins[i] != 0 : begins[i] == begins[i - 1]) return false;
   for (cursor = 0; lunai_st_next(st, &cursor, &t);) {
     const uint64_t end = (uint64_t)(t.data - st->data) + t.bytes;
@@ -8514,9 +8503,8 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
 
 /* whether sorted items are unique */
 LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
-  size_t i;
   lunai_st_sort(st, true, items, count);
-  for (i = 1; i < count; i++)
+  for (size_t i = 1; i < count; i++)
     if (lunai_st_compare(st, items[i - 1], items[i]) == 0) return false;
   return true;
 }
@@ -8526,13 +8514,12 @@ LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count)
 LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *keys) {
   lunai_st_tensor t;
   lunai_st_text key, value;
-  size_t cursor, i;
   if (!st->contiguous && !lunai_st_covers(st, names)) return "two tensors overlap";
-  for (cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = lunai_st_item(st, t.name);
+  for (size_t cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = lunai_st_item(st, t.name);
   if (!lunai_st_unique(st, names, st->tensors)) return "two tensors have the same name";
   st->names = names;
   if (!keys) return NULL;
-  for (cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = lunai_st_item(st, key);
+  for (size_t cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = lunai_st_item(st, key);
   if (!lunai_st_unique(st, keys, st->pairs)) return "two keys of __metadata__ are the same";
   st->keys = keys;
   return NULL;
@@ -8541,24 +8528,22 @@ LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *key
 /* Opens a file in memory, which must outlive it; returns null, or a sentence that says what is wrong. Whether names
    are unique and data overlap only lunai_st_index can say. */
 LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
-  lunai_st_json j;
   lunai_st_tensor t;
   uint64_t header_size = 0;
   size_t covered = 0;
   bool first = true;
-  int i;
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
   st->bytes = (const uint8_t *)bytes;
   st->size = size;
-  for (i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
+  for (int i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
   if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
   st->header = (const char *)st->bytes + 8;
   st->header_size = (size_t)header_size;
   st->data = st->bytes + 8 + st->header_size;
   st->data_size = size - 8 - st->header_size;
-  j = lunai_st_json_at(st, 0);
+  lunai_st_json j = lunai_st_json_at(st, 0);
   if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
   for (st->contiguous = true; lunai_st_read(st, &j, first, &t); first = false, st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
@@ -8596,8 +8581,7 @@ LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bit
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   const int size = lunai_st_formats[t->dtype].size;
-  int exponent_bits = 8, mantissa_bits = 23, k;
-  int64_t i;
+  int exponent_bits = 8, mantissa_bits = 23;
   switch (t->dtype) {
     case LUNAI_ST_F32: break;
     case LUNAI_ST_BF16: mantissa_bits = 7; break;
@@ -8609,10 +8593,10 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
     if (t->bytes > 0) memcpy(out, t->data, t->bytes);
     return true;
   }
-  for (i = 0; i < t->count; i++) {
+  for (int64_t i = 0; i < t->count; i++) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
-    for (k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
+    for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
     if (exponent_bits == 8 && sizeof(float) == 4) { /* a float, or its upper half: keeps NaNs as they are */
       const uint32_t pattern = (uint32_t)(bits << (23 - mantissa_bits));
       memcpy(&out[i], &pattern, sizeof(pattern));
@@ -8660,8 +8644,7 @@ LUNAI_FN void lunai_st_write_number(lunai_st_writer *w, uint64_t number) {
 
 LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
   uint8_t bytes[8];
-  int i;
-  for (i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
+  for (int i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
   lunai_st_write_bytes(w, bytes, (size_t)size);
 }
 
@@ -8690,11 +8673,10 @@ LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
 
 LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
   float block[1024];
-  int64_t i;
   if (w->fetch) {
     lunai_st_writer local = *w;
     local.fetch = NULL;
-    for (i = 0; i < count && !local.failed; i += 1024) {
+    for (int64_t i = 0; i < count && !local.failed; i += 1024) {
       local.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
       lunai_st_write_floats(&local, block, lunai_min(1024, count - i));
     }
@@ -8706,7 +8688,7 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
     lunai_st_write_bytes(w, x, (size_t)count * sizeof(float));
     return;
   }
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     uint32_t pattern;
     memcpy(&pattern, &x[i], sizeof(pattern));
     lunai_st_write_little(w, pattern, 4);
@@ -8716,9 +8698,8 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
 /* elements of a tensor to be written; -1: invalid */
 LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
   int64_t count = 1;
-  int i;
   if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
-  for (i = 0; i < source->rank && count >= 0; i++) count = lunai_checked(count, source->shape[i]);
+  for (int i = 0; i < source->rank && count >= 0; i++) count = lunai_checked(count, source->shape[i]);
   return count > 0 && !source->data ? -1 : count;
 }
 
@@ -8726,11 +8707,10 @@ LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
 LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source *source, uint64_t begin) {
   const int64_t count = lunai_st_source_count(source);
   const uint64_t end = begin + 4 * (uint64_t)count;
-  int i;
   if (count < 0) return w->failed = true, begin;
   lunai_st_write_string(w, source->name);
   lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":[");
-  for (i = 0; i < source->rank; i++) {
+  for (int i = 0; i < source->rank; i++) {
     if (i > 0) lunai_st_write_text(w, ",");
     lunai_st_write_number(w, (uint64_t)source->shape[i]);
   }
@@ -8745,16 +8725,15 @@ LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source
 LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
                                     const lunai_st_source *tensors, int64_t tensor_count) {
   uint64_t end = 0;
-  int64_t i;
   lunai_st_write_text(w, "{");
-  for (i = 0; i < meta_count; i++) {
+  for (int64_t i = 0; i < meta_count; i++) {
     lunai_st_write_text(w, i == 0 ? "\"__metadata__\":{" : ",");
     lunai_st_write_string(w, metas[i].key);
     lunai_st_write_text(w, ":");
     lunai_st_write_string(w, metas[i].value);
   }
   if (meta_count > 0) lunai_st_write_text(w, "}");
-  for (i = 0; i < tensor_count; i++) {
+  for (int64_t i = 0; i < tensor_count; i++) {
     if (i > 0 || meta_count > 0) lunai_st_write_text(w, ",");
     end = lunai_st_write_entry(w, &tensors[i], end);
   }
@@ -8766,16 +8745,14 @@ LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *met
 LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
                              const lunai_st_source *tensors, int64_t tensor_count) {
   lunai_st_writer counter;
-  uint64_t size;
-  int64_t i;
   memset(&counter, 0, sizeof(counter));
   lunai_st_write_header(&counter, metas, meta_count, tensors, tensor_count);
-  size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
+  const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
   if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
   lunai_st_write_little(w, size, 8);
   lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
   for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  for (i = 0; i < tensor_count && !w->failed; i++)
+  for (int64_t i = 0; i < tensor_count && !w->failed; i++)
     lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
   return !w->failed;
 }
@@ -8789,10 +8766,7 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
    wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
-    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
-#define LUNAI_NO_POOL
-#elif defined(_WIN32)
+#if defined(_WIN32) && !defined(LUNA_ONLY_STREAM) /* threads, the clock of a profile, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
 #endif
@@ -8800,6 +8774,11 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #define NOMINMAX
 #endif
 #include <windows.h>
+#endif
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
+    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#define LUNAI_NO_POOL
+#elif defined(_WIN32)
 typedef HANDLE lunai_thread;
 typedef CRITICAL_SECTION lunai_mutex;
 typedef CONDITION_VARIABLE lunai_condition;
@@ -8993,11 +8972,10 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
-  int64_t i;
   if (!lunai_pool_has_workers(pool)) return;
   lunai_store32(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
-  for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
+  for (int64_t i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
   lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
@@ -9203,7 +9181,6 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
   double size = value < 0 ? -value : value;
-  int64_t whole, part;
   char decimal[2] = { 0, 0 };
   if (value < 0) lunai_put(text, "-");
   if (!(size < (double)INFINITY)) {
@@ -9214,8 +9191,8 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
     for (; size >= 9.9999995; exponent++) size /= 10;
     for (; size < 0.99999995; exponent--) size *= 10;
   }
-  part = (int64_t)(size * 1e6 + 0.5);
-  whole = part / 1000000;
+  int64_t part = (int64_t)(size * 1e6 + 0.5);
+  const int64_t whole = part / 1000000;
   part %= 1000000;
   lunai_put_number(text, whole);
   if (part) lunai_put(text, ".");
@@ -9227,9 +9204,8 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   if (exponent) lunai_put_number(text, exponent);
 }
 LUNAI_FN void lunai_put_shape(lunai_text *text, int rank, const int64_t *shape) {
-  int i;
   lunai_put(text, "[");
-  for (i = 0; i < rank; i++) {
+  for (int i = 0; i < rank; i++) {
     if (i) lunai_put(text, ",");
     lunai_put_number(text, shape[i]);
   }
@@ -9469,18 +9445,16 @@ LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) 
 typedef struct lunai_persistent_mark { lunai_chunk *newest[2]; size_t bytes[2]; } lunai_persistent_mark;
 LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
   lunai_persistent_mark mark;
-  int i;
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     mark.newest[i] = ctx->arena[i].persistent;
     mark.bytes[i] = ctx->arena[i].persistent_bytes;
   }
   return mark;
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
-  int i;
   if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
       lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
@@ -9498,13 +9472,12 @@ typedef struct lunai_mark {
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
-  int i;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
     mark.bytes[0] = ctx->bump->part[0].used;
     mark.bytes[1] = ctx->bump->part[1].used;
     return mark;
   }
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     const lunai_arena *arena = &ctx->arena[i];
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
@@ -9521,8 +9494,6 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
 LUNAI_FN void lunai_release(luna_tensor *t);
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
-  lunai_chunk *chunk;
-  int i;
   if (LUNAI_BUMPS(ctx)) {
     ctx->bump->part[0].used = mark.bytes[0];
     ctx->bump->part[1].used = mark.bytes[1];
@@ -9535,9 +9506,10 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   ctx->slabs.now = mark.slab;
   ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
-    for (chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next) chunk->used = 0;
+    for (lunai_chunk *chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next)
+      chunk->used = 0;
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
@@ -9592,11 +9564,9 @@ LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out
 /* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  bool remote;
-  lunai_arena *arena;
   if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
-  remote = data && lunai_on_device(ctx);
-  arena = &ctx->arena[remote];
+  const bool remote = data && lunai_on_device(ctx);
+  lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
@@ -9607,6 +9577,21 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   arena->step_bytes += size;
   lunai_count_peak(ctx, arena);
   return true;
+}
+
+/* host memory of the step; null with the sentence of an op, or of a call that returns a status */
+LUNAI_FN void *lunai_step_host(luna_ctx *ctx, const char *name, bool op, size_t bytes) {
+  void *memory;
+  if (lunai_step(ctx, bytes ? bytes : 1, false, &memory)) return memory;
+  if (op) lunai_fail_op_memory(ctx, name, bytes);
+  else lunai_fail_memory(ctx, name, bytes);
+  return NULL;
+}
+/* host memory until close, zeroed; null with the sentence of a call that returns a status */
+LUNAI_FN void *lunai_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
+  void *memory;
+  if (lunai_persist(ctx, bytes, false, &memory)) return memory;
+  return lunai_fail_memory(ctx, name, bytes), (void *)NULL;
 }
 
 /* Small things of the host that last until the next begin lie together, so that they part no pieces. */
@@ -9654,10 +9639,9 @@ typedef struct lunai_piece {
   int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
-  lunai_piece *piece;
   void *memory;
   if (!lunai_step_small(ctx, sizeof(lunai_piece), &memory)) return NULL;
-  piece = (lunai_piece *)memory;
+  lunai_piece *piece = (lunai_piece *)memory;
   memset(piece, 0, sizeof *piece);
   piece->at = at;
   piece->place = place;
@@ -9674,22 +9658,23 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
   const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
   lunai_arena *arena = &ctx->arena[lunai_on_device(ctx)];
-  lunai_piece **link, **best = NULL, *piece, *rest;
+  lunai_piece **best = NULL;
   void *at;
-  for (link = &ctx->pieces; *link; link = &(*link)->next)
+  for (lunai_piece **link = &ctx->pieces; *link; link = &(*link)->next)
     if ((*link)->size >= size && (*link)->size - size <= slack && (!best || (*link)->size < (*best)->size)) best = link;
   if (!best) {
-    piece = lunai_piece_make(ctx, NULL, 0, size);
+    lunai_piece *piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
     piece->place = arena->step_bytes - lunai_round(bytes);
     return piece;
   }
-  piece = *best;
+  lunai_piece *piece = *best;
   at = piece->at;
   if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
-    rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
+    lunai_piece *rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size,
+                                         piece->size - size);
     if (!rest) return NULL;
     rest->backed = piece->backed;
     rest->next = piece->next;
@@ -9741,11 +9726,10 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
 LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   lunai_mark nothing;
-  int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
   ctx->odd = !ctx->odd;
-  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
+  for (int i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     lunai_graph_flush(ctx, "memory of its work was given back");
@@ -9818,7 +9802,7 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
 }
 
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
-  luna_ctx first, *ctx;
+  luna_ctx first;
   luna_status open_status = LUNA_OK;
   void *memory;
   memset(&first, 0, sizeof first);
@@ -9844,7 +9828,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
     first.block_end = first.block_start + (first.options.block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
   }
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
-  ctx = (luna_ctx *)memory;
+  luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
   ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
@@ -9871,8 +9855,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
 /* On a device: orders what this context does next after what the owners of its shared sets have queued. */
 LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   luna_status status = LUNA_OK;
-  const lunai_sharing *one;
-  for (one = ctx->sharing; one && status == LUNA_OK; one = one->next) status = ctx->backend->wait(ctx, one->owner);
+  for (const lunai_sharing *one = ctx->sharing; one && status == LUNA_OK; one = one->next)
+    status = ctx->backend->wait(ctx, one->owner);
   return status;
 }
 
@@ -9906,9 +9890,8 @@ LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *wha
 }
 LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
   const luna_collective *c = lunai_ranks(ctx);
-  int r;
   if (ctx->status != LUNA_OK) return false;
-  for (r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
+  for (int r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
   return !lunai_computes(ctx) || bytes == 0 ||
          lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
 }
@@ -9923,13 +9906,10 @@ LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t 
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
   const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
-  void *memory;
-  int r, i;
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
-  *all = (int64_t *)memory;
-  if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
-  for (r = 0; r < ranks; r++)
-    for (i = 0; i < count; i++)
+  *all = (int64_t *)lunai_step_host(ctx, name, true, bytes);
+  if (!*all || !lunai_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
+  for (int r = 0; r < ranks; r++)
+    for (int i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
         return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
@@ -9959,8 +9939,7 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
-  int64_t mine[LUNAI_LENGTH(what)], *all, r;
-  bool good;
+  int64_t mine[LUNAI_LENGTH(what)], *all;
   ctx->status = LUNA_OK;
   mine[0] = ctx->collective.rank;
   mine[1] = LUNA_VERSION_NUMBER;
@@ -9974,8 +9953,8 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   mine[9] = (int64_t)state.step;
   mine[10] = ctx->failure.status;
   mine[11] = (int64_t)lunai_models_hash(ctx);
-  good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
-  for (r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
+  bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
+  for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
     if (all[r * LUNAI_LENGTH(what)] != r)
       good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
   lunai_step_rewind(ctx, mark);
@@ -11788,15 +11767,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
    Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
-#if defined(_WIN32)
-#ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
-#endif
-#ifndef NOMINMAX
-#define NOMINMAX
-#endif
-#include <windows.h>
-#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
 /* seconds; 0 where there is no clock */
@@ -11898,10 +11869,9 @@ LUNAI_FN double lunai_op_flops(const luna_op *op) {
 LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
   const int reads = lunai_op_reads[op->kind];
   double floats = 0;
-  int i;
-  for (i = 0; i < op->outputs; i++)
+  for (int i = 0; i < op->outputs; i++)
     floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
-  for (i = 0; i < op->inputs; i++) {
+  for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *t = op->in[i];
     const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
     const double count = (double)luna_count(table ? op->out[0] : t);
@@ -11944,9 +11914,8 @@ LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
   char *memory = w->memory + thread * w->bytes;
   float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
   float *c = lunai_take(&memory, k->mr * k->nr);
-  int i;
   (void)threads;
-  for (i = 0; i < LUNAI_PEAK_TILES; i++)
+  for (int i = 0; i < LUNAI_PEAK_TILES; i++)
     lunai_matmul_panels(k, 1.0f, lunai_dense(a, k->mr, LUNAI_PEAK_K), lunai_panels_in(k, b, k->nr, LUNAI_PEAK_K),
                         lunai_into(c, k->nr, false));
 }
@@ -11955,20 +11924,19 @@ LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
   const lunai_kernels *k = ctx->kernels;
   const int64_t threads = lunai_threads(&ctx->parallel);
   const lunai_mark mark = lunai_step_mark(ctx);
-  double seconds, best = 0;
+  double best = 0;
   lunai_peak w;
   void *memory;
-  int i;
   w.kernels = k;
   w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
   if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
   if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
     memset(memory, 0, (size_t)(w.bytes * threads));
     w.memory = (char *)memory;
-    for (i = 0; i < 30; i++) {
+    for (int i = 0; i < 30; i++) {
       const double start = lunai_clock();
       lunai_run(&ctx->parallel, lunai_peak_task, &w);
-      seconds = lunai_clock() - start;
+      const double seconds = lunai_clock() - start;
       if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
     }
   }
@@ -11977,13 +11945,11 @@ LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
 }
 
 LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
-  lunai_profile *p;
-  void *memory = NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
-    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
-  if (memory) ctx->profiled = (lunai_profile *)memory;
-  p = ctx->profiled;
+  if (!ctx->profiled)
+    ctx->profiled = (lunai_profile *)lunai_persist_host(ctx, "luna_profile_begin", sizeof(lunai_profile));
+  lunai_profile *p = ctx->profiled;
+  if (!p) return ctx->last_status;
   memset(p, 0, sizeof *p);
   p->scopes = 1;
   p->peak = lunai_profile_peak(ctx);
@@ -12018,7 +11984,6 @@ LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format,
 LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
   char digits[40];
   lunai_text text;
-  int64_t n;
   text.at = digits;
   text.end = digits + sizeof digits - 1;
   if (value >= 0) {
@@ -12027,7 +11992,7 @@ LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, d
     lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
   }
   *text.at = 0;
-  for (n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  for (int64_t n = text.at - digits; n < width; n++) w->write(w->user, " ");
   w->write(w->user, digits);
 }
 /* a scope's name without the prefix of luna.h's functions */
@@ -12046,9 +12011,8 @@ LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer)
 /* sums of a scope's rows and of those inside it */
 LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
   lunai_profile_row sum;
-  int i;
   memset(&sum, 0, sizeof sum);
-  for (i = 0; i < p->rows; i++) {
+  for (int i = 0; i < p->rows; i++) {
     if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
     lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
     sum.calls += p->row[i].calls - 1;
@@ -12071,8 +12035,7 @@ LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_pro
 LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
   char shapes[2][96];
   lunai_text text;
-  int i;
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     const lunai_profile_shape *s = i ? &r->out : &r->in;
     text.at = shapes[i];
     text.end = shapes[i] + sizeof shapes[i] - 1;
@@ -12089,25 +12052,23 @@ LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_
 LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
   const lunai_profile *p = w->p;
   const lunai_profile_row sum = lunai_profile_sum(p, scope);
-  int i, k;
   if (scope > 0) {
     lunai_profile_numbers(w, &sum);
-    for (k = 1; k < depth; k++) w->write(w->user, "  ");
+    for (int k = 1; k < depth; k++) w->write(w->user, "  ");
     lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
   }
-  for (i = 0; i < p->rows; i++) {
+  for (int i = 0; i < p->rows; i++) {
     if (p->row[i].scope != scope) continue;
     lunai_profile_numbers(w, &p->row[i]);
-    for (k = 0; k < depth; k++) w->write(w->user, "  ");
+    for (int k = 0; k < depth; k++) w->write(w->user, "  ");
     lunai_profile_op(w, &p->row[i]);
     w->write(w->user, "\n");
   }
-  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+  for (int i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
 }
 LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
   const lunai_profile *p = w->p;
-  int i;
-  for (i = 0; i < p->rows; i++) {
+  for (int i = 0; i < p->rows; i++) {
     const lunai_profile_row *r = &p->row[i];
     const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
     w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
@@ -12123,8 +12084,6 @@ LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
 LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
                                         void (*write)(void *user, const char *text), void *user) {
   lunai_profile_text w;
-  lunai_profile_row rest;
-  const char *isa;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
   if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
@@ -12132,8 +12091,8 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   w.write = write;
   w.user = user;
   w.json = format == LUNA_PROFILE_JSON;
-  isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
-  rest = lunai_profile_sum(w.p, 0);
+  const char *isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  lunai_profile_row rest = lunai_profile_sum(w.p, 0);
   rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
   if (w.json) {
     lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
@@ -13220,8 +13179,7 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
 
 LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
   uint64_t word;
-  size_t at;
-  for (at = 0; at < size; at += sizeof word) {
+  for (size_t at = 0; at < size; at += sizeof word) {
     word = 0;
     memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
     g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
@@ -13262,8 +13220,7 @@ LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording
 }
 LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
   luna_status status = LUNA_OK;
-  size_t at;
-  for (at = 0; at < g->calls.used && status == LUNA_OK;) {
+  for (size_t at = 0; at < g->calls.used && status == LUNA_OK;) {
     lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
     status = lunai_call_run(g, c, recording);
     at += c->size;
@@ -13316,10 +13273,10 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
 /* a copy of an op, with its tensors from `next` on; what is left of them */
 LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
   const int tensors = op->inputs + op->outputs;
-  int i, j;
+  int j;
   *to = *op;
   lunai_note_arguments(g, op);
-  for (i = 0; i < tensors; i++) {
+  for (int i = 0; i < tensors; i++) {
     luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
     if (!*at) continue;
     for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
@@ -13336,17 +13293,14 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   const luna_op_functions *device = &g->device->op[op->kind];
   const luna_op *loss = op->loss;
   const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
-  lunai_call *c;
-  luna_op *to;
-  luna_tensor *next;
   if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
-  c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  lunai_call *c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
   if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
   g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
-  to = (luna_op *)(void *)(c + 1);
-  next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
+  luna_op *to = (luna_op *)(void *)(c + 1);
+  luna_tensor *next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
   if (!loss) return LUNA_OK;
   to->loss = to + 1;
   lunai_note_one(g, to + 1, next, loss);
@@ -13357,13 +13311,12 @@ LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op,
 LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   luna_graph *g = ctx->graph;
   char *value = NULL;
-  lunai_call *c;
   if (bytes == 0) return LUNA_OK;
   if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
   if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
   if (direction == 1 && !value)
     lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
-  c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
+  lunai_call *c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
   if (!c) return g->device->copy(ctx, to, from, bytes, direction);
   c->to = to;
   c->bytes = bytes;
@@ -13385,9 +13338,8 @@ LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
-  lunai_call *c;
   if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
-  c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
   if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
   c->state = state;
   c->training = training;
@@ -13434,7 +13386,6 @@ LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
 /* null: no memory */
 LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
   luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
-  int i;
   if (!g) return NULL;
   memset(g, 0, sizeof *g);
   g->ctx = ctx;
@@ -13446,7 +13397,7 @@ LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
   g->table.check = lunai_note_check;
   g->table.norm = lunai_note_norm;
   g->table.update = lunai_note_update;
-  for (i = 0; i < LUNA_OP_COUNT; i++) {
+  for (int i = 0; i < LUNA_OP_COUNT; i++) {
     if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
     if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
   }
@@ -13465,9 +13416,8 @@ LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
 }
 LUNA_API void luna_graph_close(luna_graph *g) {
   luna_graph **at;
-  luna_ctx *ctx;
   if (!g) return;
-  ctx = g->ctx;
+  luna_ctx *ctx = g->ctx;
   if (ctx->graph == g) {
     ctx->graph = NULL;
     ctx->backend = g->device;
@@ -13506,7 +13456,6 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
   luna_ctx *ctx = g->ctx;
   const luna_backend *b = g->device;
   const luna_status before = ctx->status;
-  luna_status status;
   if (g->recording) b->forget(ctx->self, g->recording);
   g->recording = NULL;
   if (g->values.used > g->inputs_size) {
@@ -13516,7 +13465,7 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
     if (!g->inputs) return false;
   }
   if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
-  status = lunai_calls_run(g, true);
+  const luna_status status = lunai_calls_run(g, true);
   if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
     ctx->status = before;
     return false;
@@ -13532,12 +13481,11 @@ LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
 }
 LUNA_API luna_status luna_graph_end(luna_graph *g) {
   luna_ctx *ctx = g ? g->ctx : NULL;
-  luna_status status;
   if (!g) return LUNA_OK;
   if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
   ctx->graph = NULL;
   ctx->backend = g->device;
-  status = g->status;
+  luna_status status = g->status;
   if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
   else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g))
     status = lunai_graph_launch(g);
@@ -13623,24 +13571,20 @@ LUNAI_FN bool lunai_is_text(const char *s) {
 }
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
-  void *memory;
   if (!ctx) return NULL;
-  if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
-    lunai_remember(ctx, NULL, 0, lunai_fail_memory(ctx, "luna_params_open", sizeof(luna_params)));
-    return NULL;
-  }
-  lunai_remember(ctx, NULL, 0, LUNA_OK);
-  ((luna_params *)memory)->ctx = ctx;
-  ((luna_params *)memory)->number = ctx->sets++;
-  ((luna_params *)memory)->older = ctx->newest;
-  return (luna_params *)(uintptr_t)(ctx->newest = (luna_params *)memory);
+  luna_params *params = (luna_params *)lunai_persist_host(ctx, "luna_params_open", sizeof(luna_params));
+  lunai_remember(ctx, NULL, 0, params ? LUNA_OK : ctx->last_status);
+  if (!params) return NULL;
+  params->ctx = ctx;
+  params->number = ctx->sets++;
+  params->older = ctx->newest;
+  ctx->newest = params;
+  return params;
 }
 LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
-  const luna_params *set;
-  const lunai_param *p;
-  for (set = ctx->newest; set; set = set->older)
-    for (p = set->first; p; p = p->next) {
+  for (const luna_params *set = ctx->newest; set; set = set->older)
+    for (const lunai_param *p = set->first; p; p = p->next) {
       hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
       hash += p->tensor.needs_grad;
     }
@@ -13690,19 +13634,16 @@ LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, c
 }
 LUNA_API int64_t luna_params_element_count(const luna_params *params) {
   int64_t count = 0;
-  lunai_param *p;
-  for (p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
+  for (lunai_param *p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
   return count;
 }
 LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
-  lunai_param *p;
-  luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
   /* nonfinite came from the loss of these gradients */
-  status = params->ctx->options.measure ? LUNA_OK
-      : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
-  for (p = params->first; p && status == LUNA_OK; p = p->next)
+  luna_status status = params->ctx->options.measure ? LUNA_OK :
+                       params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
+  for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad)
       status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -13710,12 +13651,11 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
 
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen) {
   luna_ctx *ctx = params ? params->ctx : NULL;
-  lunai_param *p;
   int64_t matched = 0;
   luna_status status = LUNA_OK;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
-  for (p = params->first; p && status == LUNA_OK; p = p->next) {
+  for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     luna_tensor *t = &p->tensor;
     if (name && !strstr(p->name, name)) continue;
     matched++;
@@ -13740,9 +13680,8 @@ LUNAI_FN float lunai_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * 
 LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
   for (;; counter[1] += 0x10000u) {
     uint32_t word[4];
-    int i;
     lunai_philox(counter, seed, word);
-    for (i = 0; i < 4; i += 2) {
+    for (int i = 0; i < 4; i += 2) {
       const float u = 2 * lunai_unit(word[i]) - 1, v = 2 * lunai_unit(word[i + 1]) - 1, s = u * u + v * v;
       if (s > 0 && s < 1) return u * (float)sqrt((double)(-2 * lunai_log1_scalar(s) / s));
     }
@@ -13752,13 +13691,10 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
 typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
 LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
   const luna_init_kind kind = f->init.kind;
-  int64_t i;
-  for (i = 0; i < count; i++) {
-    uint32_t counter[4], word[4];
-    counter[0] = (uint32_t)(first + i);
-    counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
-    counter[2] = (uint32_t)f->hash;
-    counter[3] = (uint32_t)(f->hash >> 32);
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t word[4];
+    uint32_t counter[4] = { (uint32_t)(first + i), (uint32_t)((uint64_t)(first + i) >> 32), (uint32_t)f->hash,
+                           (uint32_t)(f->hash >> 32) };
     if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
     else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
@@ -13772,7 +13708,6 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   const int64_t count = luna_count(&p->tensor);
   float block[1024];
   lunai_first f;
-  int64_t at;
   luna_status status = LUNA_OK;
   f.init = init;
   f.bound = init.scale == 0 ? 1.0f : init.scale;
@@ -13783,7 +13718,7 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
     f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
-  for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
+  for (int64_t at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
     const int64_t n = lunai_min(1024, count - at);
     lunai_first_values(&f, block, at, n);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
@@ -13796,7 +13731,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
                                      const lunai_st *st, luna_error_id *wrong) {
   lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
   lunai_st_tensor t;
-  int a, rank = other ? other->tensor.rank : 0;
+  int rank = other ? other->tensor.rank : 0;
   *wrong = LUNA_ERROR_NONE;
   if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx))
     *wrong = LUNA_ERROR_BORROW_DEVICE;
@@ -13807,7 +13742,7 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
   if (*wrong) return NULL;
   if (!other) rank = t.rank;
   if (rank != like->rank) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  for (a = 0; a < rank && !*wrong; a++)
+  for (int a = 0; a < rank && !*wrong; a++)
     if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = LUNA_ERROR_BORROW_SHAPE;
   if (*wrong) return NULL;
   if (other) return other->tensor.data;
@@ -13825,10 +13760,9 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   const int64_t size = (int64_t)lunai_st_formats[t->dtype].size;
   luna_status status = LUNA_OK;
   float block[1024];
-  int64_t at;
   if (!lunai_on_device(ctx)) lunai_st_floats(t, data);
   else if (lunai_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
-  else for (at = 0; at < t->count && status == LUNA_OK; at += 1024) {
+  else for (int64_t at = 0; at < t->count && status == LUNA_OK; at += 1024) {
     lunai_st_tensor part = *t;
     part.data += at * size;
     part.count = lunai_min(1024, t->count - at);
@@ -13843,9 +13777,8 @@ LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
   return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
 }
 LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
-  int a;
   if (t->rank != tensor->rank) return false;
-  for (a = 0; a < t->rank; a++) if (t->shape[a] != tensor->shape[a]) return false;
+  for (int a = 0; a < t->rank; a++) if (t->shape[a] != tensor->shape[a]) return false;
   return true;
 }
 
@@ -13890,8 +13823,6 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
                                        luna_init init) {
   luna_ctx *ctx = params->ctx;
   const int64_t count = lunai_shape_count(rank, shape);
-  lunai_persistent_mark mark;
-  lunai_param *p;
   lunai_st_tensor stored;
   void *memory, *data = NULL;
   luna_status status = LUNA_OK;
@@ -13909,8 +13840,8 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
     return NULL;
   }
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
-  mark = lunai_persistent(ctx);
-  p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
+  lunai_param *p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
   if (p) p->name = lunai_persist_text(ctx, name, "");
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
@@ -13982,10 +13913,9 @@ LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
-  lunai_param *p;
   for (; params->replaced != s->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (p = s->last ? s->last->next : params->first; p; p = p->next)
+  for (lunai_param *p = s->last ? s->last->next : params->first; p; p = p->next)
     *lunai_param_place(params, p->name, p->hash, s->count) = NULL;
   params->last = s->last;
   params->last_meta = s->last_meta;
@@ -14015,8 +13945,7 @@ LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? par
 
 /* --- text pairs --- */
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key) {
-  lunai_meta *m;
-  for (m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
+  for (lunai_meta *m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
   return NULL;
 }
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key) {
@@ -14040,13 +13969,11 @@ LUNAI_FN void lunai_meta_put(luna_params *params, lunai_meta *pair) {
   params->last_meta = pair;
 }
 LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, const char *value) {
-  lunai_persistent_mark mark;
-  lunai_meta *pair;
   void *memory;
   if (!lunai_is_text(key) || !lunai_is_text(value))
     return lunai_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set", lunai_is_text(key) ? "value" : "key");
-  mark = lunai_persistent(params->ctx);
-  pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
+  const lunai_persistent_mark mark = lunai_persistent(params->ctx);
+  lunai_meta *pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
   if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
   if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value, "");
   if (!pair || !pair->value) {
@@ -15529,9 +15456,8 @@ LUNAI_FN void lunai_field_set(const lunai_field *f, void *config, int64_t value)
 }
 /* whether all of them hold what they may; false with a sentence */
 LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, const void *config) {
-  const lunai_field *f;
   float fraction;
-  for (f = fields; f < fields + count; f++) {
+  for (const lunai_field *f = fields; f < fields + count; f++) {
     if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
     if (f->fraction ? !lunai_is_probability(ctx, ctx->call, f->key + 5, fraction) :
                       !lunai_in(ctx, ctx->call, f->key + 5, lunai_field_get(f, config), f->min, f->max)) return false;
@@ -15553,9 +15479,7 @@ LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const ch
   return true;
 }
 LUNAI_FN luna_init lunai_init_of(luna_init_kind kind, float scale) {
-  luna_init init;
-  init.kind = kind;
-  init.scale = scale;
+  const luna_init init = { kind, scale };
   return init;
 }
 #ifdef LUNA_ONLY_STREAM
@@ -15583,9 +15507,8 @@ LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char 
 }
 LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
   char name[LUNAI_MAX_NAME];
-  const lunai_part *p;
   int64_t shape[2];
-  for (p = parts; p < parts + count; p++) {
+  for (const lunai_part *p = parts; p < parts + count; p++) {
     if (!p->has) continue;
     if (!lunai_name(params, name, prefix, p->name)) return false;
     shape[0] = p->rows;
@@ -15607,6 +15530,17 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
   if (out[size - 1] == '.') out[size - 1] = 0;
   return out;
 }
+
+/* A layer's public init: its config with defaults, of which there is a copy `c`, then its parameters: all, or none */
+#define LUNAI_LAYER_INIT(layer_type, config_type, defaults, parameters) \
+  LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
+                                         const config_type *config) { \
+    config_type c; \
+    lunai_setup s; \
+    const bool good = lunai_setup_begin(&s, #layer_type "_init", params, prefix, layer, sizeof *layer) && \
+                      (defaults) && lunai_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
+    return lunai_setup_end(&s, good); \
+  }
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
@@ -15640,11 +15574,10 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
               lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
   if (good) {
-    lunai_part part;
     memset(layer, 0, sizeof *layer);
     c.dim = dim;
     c.norm = kind;
-    part = lunai_norm_part(true, layer, ".weight", &c);
+    lunai_part part = lunai_norm_part(true, layer, ".weight", &c);
     good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
   }
   return lunai_setup_end(&s, good);
@@ -15693,13 +15626,10 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   const luna_collective *c = lunai_ranks(r->ctx);
   const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
   char field[100];
-  int64_t shape[3], count, i;
-  luna_tensor like;
+  int64_t count;
   if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
-  shape[0] = input->batch;
-  shape[1] = input->n;
-  shape[2] = k;
-  like = lunai_like(r->ctx, 3, shape);
+  int64_t shape[3] = { input->batch, input->n, k };
+  luna_tensor like = lunai_like(r->ctx, 3, shape);
   if ((count = lunai_shape_count(3, shape)) < 0)
     return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
   lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
@@ -15709,16 +15639,16 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   if (r->longest && input->n > r->longest)
     return lunai_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
   lunai_print(field, sizeof field, "%s.lengths", what);
-  for (i = 0; input->lengths && i < input->batch && !cut; i++)
+  for (int64_t i = 0; input->lengths && i < input->batch && !cut; i++)
     if (input->lengths[i] < 0 || input->lengths[i] > input->n)
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
   lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
-  for (i = 0; i < count && r->vocab; i++)
+  for (int64_t i = 0; i < count && r->vocab; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
                                (int64_t)0, r->vocab - 1);
-  for (i = 0; i < count && !r->vocab && op && !cut; i++)
+  for (int64_t i = 0; i < count && !r->vocab && op && !cut; i++)
     if (!lunai_is_finite(input->features[i]) && input->features[i] == input->features[i] && lunai_is_real(input, i / k))
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
@@ -15726,32 +15656,24 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
 /* of an input layer; false without a sentence where its init failed or was not called */
 LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
                                      const char *name) {
-  lunai_reader r;
-  memset(&r, 0, sizeof r);
-  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  const lunai_reader r = { layer ? lunai_ctx_of(layer->params) : NULL, 0, layer ? luna_count(layer->mean) : 0, 0 };
   if (!r.ctx) return false;
   if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
-  r.features = layer->mean->shape[0];
   return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
-  luna_status status;
-  lunai_mark mark;
-  void *memory;
-  float *mean;
-  int64_t i, f, k;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
-  k = layer->mean->shape[0];
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
-    return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
-  mean = (float *)memory;
-  for (f = 0; f < k; f++) {
+  const int64_t k = layer->mean->shape[0];
+  const lunai_mark mark = lunai_step_mark(ctx);
+  float *mean = (float *)lunai_step_host(ctx, "luna_input_layer_fit", false, (size_t)(2 * k) * sizeof(float));
+  if (!mean) return ctx->last_status;
+  for (int64_t f = 0; f < k; f++) {
     double sum = 0, squares = 0;
     int64_t count = 0;
-    for (i = 0; i < input->batch * input->n; i++) /* Welford's recurrence: one pass, no difference of large sums */
+    /* Welford's recurrence: one pass, no difference of large sums */
+    for (int64_t i = 0; i < input->batch * input->n; i++)
       if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * k + f])) {
         const double x = (double)input->features[i * k + f], from = x - sum;
         sum += from / (double)++count;
@@ -15761,7 +15683,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
     mean[k + f] = squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
     if (!lunai_is_finite(mean[k + f]) || mean[k + f] == 0) mean[k + f] = 1;
   }
-  status = luna_write(layer->mean, mean);
+  luna_status status = luna_write(layer->mean, mean);
   if (status == LUNA_OK) status = luna_write(layer->scale, mean + k);
   lunai_step_rewind(ctx, mark);
   return status;
@@ -15769,39 +15691,32 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
 /* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
    neither memory nor the ops of a step depend on the data. */
 LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
-  int64_t shape[3], i, f;
-  luna_tensor *out;
-  lunai_mark mark;
+  const int64_t shape[3] = { input->batch, input->n, k };
+  luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   luna_status status = LUNA_OK;
-  void *memory;
-  shape[0] = input->batch;
-  shape[1] = input->n;
-  shape[2] = k;
-  if ((out = luna_tensor_new(ctx, NULL, 3, shape)) == NULL) return NULL;
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)luna_count(out) * sizeof(float), false, &memory))
-    return lunai_fail_op_memory(ctx, "luna_input_layer_forward", (size_t)luna_count(out) * sizeof(float));
-  if (lunai_computes(ctx) && luna_count(out) > 0) {
-    float *to = (float *)memory;
-    for (i = 0; i < input->batch * input->n; i++) {
+  if (!out) return NULL;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  float *values = (float *)lunai_step_host(ctx, "luna_input_layer_forward", true, bytes), *to = values;
+  if (!values) return NULL;
+  if (lunai_computes(ctx) && bytes > 0) {
+    for (int64_t i = 0; i < input->batch * input->n; i++) {
       const bool real = lunai_is_real(input, i);
-      for (f = 0; f < k; f++, to++) {
+      for (int64_t f = 0; f < k; f++, to++) {
         const float x = real ? input->features[i * k + f] : 0;
         *to = x != x || !real ? 0 : present ? 1 : x;
       }
     }
-    status = ctx->backend->copy(ctx, out->data, memory, (size_t)luna_count(out) * sizeof(float), 1);
+    status = ctx->backend->copy(ctx, out->data, values, bytes, 1);
   }
   lunai_step_rewind(ctx, mark);
   return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
-  luna_scope scope;
-  luna_tensor *x, *present;
   if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
-  scope = luna_scope_begin(layer->mean->ctx);
-  x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
-  present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
+  const luna_scope scope = luna_scope_begin(layer->mean->ctx);
+  luna_tensor *x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
+  luna_tensor *present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
   x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
   x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
   return lunai_result(scope, luna_linear_layer_forward(&layer->projection, x));
@@ -15878,25 +15793,15 @@ LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_a
          lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
 }
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_nested_attention_layer_config *config) {
-  luna_nested_attention_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
+                 lunai_nested_attention_defaults(params->ctx, config, &c), lunai_nested_attention_init)
 
 LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  int64_t shape[4];
-  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
+  int64_t shape[4] = { a, b, c, d };
   return luna_reshape(x, rank, shape);
 }
 LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
-  int axes[4];
-  axes[0] = a; axes[1] = b; axes[2] = c; axes[3] = d;
+  int axes[4] = { a, b, c, d };
   return luna_permute(x, axes);
 }
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
@@ -15913,12 +15818,12 @@ LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
 LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
   const float one = 1;
-  int64_t shape[2], i;
+  int64_t shape[2];
   luna_tensor *w = layer->weight;
   luna_status status = LUNA_OK;
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
+  for (int64_t i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
     status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
   if (status != LUNA_OK) return lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
@@ -15928,16 +15833,13 @@ LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor 
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
 
-/* lengths of a memory of `max` slots, in the step, on the host */
-LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max,
-                                             bool *failed) {
-  void *memory;
-  int64_t i;
-  if (!lengths) return NULL;
-  *failed = !lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail_op_memory(ctx, "lengths", (size_t)count * sizeof(int32_t));
-  for (i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], max);
-  return (const int32_t *)memory;
+/* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */
+LUNAI_FN const int32_t *lunai_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
+                                      int64_t max) {
+  int32_t *out = (int32_t *)lunai_step_host(ctx, "lengths", true, (size_t)count * sizeof(int32_t));
+  for (int64_t i = 0; i < count && out; i++)
+    out[i] = (int32_t)lunai_min(lunai_divide_up(lengths ? lengths[i] : n, w), max);
+  return out;
 }
 
 /* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
@@ -15946,13 +15848,13 @@ LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *l
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
   luna_attention_config c;
-  luna_tensor *lse = NULL, *z;
+  luna_tensor *lse = NULL;
   const int32_t *own;
   if (!g) return NULL;
   memset(&c, 0, sizeof c);
   c.lengths = lengths;
   c.scale = 1;
-  z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
+  luna_tensor *z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
   z = lunai_merge_heads(luna_add(z, lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
   lse = lunai_permute(lunai_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
@@ -15964,15 +15866,15 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
                                         const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0,
       l = pq ? pq->shape[1] : 0;
-  luna_tensor *sums = NULL, *g, *z, *bias;
+  luna_tensor *sums = NULL;
   if (!pq) return NULL;
-  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
-                  lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  luna_tensor *g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
+                               lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
-  z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
+  luna_tensor *z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
-  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
-                     false);
+  luna_tensor *bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1),
+                                  false, false);
   return lunai_merge_heads(luna_add(z, bias));
 }
 
@@ -16007,13 +15909,12 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
                                         const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
-  luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
+  luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p);
   const bool drops = lunai_rows_cut(context) && c->dropout > 0 && p->ctx->training;
-  luna_attention_config a;
   if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
-  a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
-  pv = luna_linear_layer_forward(&layer->pv, context);
+  luna_attention_config a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
+  luna_tensor *pv = luna_linear_layer_forward(&layer->pv, context);
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
@@ -16031,17 +15932,13 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
-  luna_attention_config a;
-  luna_tensor *k, *v;
-  bool failed = false;
   if (!y_p) return NULL;
-  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
-  if (failed) return NULL;
+  if (lengths && (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
   if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-  a = lunai_attention_config(c->heads, c->dropout, lengths);
-  v = luna_linear_layer_forward(&layer->v, y_p);
-  k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
+  luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
+  luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
   return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
                            layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
@@ -16055,12 +15952,7 @@ typedef struct lunai_flow {
   lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
 } lunai_flow;
 LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  lunai_flow f;
-  memset(&f, 0, sizeof f);
-  f.x = x;
-  f.p = p;
-  f.lengths = lengths;
-  f.wants_x = true;
+  const lunai_flow f = { x, p, NULL, lengths, true, false, false, NULL };
   return f;
 }
 
@@ -16069,15 +15961,13 @@ LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, l
                                      float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
   luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
-  luna_scope scope;
-  int64_t batch, d;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
   if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
-  batch = x->shape[0];
-  d = layer->config.dim;
+  const int64_t batch = x->shape[0];
+  const int64_t d = layer->config.dim;
   if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
-  scope = luna_scope_begin(x->ctx);
+  const luna_scope scope = luna_scope_begin(x->ctx);
   f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
   if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
   (void)lunai_results(scope, f->p, y);
@@ -16121,19 +16011,14 @@ LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_a
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
          lunai_is_omega(ctx, c->omega);
 }
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_causal_attention_layer_config *config) {
-  luna_causal_attention_layer_config c;
+LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   lunai_part parts[LUNAI_MAX_PARTS];
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
-  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  return lunai_setup_end(&s, good);
+  if (!lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts))) return false;
+  if (layer->config.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
+  return true;
 }
+LUNAI_LAYER_INIT(luna_causal_attention_layer, luna_causal_attention_layer_config,
+                 lunai_causal_attention_defaults(params->ctx, config, &c), lunai_causal_attention_init)
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
 LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
@@ -16168,13 +16053,13 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 ||
       p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
-  luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
+  luna_tensor *pq = lunai_causal_queries(layer, p), *bias;
   if (!lunai_fold(x->ctx, lunai_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
     return lunai_merge_heads(luna_matmul(k, pq, false, true));
   }
-  g = lunai_causal_folded(layer, pq, &bias);
+  luna_tensor *g = lunai_causal_folded(layer, pq, &bias);
   if (shared) return luna_linear(x, lunai_reshape(g, 2, h * l, d, 1, 1), lunai_reshape(bias, 1, h * l, 1, 1, 1));
   g = luna_matmul(x, lunai_reshape(g, 3, b, h * l, d, 1), false, true);
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
@@ -16183,14 +16068,11 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 /* y of x after f->p, + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                              luna_tensor *residual, float dropout, const lunai_flow *f) {
-  const luna_causal_attention_layer_config *c;
-  luna_tensor *p = f->p, *s, *q, *k, *v;
+  luna_tensor *p = f->p;
   const int32_t *lengths = f->lengths;
-  luna_scope scope;
   luna_tensor *in[4];
-  bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
-  c = &layer->config;
+  const luna_causal_attention_layer_config *c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
   if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
@@ -16198,14 +16080,13 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
-  scope = luna_scope_begin(x->ctx);
-  if (!LUNAI_BUMPS(x->ctx))
-    lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
-  if (failed) return NULL;
-  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
-  q = luna_linear_layer_forward(&layer->q, x);
-  v = luna_linear_layer_forward(&layer->v, x);
-  k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  if (!LUNAI_BUMPS(x->ctx) && lengths &&
+      (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, p->shape[p->rank - 2])) == NULL) return NULL;
+  luna_tensor *s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
+  luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
+  luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
   in[0] = q, in[1] = k, in[2] = v, in[3] = s;
   v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
@@ -16277,50 +16158,31 @@ LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer
   if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
   return lunai_linformer_config(ctx, &c->linformer);
 }
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-    const luna_attention_layer_config *config) {
-  luna_attention_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_attention_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config, lunai_attention_defaults(params->ctx, config, &c),
+                 lunai_attention_init)
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
 LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
-  luna_tensor *parts[2], *y;
-  int64_t shape[4];
+  luna_tensor *parts[2];
   if (!q || !k || !v) return NULL;
-  shape[0] = v->shape[0]; shape[1] = v->shape[1]; shape[2] = heads; shape[3] = 1;
+  int64_t shape[4] = { v->shape[0], v->shape[1], heads, 1 };
   parts[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
   parts[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
   v = luna_mask(lunai_reshape(luna_concat(parts, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
   if (causal) {
-    y = luna_causal_product(q, k, v, heads);
+    luna_tensor *y = luna_causal_product(q, k, v, heads);
     if (!y) return NULL;
     y = luna_ratio(lunai_reshape(y, 4, y->shape[0], y->shape[1], heads, y->shape[2] / heads));
     return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
   }
-  y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
+  luna_tensor *y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
   if (lunai_rows_cut(k)) y = luna_rank_sum(y);
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
-}
-
-/* lengths of each sequence in windows, or in rows (w = 1); without lengths all are `n` */
-LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n,
-                                             int64_t w) {
-  void *memory;
-  int64_t i;
-  if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(ctx, "lengths", (size_t)batch * sizeof(int32_t)), (const int32_t *)NULL;
-  for (i = 0; i < batch; i++) ((int32_t *)memory)[i] = (int32_t)lunai_divide_up(lengths ? lengths[i] : n, w);
-  return (const int32_t *)memory;
 }
 
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
@@ -16341,8 +16203,8 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
     parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
     x = luna_concat(parts, 2, 1);
   }
-  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL)
-    return NULL;
+  if (x && (lengths || windows * w > n) &&
+      (lengths = lunai_lengths(x->ctx, lengths, batch, n, 1, INT32_MAX)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
@@ -16365,7 +16227,8 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   }
   if (!q || !k || !v) return NULL;
   if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
-      (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+      (a.lengths = lunai_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size), INT32_MAX)) == NULL)
+    return NULL;
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
@@ -16373,7 +16236,6 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
                                       const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
-  int64_t h;
   if (!qkv[0] || !k || !qkv[2]) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
@@ -16381,7 +16243,7 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
                                    c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
-  for (h = 0; h < layer->config.heads; h++) {
+  for (int64_t h = 0; h < layer->config.heads; h++) {
     parts[1] = lunai_linformer_heads(layer, qkv, h, 1, lengths);
     parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
@@ -16390,26 +16252,23 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths) {
-  const luna_attention_layer_config *c;
-  luna_attention_config a;
-  luna_tensor *qkv[3], *y;
-  luna_scope scope;
+  luna_tensor *qkv[3];
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
-  c = &layer->config;
+  const luna_attention_layer_config *c = &layer->config;
   if (!context) context = x;
   if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
       !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
   if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
     return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
-  scope = luna_scope_begin(x->ctx);
+  const luna_scope scope = luna_scope_begin(x->ctx);
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  a = lunai_attention_config(c->heads, c->dropout, lengths);
+  luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
-  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
-          lunai_linformer(layer, qkv, lengths);
+  luna_tensor *y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+                   c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
+                       lunai_linformer(layer, qkv, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -16476,23 +16335,14 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
                         !c->hook || (c->hook->init && c->hook->forward));
 }
 LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer_config *c) {
-  luna_nested_attention_layer_config a;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.pack_heads = c->pack_heads;
-  a.sharing = c->sharing;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
+  const luna_nested_attention_layer_config a = { c->dim, c->heads, c->pack_heads, c->sharing, c->attention_dropout,
+                                                 c->bert_init };
   return a;
 }
 LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
-  luna_causal_attention_layer_config a;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  a.omega = c->omega;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
+  const luna_sharing sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  const luna_causal_attention_layer_config a = { c->dim, c->heads, sharing, c->omega, c->attention_dropout,
+                                                 c->bert_init };
   return a;
 }
 LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
@@ -16522,15 +16372,9 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 
 /* x + FFN(x), not normed when post-norm */
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
-  luna_feed_forward_config f;
-  f.activation = c->activation;
-  f.activation_dropout = c->activation_dropout;
-  f.dropout = c->dropout;
-  f.residual = x;
-  f.gate = layer->fc3.weight;
-  f.gate_bias = layer->fc3.bias;
-  /* of a layer that is computed again as well: it need not hold a hidden layer then either */
-  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
+  /* recomputed also in a layer that is computed again as a whole: it need not hold a hidden layer then either */
+  const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
+                                       c->recompute != LUNA_RECOMPUTE_NONE, layer->fc3.weight, layer->fc3.bias };
   return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
                            layer->fc2.bias, &f);
 }
@@ -16538,21 +16382,14 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
 LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                                const char *prefix, const luna_layer_config *c, bool causal) {
-  luna_attention_layer_config a;
+  const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
+                                          c->linformer };
   if (c->hook) {
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
     if (!*hook_state && params->ctx->last_status == LUNA_OK)
       lunai_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
     return *hook_state != NULL;
   }
-  memset(&a, 0, sizeof a);
-  a.kind = c->attention;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.causal = causal;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
-  a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
 /* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
@@ -16560,8 +16397,6 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
                                   void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call;
-  luna_tensor *y;
-  int i;
   memset(&call, 0, sizeof call);
   call.x = x;
   call.input = f->x;
@@ -16572,9 +16407,9 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   f->p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
-  y = c->hook->forward(hook_state, &call);
+  luna_tensor *y = c->hook->forward(hook_state, &call);
   f->p = call.next_p;
-  for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
+  for (int i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
   if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
@@ -16583,7 +16418,6 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
 LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
   return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
-
 /* a learned P */
 LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
   const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
@@ -16606,15 +16440,8 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
                     lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
-    const luna_layer_config *config) {
-  luna_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config,
+                 lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c), lunai_encoder_layer_init)
 
 /* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
@@ -16632,17 +16459,15 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
 
 /* f->p: as it was where P' is not wanted or there is none */
 LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
-  const luna_layer_config *c;
-  luna_tensor *y, *p = f->p;
-  luna_scope scope;
+  luna_tensor *p = f->p;
   if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
     return false;
-  c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   if (lunai_is_luna(c) && !p && !layer->memory)
     return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  const luna_scope scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
   if (!lunai_is_luna(c)) {
-    y = lunai_normed(c, f->x, &layer->attention_norm);
+    luna_tensor *y = lunai_normed(c, f->x, &layer->attention_norm);
     y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
     f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
@@ -16690,34 +16515,25 @@ LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *p
          luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
-    const luna_layer_config *config) {
-  luna_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
-                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_decoder_layer, luna_layer_config,
+                 (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                 lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c), lunai_decoder_layer_init)
 
 /* -> X', also in f->x */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
-  const luna_layer_config *c;
-  luna_tensor *x = f->x, *p;
-  luna_scope scope;
+  luna_tensor *x = f->x;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!f->past && (!f->p || !f->context))
     return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
-  c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx, __func__);
+  const luna_layer_config *c = &layer->config;
+  const luna_scope scope = lunai_layer_scope(c, x->ctx, __func__);
   x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
   f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
     x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
     f->x = lunai_sum_normed(c, x, &layer->cross_norm);
   } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
-  p = f->wants_p ? f->p : NULL;
+  luna_tensor *p = f->wants_p ? f->p : NULL;
   x = lunai_results_so_far(scope, f->x, p);
   x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
   return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
@@ -16768,17 +16584,13 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 }
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
-  const luna_layer_config *c;
-  luna_tensor *y;
-  lunai_flow f;
-  luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
-  c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx, __func__);
-  f = lunai_flow_of(x, layer->memory, NULL);
+  const luna_layer_config *c = &layer->config;
+  const luna_scope scope = lunai_layer_scope(c, x->ctx, __func__);
+  lunai_flow f = lunai_flow_of(x, layer->memory, NULL);
   f.causal = true;
   f.past = past;
-  y = lunai_normed(c, x, &layer->attention_norm);
+  luna_tensor *y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
     y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
@@ -16849,23 +16661,20 @@ static const lunai_field lunai_lm_fields[] = {
 #undef LUNAI_LM_FIELD
 };
 LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
-  int f;
-  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+  for (int f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
     ((int64_t *)(void *)s)[f] = lunai_field_get(&lunai_lm_fields[f], c);
 }
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  int f;
   memset(c, 0, sizeof *c);
-  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+  for (int f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
     lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
 /* a decimal number of at most nine digits, or -1 */
 LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
   int64_t value = 0;
-  size_t i;
   if (text.size == 0 || text.size > 9) return -1;
-  for (i = 0; i < text.size; i++) {
+  for (size_t i = 0; i < text.size; i++) {
     if (text.at[i] < '0' || text.at[i] > '9') return -1;
     value = value * 10 + (text.at[i] - '0');
   }
@@ -16873,9 +16682,8 @@ LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
 }
 /* returns the first field that a file's metadata lacks or has out of range, or null */
 LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
-  const lunai_field *f;
   lunai_st_text text;
-  for (f = fields; f < fields + count; f++) {
+  for (const lunai_field *f = fields; f < fields + count; f++) {
     const bool found = lunai_st_meta(st, f->key, &text);
     const int64_t value = found ? lunai_st_number(text) : 0;
     if (value < f->min || value > f->max) return f->key;
@@ -16900,9 +16708,8 @@ LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st, double *numbers) {
 }
 /* the same of parts */
 LUNAI_FN int64_t lunai_parts_tensors(const lunai_part *parts, int count, double *numbers) {
-  const lunai_part *p;
   int64_t tensors = 0;
-  for (p = parts; p < parts + count; p++) {
+  for (const lunai_part *p = parts; p < parts + count; p++) {
     if (!p->has) continue;
     tensors += p->bias ? 2 : 1;
     *numbers += (double)p->rows * (double)((p->columns == LUNAI_VECTOR ? 1 : p->columns) + (p->bias ? 1 : 0));
@@ -16916,11 +16723,10 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const luna_lm_config *c
   luna_lm model;
   luna_causal_layer layer;
   double numbers = 0, each = 0, found = 0;
-  int64_t tensors;
   model.config = *c;
   layer.config = c->layer;
   layer.attention.config = lunai_causal_config(&c->layer);
-  tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
+  int64_t tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
   tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, c->memory, parts), &each);
   tensors = c->layers * tensors + lunai_parts_tensors(parts, lunai_lm_parts(&model, parts), &numbers);
   if (lunai_st_tensors(st, &found) != tensors) return LUNAI_NO_LAYERS;
@@ -16946,8 +16752,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
 LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
-  int64_t i;
-  for (i = 0; i < half; i++) {
+  for (int64_t i = 0; i < half; i++) {
     lunai_sine((double)position * lunai_frequency(i, half), &s, &c);
     out[i] = (float)s;
     out[half + i] = (float)c;
@@ -16958,10 +16763,8 @@ LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
 #ifndef LUNA_ONLY_STREAM
 /* positions first .. first + n as a tensor [n, d] */
 LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
-  int64_t shape[2];
   lunai_build s;
-  shape[0] = n;
-  shape[1] = d;
+  int64_t shape[2] = { n, d };
   lunai_start_in(&s, ctx, LUNA_OP_SINUSOIDS, "sinusoidal positions");
   s.op.arg.sinusoids.first = first;
   return lunai_finish(&s, 2, shape);
@@ -16982,9 +16785,8 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 
 LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
-  int f;
   bool good = true;
-  for (f = 0; f < count && good; f++) {
+  for (int f = 0; f < count && good; f++) {
     lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
@@ -16999,15 +16801,12 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
 }
 /* memory for a model's layers, zeroed; null with a sentence */
 LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
-  void *memory;
-  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
-  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
+  return lunai_persist_host(params->ctx, params->ctx->call, (size_t)count * size);
 }
 
 /* --- the causal language model --- */
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  luna_layer_config layer;
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->vocab == 0) c->vocab = 256;
@@ -17016,7 +16815,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  layer = c->layer;
+  luna_layer_config layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) || !lunai_is_omega(ctx, layer.omega) ||
       !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
@@ -17032,12 +16831,11 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   lunai_part parts[LUNAI_MAX_PARTS];
   const int count = lunai_lm_parts(model, parts);
   char prefix[48];
-  int64_t i;
   model->params = model->input.params = params;
   if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
   model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
   if (!model->layers) return false;
-  for (i = 0; i < c->layers; i++) {
+  for (int64_t i = 0; i < c->layers; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
     if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
   }
@@ -17057,11 +16855,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
 LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
                                       const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
-  lunai_reader r;
-  r.ctx = lunai_ctx_of(params);
-  r.vocab = table ? table->shape[0] : 0;
-  r.features = input && input->mean ? input->mean->shape[0] : 0;
-  r.longest = positions ? positions->shape[0] - first : 0;
+  const lunai_reader r = { lunai_ctx_of(params), table ? table->shape[0] : 0, input ? luna_count(input->mean) : 0,
+                           positions ? positions->shape[0] - first : 0 };
   return r;
 }
 LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
@@ -17077,14 +16872,12 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   const lunai_cut *part;
   luna_input own;
-  luna_tensor *x;
-  int64_t i;
   if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
-  x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
-                                       luna_input_layer_forward(&model->input, &own), part);
+  luna_tensor *x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+                                                    luna_input_layer_forward(&model->input, &own), part);
   x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
-  for (i = 0; i < model->config.layers; i++)
+  for (int64_t i = 0; i < model->config.layers; i++)
     x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
@@ -17101,14 +16894,12 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
   const luna_scope scope = luna_scope_begin(ctx);
   const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
-  luna_tensor *x;
-  int64_t i;
   if (!ctx) return NULL;
   if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
-  for (i = 0; i < input->batch * input->n; i++)
+  for (int64_t i = 0; i < input->batch * input->n; i++)
     if (labels[i] >= classes)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
-  x = lunai_lm_features(model, input);
+  luna_tensor *x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
@@ -17146,10 +16937,19 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
 #undef LUNAI_F
 };
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
-  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
-                               m);
-}
+/* the public init of a model with an encoder, whose config is of the same name in m */
+#define LUNAI_MODEL_INIT(kind) \
+  LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
+                                          const luna_##kind##_config *config) { \
+    lunai_model_config m; \
+    lunai_setup s; \
+    const bool good = lunai_setup_begin(&s, "luna_" #kind "_init", params, NULL, model, sizeof *model) && \
+                      lunai_##kind##_defaults(params->ctx, config, &m) && \
+                      lunai_setup_config(&s, &m.kind, sizeof m.kind) && lunai_##kind##_init(model, params) && \
+                      lunai_fields_describe(params, #kind, &m.encoder.layer, lunai_model_fields, \
+                                            LUNAI_LENGTH(lunai_model_fields), &m); \
+    return lunai_setup_end(&s, good); \
+  }
 /* whether a model's config is good, its encoder's defaults filled in */
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
                                const luna_encoder_config *encoder) {
@@ -17160,7 +16960,6 @@ LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t voc
 
 /* --- encoder --- */
 LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
-  luna_layer_config layer;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -17168,7 +16967,7 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  layer = c->layer;
+  luna_layer_config layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
   layer.linformer.max_length = c->max_length;
@@ -17204,10 +17003,9 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
   luna_tensor *shared = NULL;
   const lunai_part part = lunai_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LUNAI_MAX_NAME], number[32];
-  int64_t i;
   e->layers = (luna_encoder_layer *)lunai_layers_memory(params, count, sizeof(luna_encoder_layer));
   if (!e->layers || !lunai_parts_init(params, prefix, &part, 1)) return false;
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
     layer.linformer.k = lunai_taper(l->k, l->k_last_layer, i, count);
     if (!lunai_name(params, name, prefix, number) ||
@@ -17270,36 +17068,30 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
 LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
-  lunai_reader r;
   if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
-  r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  lunai_reader r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
   if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
     r.longest = e->config.max_length;
   return r;
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
-  int64_t longest = input->lengths ? 1 : n, b;
+  int64_t longest = input->lengths ? 1 : n;
   if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
-  for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
+  for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
   return lunai_min(longest, lunai_max(n, 1));
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
-  const luna_encoder_config *c;
   const lunai_cut *part;
   luna_input own;
-  luna_tensor *memory;
-  luna_scope scope;
-  int64_t slots;
-  float factor;
   if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
-  scope = luna_scope_begin(ctx);
-  c = &e->config;
-  slots = lunai_min(c->memory, lunai_longest(input, part));
-  factor = lunai_embedding_factor(c);
-  memory = p && *p ? *p : e->memory;
+  const luna_scope scope = luna_scope_begin(ctx);
+  const luna_encoder_config *c = &e->config;
+  const int64_t slots = lunai_min(c->memory, lunai_longest(input, part));
+  const float factor = lunai_embedding_factor(c);
+  luna_tensor *memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
     memory = luna_slice(memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
@@ -17320,19 +17112,14 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
-  const luna_encoder_config *c;
-  luna_scope scope;
-  lunai_flow f;
-  int64_t i;
-  bool is_luna, hands_p;
   if (!ctx) return false;
-  c = &e->config;
-  is_luna = lunai_is_luna(&c->layer);
-  hands_p = is_luna || c->layer.hook;
-  scope = luna_scope_begin(ctx);
-  f = lunai_flow_of(NULL, p, input->lengths);
+  const luna_encoder_config *c = &e->config;
+  const bool is_luna = lunai_is_luna(&c->layer);
+  const bool hands_p = is_luna || c->layer.hook;
+  const luna_scope scope = luna_scope_begin(ctx);
+  lunai_flow f = lunai_flow_of(NULL, p, input->lengths);
   f.x = luna_encoder_embed(e, input, &f.p);
-  for (i = 0; i < c->layers; i++) {
+  for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
     if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
@@ -17358,10 +17145,9 @@ LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
 }
 LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
   luna_classifier_config *c = &m->classifier;
-  bool is_luna;
   memset(m, 0, sizeof *m);
   if (config) *c = *config;
-  is_luna = lunai_is_luna(&c->encoder.layer);
+  const bool is_luna = lunai_is_luna(&c->encoder.layer);
   if (c->vocab == 0) c->vocab = 256;
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
@@ -17381,45 +17167,26 @@ LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params)
   return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
          lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
-                                          const luna_classifier_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
-                    lunai_classifier_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
-                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(classifier)
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
 LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
-  int64_t b, shape[2];
-  luna_tensor *y, *factors;
-  void *memory;
   if (!x || !lengths) return luna_mean(x, 1);
-  y = luna_sum(luna_mask(x, lengths), 1);
-  shape[0] = x->shape[0];
-  shape[1] = 1;
-  if (!y) return NULL;
-  if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
-    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
-  for (b = 0; b < shape[0]; b++)
-    ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
-  factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
+  luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
+  const size_t bytes = (size_t)x->shape[0] * sizeof(float);
+  float *factor = y ? (float *)lunai_step_host(x->ctx, "luna_classifier_pool", true, bytes) : NULL;
+  if (!factor) return NULL;
+  for (int64_t b = 0; b < x->shape[0]; b++)
+    factor[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
+  luna_tensor *factors = luna_tensor_new(x->ctx, factor, 1, x->shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 /* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
 LUNAI_FN luna_tensor *lunai_first_row(luna_tensor *x) {
-  const int64_t batch = x->shape[0];
-  void *memory;
-  int64_t b;
   if (lunai_whole_rows(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
-  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, batch, x->shape[2], 1, 1);
-  if (!lunai_step(x->ctx, (size_t)batch * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)batch * sizeof(int32_t));
-  for (b = 0; b < batch; b++) ((int32_t *)memory)[b] = 1;
-  return luna_sum(luna_mask(x, (const int32_t *)memory), 1);
+  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
+  const int32_t *one = lunai_lengths(x->ctx, NULL, x->shape[0], 1, 1, 1);
+  return one ? luna_sum(luna_mask(x, one), 1) : NULL;
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -17504,16 +17271,7 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   model->output = model->encoder.embedding;
   return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
-                                         const luna_masked_lm_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
-                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
-                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(masked_lm)
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
@@ -17531,24 +17289,23 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
                                   "luna_masked_lm_loss", "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
-  int32_t *places, *chosen;
-  int64_t i, all, counted, count = 0;
+  int64_t i, count = 0;
   void *memory;
   if (!x) return NULL;
-  all = input->batch * input->n;
+  const int64_t all = input->batch * input->n;
   if (!labels && all > 0) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < all; i++) {
     count += labels[i] >= 0;
     if (labels[i] >= vocab)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
   }
-  counted = count;
+  int64_t counted = count;
   if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
   if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
   if (!lunai_step(ctx, (size_t)lunai_max(1, 2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
-  places = (int32_t *)memory;
-  chosen = places + count;
+  int32_t *places = (int32_t *)memory;
+  int32_t *chosen = places + count;
   for (count = 0, i = 0; i < all; i++)
     if (labels[i] >= 0) {
       places[count] = (int32_t)i;
@@ -17562,18 +17319,17 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
                                   int32_t *labels) {
   luna_masking m;
-  double p;
-  int64_t b, i, count = 0;
+  int64_t count = 0;
   memset(&m, 0, sizeof m);
   if (masking) m = *masking;
   if (m.mask == 0 && m.vocab == 0) m.mask = 256;
   if (m.vocab <= 0) m.vocab = m.mask;
-  p = m.probability != 0 ? (double)m.probability : 0.15;
+  const double p = m.probability != 0 ? (double)m.probability : 0.15;
   if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) ||
       lunai_checked(input->batch, input->n) <= 0)
     return 0;
-  for (b = 0; b < input->batch; b++)
-    for (i = 0; i < input->n; i++) {
+  for (int64_t b = 0; b < input->batch; b++)
+    for (int64_t i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
       const int32_t token = input->tokens[at];
       uint32_t counter[4], word[4];
@@ -17624,7 +17380,6 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
     lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
     { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
   char prefix[48];
-  int64_t i;
   model->params = params;
   if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
   model->embedding = model->encoder.embedding;
@@ -17632,21 +17387,13 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   model->output = model->embedding;
   model->layers = (luna_decoder_layer *)lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
   if (!model->layers) return false;
-  for (i = 0; i < c->decoder_layers; i++) {
+  for (int64_t i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
     if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
-LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
-                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
-                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(seq2seq)
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
@@ -17655,26 +17402,23 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
       model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
   luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
                                                  "source"), source, to, target, name, "target");
-  luna_tensor *p = NULL, *context, *x;
-  lunai_flow f;
+  luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
   const lunai_cut *part;
   luna_input own;
-  luna_scope scope, inner;
-  int64_t i;
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
-  scope = luna_scope_begin(ctx);
-  context = luna_encoder_forward(&model->encoder, source, &p);
+  const luna_scope scope = luna_scope_begin(ctx);
+  luna_tensor *context = luna_encoder_forward(&model->encoder, source, &p);
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
   e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
   e.embedding = model->embedding;
   e.positions = model->positions;
-  x = context ? lunai_embed(&e, target, &own, part) : NULL;
-  inner = luna_scope_begin(ctx);      /* the encoder's results stay */
-  f = lunai_flow_of(x, p, source->lengths);
+  luna_tensor *x = context ? lunai_embed(&e, target, &own, part) : NULL;
+  const luna_scope inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  lunai_flow f = lunai_flow_of(x, p, source->lengths);
   f.context = context;
-  for (i = 0; i < model->config.decoder_layers && x; i++) {
+  for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], &f);
     f.x = x = lunai_results_so_far(inner, x, f.p);
@@ -17692,15 +17436,14 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor,
       from = (double)s->warmup_from;
   const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
-  double factor = 1, done;
-  int i;
+  double factor = 1;
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
-  done = total > warmup ? (t - warmup) / (total - warmup) : 1;
+  double done = total > warmup ? (t - warmup) / (total - warmup) : 1;
   if (done > 1) done = 1;
   if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
+  for (int i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
     if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
@@ -17745,26 +17488,21 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
-  const lunai_group *group;
   void *trained, *parts, *table = NULL, *moment;
-  lunai_trained *t;
-  lunai_param *p;
-  bool good;
-  int i;
   if (o->trained && o->size >= size) return LUNA_OK;
-  good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
-         lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
-         (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
+  bool good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
+              lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
+              (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
-  for (p = o->params->first; p && good; p = p->next) {
+  for (lunai_param *p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
-    t = (lunai_trained *)trained + p->index;
+    lunai_trained *t = (lunai_trained *)trained + p->index;
     t->tensor = &p->tensor;
     t->name = p->name;
     t->lr = 1;
     t->decay = o->config.weight_decay;
-    for (group = o->groups; group; group = group->next) lunai_group_set(&group->group, t);
-    for (i = 0; i < o->moments && good; i++) {
+    for (const lunai_group *group = o->groups; group; group = group->next) lunai_group_set(&group->group, t);
+    for (int i = 0; i < o->moments && good; i++) {
       good = lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
       t->moment[i] = (float *)moment;
     }
@@ -17797,9 +17535,13 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
+/* O(name, KIND, tensors beside each parameter (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
+#define LUNAI_OPTIMIZERS(O) \
+  O(sgd, SGD, 1, 0.01f, 0, 0, 0) O(adam, ADAM, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) \
+  O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) O(apollo, APOLLO, 3, 1, 0.9f, 0, 1e-4f)
 typedef struct lunai_optimizer_defaults {
   const char *name;
-  int moments;                       /* SGD: with momentum */
+  int moments;
   float lr, beta1, beta2, epsilon;
 } lunai_optimizer_defaults;
 /* its config with defaults; what it does not have is 0 */
@@ -17818,12 +17560,10 @@ LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_d
 }
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
                                               const luna_optimizer_config *config) {
-  static const lunai_optimizer_defaults defaults[] = { /* by kind */
-    { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
-    { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_apollo", 3, 1, 0.9f, 0, 1e-4f } };
+#define LUNAI_OPTIMIZER_DEFAULTS(name, kind, ...) { "luna_" #name, __VA_ARGS__ },
+  static const lunai_optimizer_defaults defaults[] = { LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_DEFAULTS) };
   const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
-  lunai_persistent_mark mark;
   luna_status status;
   luna_optimizer like, *o = NULL;
   void *memory, *state;
@@ -17833,7 +17573,7 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   like.params = params;
   if (config) like.config = *config;
   lunai_optimizer_default(&like, d);
-  mark = lunai_persistent(ctx);
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
   if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
   else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, &like, d->name))
     status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
@@ -17854,28 +17594,21 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_SGD, config);
-}
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAM, config);
-}
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, config);
-}
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_APOLLO, config);
-}
+#define LUNAI_OPTIMIZER_OPEN(name, kind, ...) \
+  LUNA_API luna_optimizer *luna_##name(luna_params *params, const luna_optimizer_config *config) { \
+    return lunai_optimizer_open(params, LUNA_OPTIMIZER_##kind, config); \
+  }
+LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_OPEN)
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
 LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o->params->ctx;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const char *name = group->name ? group->name : "";
-  lunai_group **at = &o->groups, *kept;
+  lunai_group **at = &o->groups;
   void *memory;
   while (*at && ((*at)->group.max_rank != group->max_rank || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
-  kept = *at;
+  lunai_group *kept = *at;
   if (kept) {
     *at = kept->next;
     name = kept->group.name;
@@ -17894,19 +17627,18 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group)
 }
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o ? o->params->ctx : NULL;
-  int64_t i, matched = 0;
-  luna_status status;
+  int64_t matched = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_given(ctx, "luna_optimizer_group", "group", group != NULL) ||
       !lunai_is_rate(ctx, "luna_optimizer_group", "lr", group->lr) ||
       !lunai_is_rate(ctx, "luna_optimizer_group", "weight_decay", group->weight_decay)) return ctx->last_status;
-  status = lunai_optimizer_join(o, "luna_optimizer_group");
+  const luna_status status = lunai_optimizer_join(o, "luna_optimizer_group");
   if (status != LUNA_OK) return status;
-  for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
+  for (int64_t i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
-  for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
+  for (int64_t i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   return LUNA_OK;
 }
 
@@ -17921,8 +17653,7 @@ LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
   return lunai_fail_status(o->params->ctx, LUNA_ERROR_SKIPPED_STEPS, (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
-  luna_optimizer *o;
-  for (o = ctx->optimizers; o; o = o->next)
+  for (luna_optimizer *o = ctx->optimizers; o; o = o->next)
     if (skipped || o->skipped_in_row > 0) o->skipped_in_row = lunai_state_of(ctx, o->state).skipped_in_row;
 }
 
@@ -17930,24 +17661,21 @@ LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
 }
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
-  luna_ctx *ctx;
-  luna_status status;
-  float lr;
   if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  status = lunai_optimizer_stopped(o);
+  luna_ctx *ctx = o->params->ctx;
+  luna_status status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  lr = lunai_scheduled_lr(o, o->attempts++);
+  float lr = lunai_scheduled_lr(o, o->attempts++);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
 /* the parts of those parameters that have a gradient; what changed goes to the device */
 LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
-  int64_t i, reached = 0, first = 0;
+  int64_t reached = 0, first = 0;
   bool changed = false;
-  for (i = 0; i < o->size; i++) {
+  for (int64_t i = 0; i < o->size; i++) {
     const lunai_trained *t = &o->trained[i];
     luna_update part;
     if (!t->tensor->grad) continue;
@@ -17972,8 +17700,8 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
 LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float *bucket, int64_t room, bool back,
                                       luna_status *status) {
   luna_ctx *ctx = o->params->ctx;
-  int64_t i, moved = 0;
-  for (i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
+  int64_t moved = 0;
+  for (int64_t i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
     const luna_tensor *t = o->trained[i].tensor;
     const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0, n = lunai_min(count - at, room - moved);
     const size_t bytes = n > 0 ? (size_t)n * sizeof(float) : 0;
@@ -17998,16 +17726,14 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   luna_step_state state = lunai_state_of(ctx, ctx->state);
   luna_status status = LUNA_OK;
   const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[4], *all, at, n;
+  int64_t mine[4], *all, n;
   void *bucket;
-  bool good;
-  int i;
   mine[0] = o->attempts;
   mine[1] = mine[2] = 0;
   mine[3] = state.nonfinite != 0;
-  good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
-         lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
-  for (at = 0; at < o->size && good; at++) {
+  bool good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
+              lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
+  for (int64_t at = 0; at < o->size && good; at++) {
     const luna_tensor *t = o->trained[at].tensor;
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
@@ -18016,9 +17742,9 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
                                         (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
-  for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
   if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
-  for (at = 0; good && status == LUNA_OK; at += n) {
+  for (int64_t at = 0; good && status == LUNA_OK; at += n) {
     n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
     if (n == 0) break;
     good = status == LUNA_OK && lunai_rank_reduce(ctx, name, bucket, n, LUNA_REDUCTION_SUM_F32);
@@ -18035,12 +17761,10 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
                                                                                   o->reached);
   double floats = 0;
-  int64_t i;
-  int k;
   if (!ctx->profile) return status;
-  for (i = 0; i < o->reached; i++) {
+  for (int64_t i = 0; i < o->reached; i++) {
     int passes = update ? 4 : 1;     /* values and gradients are read and written */
-    for (k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    for (int k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
     floats += (double)o->parts[i].count * passes;
   }
   lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
@@ -18048,12 +17772,10 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
-  luna_ctx *ctx;
   luna_rule rule;
-  luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  status = lunai_optimizer_stopped(o);
+  luna_ctx *ctx = o->params->ctx;
+  luna_status status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
@@ -18077,9 +17799,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   return lunai_optimizer_finite(o);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
-  luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
-  status = lunai_optimizer_stopped(o);
+  luna_status status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
     return lunai_fail_status(o->params->ctx, LUNA_ERROR_NO_BACKWARD);
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
@@ -18122,63 +17843,45 @@ LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_
 }
 
 /* what a file holds besides a set's parameters and pairs */
+LUNAI_FN lunai_st_source lunai_source_of(const char *name, const luna_tensor *like, const float *data) {
+  const lunai_st_source source = { name, like->rank, like->shape, data };
+  return source;
+}
 typedef struct lunai_extras {
   const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
 } lunai_extras;
 
 LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
                                 const char *name) {
-  lunai_st_writer writer;
-  lunai_st_pair *pairs;
-  lunai_st_source *sources;
-  const lunai_mark mark = lunai_step_mark(params->ctx);
-  lunai_meta *m;
-  lunai_param *p;
-  void *memory = NULL, *more = NULL;
-  int64_t pair_count = extras->pair_count, count = extras->count;
-  lunai_saving saving;
-  if (params->ctx->call) name = params->ctx->call;
-  for (m = params->metas; m; m = m->next) pair_count++;
-  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) ||
-      !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
-    lunai_step_rewind(params->ctx, mark);
-    return lunai_fail_memory(params->ctx, name, (size_t)(params->size + count) * sizeof *sources);
+  luna_ctx *ctx = params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  int64_t pair_count = extras->pair_count, count = 0;
+  if (ctx->call) name = ctx->call;
+  for (const lunai_meta *m = params->metas; m; m = m->next) pair_count++;
+  lunai_st_pair *pairs = (lunai_st_pair *)lunai_step_host(ctx, name, false, (size_t)pair_count * sizeof *pairs);
+  const size_t bytes = (size_t)(params->size + extras->count) * sizeof(lunai_st_source);
+  lunai_st_source *sources = pairs ? (lunai_st_source *)lunai_step_host(ctx, name, false, bytes) : NULL;
+  if (!sources) return lunai_step_rewind(ctx, mark), ctx->last_status;
+  pair_count = extras->pair_count;
+  lunai_copy(pairs, extras->pairs, (size_t)pair_count * sizeof *pairs);
+  for (const lunai_meta *m = params->metas; m; m = m->next) {
+    const lunai_st_pair pair = { m->key, m->value };
+    pairs[pair_count++] = pair;
   }
-  pairs = (lunai_st_pair *)memory;
-  sources = (lunai_st_source *)more;
-  if (extras->pair_count) memcpy(pairs, extras->pairs, (size_t)extras->pair_count * sizeof *pairs);
-  for (pair_count = extras->pair_count, m = params->metas; m; m = m->next, pair_count++) {
-    pairs[pair_count].key = m->key;
-    pairs[pair_count].value = m->value;
-  }
-  for (count = 0, p = params->first; p; p = p->next, count++) {
-    sources[count].name = p->name;
-    sources[count].rank = p->tensor.rank;
-    sources[count].shape = p->tensor.shape;
-    sources[count].data = p->tensor.data;
-  }
-  if (extras->count) memcpy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
-  if (params->ctx->options.measure) {
-    lunai_step_rewind(params->ctx, mark);
-    return LUNA_OK;
-  }
-  saving.ctx = params->ctx;
-  saving.io = *io;
-  memset(&writer, 0, sizeof writer);
-  writer.write = lunai_save_write;
-  writer.fetch = lunai_on_device(params->ctx) ? lunai_save_fetch : NULL;
-  writer.user = &saving;
-  lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
-  lunai_step_rewind(params->ctx, mark);
-  if (!writer.failed) return LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(params->ctx));
+  for (lunai_param *p = params->first; p; p = p->next)
+    sources[count++] = lunai_source_of(p->name, &p->tensor, p->tensor.data);
+  lunai_copy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
+  lunai_saving saving = { ctx, *io };
+  lunai_st_writer writer = { lunai_save_write, lunai_on_device(ctx) ? lunai_save_fetch : NULL, &saving, 0, false };
+  if (!ctx->options.measure) lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
+  lunai_step_rewind(ctx, mark);
+  return writer.failed ? lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx)) : LUNA_OK;
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
-  lunai_extras none;
+  const lunai_extras none = { NULL, NULL, 0, 0 };
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->write)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_io", io ? "io->write" : "io");
-  memset(&none, 0, sizeof none);
+  if (!lunai_is_given(params->ctx, "luna_save_io", io ? "io->write" : "io", io && io->write))
+    return params->ctx->last_status;
   return lunai_save(params, &none, io, "luna_save_io");
 }
 
@@ -18193,10 +17896,9 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
    differ, and so may the longest sequence, which a learned table has as its shape. */
 LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
-  const lunai_meta *m;
   char in_file[40];
   lunai_st_text value;
-  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+  for (const lunai_meta *m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
     if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
     if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
     lunai_st_decode(value, in_file, sizeof in_file);
@@ -18210,14 +17912,13 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t matched = 0;
-  lunai_param *p;
   const luna_status status = lunai_load_config(params, st);
   if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
-    p = lunai_param_of(params, &t);
+    lunai_param *p = lunai_param_of(params, &t);
     if (!p) return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
     if (!lunai_st_like(&t, &p->tensor))
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, name, &p->tensor, file);
@@ -18225,7 +17926,7 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, name, &p->tensor);
     matched++;
   }
-  for (p = params->first; p && matched < params->size; p = p->next)
+  for (lunai_param *p = params->first; p && matched < params->size; p = p->next)
     if (!lunai_st_find(st, p->name, &t))
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
   return LUNA_OK;
@@ -18236,13 +17937,11 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
   size_t cursor = 0, size = st->pairs * sizeof *pairs;
-  void *memory;
-  char *text;
   if (st->pairs == 0) return LUNA_OK;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
-  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, params->ctx->call, size);
-  pairs = pair = (lunai_meta *)memory;
-  text = (char *)(pairs + st->pairs);
+  pairs = pair = (lunai_meta *)lunai_persist_host(params->ctx, params->ctx->call, size);
+  if (!pairs) return params->ctx->last_status;
+  char *text = (char *)(pairs + st->pairs);
   for (params->last_meta = NULL; *link;) { /* removes the pairs that the file has */
     if (!lunai_is_ours((*link)->key) && lunai_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
     else link = &(params->last_meta = *link)->next;
@@ -18279,39 +17978,26 @@ struct lunai_reading {
   void *into;                        /* the reader's */
   luna_params *params;
 };
-LUNAI_FN lunai_reading lunai_reading_of(luna_ctx *ctx, const char *name,
-                                        luna_status (*read)(const lunai_reading *r, lunai_st *st), void *into,
-                                        luna_params *params) {
-  lunai_reading r;
-  r.ctx = ctx;
-  r.name = name;
-  r.read = read;
-  r.into = into;
-  r.params = params;
-  return r;
-}
 LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
   luna_ctx *ctx = r->ctx;
-  lunai_chunk *last = NULL, *chunk, **newer;
-  const char *outer, *wrong;
+  lunai_chunk *last = NULL;
   luna_status status = LUNA_OK;
-  lunai_mark mark;
-  void *index;
   lunai_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  outer = lunai_enter(ctx, r->name);
-  mark = lunai_step_mark(ctx);
-  for (chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
-  wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
+  const char *outer = lunai_enter(ctx, r->name);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  for (lunai_chunk *chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
+  const char *wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
   if (!wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) status = lunai_fail_memory(ctx, ctx->call, need);
-    else wrong = lunai_st_index(&st, (uint64_t *)index, (uint64_t *)index + st.tensors);
+    uint64_t *index = (uint64_t *)lunai_step_host(ctx, ctx->call, false, need);
+    if (!index) status = ctx->last_status;
+    else wrong = lunai_st_index(&st, index, index + st.tensors);
   }
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
   if (status == LUNA_OK) status = r->read(r, &st);
   lunai_step_rewind(ctx, mark);
-  for (newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
+  for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
     lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
   if (!last) ctx->arena[0].step = NULL;
   lunai_leave(ctx, outer);
@@ -18320,49 +18006,44 @@ LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes,
 
 LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
   luna_params *params = r->params;
   uint64_t *names = params->source.names;
-  lunai_param *p;
   luna_error_id wrong;
-  void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
   if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
-  for (p = params->first; p; p = p->next) {
+  for (lunai_param *p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    const size_t size = st->tensors * sizeof *names;
-    if (!lunai_persist(params->ctx, size, false, &memory))
-      return lunai_fail_memory(params->ctx, "luna_load_borrowed", size);
-    names = (uint64_t *)memory;
+    names = (uint64_t *)lunai_persist_host(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    if (!names) return params->ctx->last_status;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
   params->source = *st;
   params->source.names = names;
   params->source.keys = NULL;
-  for (p = params->first; p; p = p->next) lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, st, &wrong));
+  for (lunai_param *p = params->first; p; p = p->next)
+    lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, st, &wrong));
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL,
-                                           params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
-  int a;
   memset(entry, 0, sizeof *entry);
   entry->name = name;
   entry->dtype = lunai_st_formats[t->dtype].name;
   entry->rank = t->rank;
-  for (a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
+  for (int a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
   entry->count = t->count;
   entry->data = t->data;
   entry->bytes = t->bytes;
@@ -18380,10 +18061,9 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
 /* a JSON string of the file as text in the step; null when there is no memory */
 LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   const size_t size = lunai_st_decode(text, NULL, 0) + 1;
-  void *memory;
-  if (!lunai_step(ctx, size, false, &memory)) return lunai_fail_memory(ctx, ctx->call, size), (const char *)NULL;
-  lunai_st_decode(text, (char *)memory, size);
-  return (const char *)memory;
+  char *out = (char *)lunai_step_host(ctx, ctx->call, false, size);
+  if (out) lunai_st_decode(text, out, size);
+  return out;
 }
 LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
   const luna_inspection *inspection = (const luna_inspection *)r->into;
@@ -18413,8 +18093,7 @@ LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection,
-                                           NULL);
+  const lunai_reading r = { ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   return inspection ? lunai_read_bytes(&r, bytes, size) : LUNA_BAD_ARGUMENT;
 }
 
@@ -18424,12 +18103,11 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
   char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
-  lunai_param *p;
   size_t cursor = 0;
   if (!r->into) memset(&none, 0, sizeof none);
   if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
-  for (p = params->first; p && status == LUNA_OK; p = p->next) {
+  for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
@@ -18450,8 +18128,7 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching,
-                                           report, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, report, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
@@ -18537,7 +18214,7 @@ LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
 #define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
   LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
     lunai_kind_load k; \
-    const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), #call, lunai_load_kind, &k, params); \
+    const lunai_reading r = { lunai_ctx_of(params), #call, lunai_load_kind, &k, params }; \
     const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
     k.kind = (luna_model_kind)chosen; \
     k.at = offsetof(luna_model, member); \
@@ -18559,16 +18236,14 @@ enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUN
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
-  int i;
-  for (i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
+  for (int i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
   out[16] = 0;
 }
 LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   lunai_st_text value;
-  size_t i;
   *out = 0;
   if (!lunai_st_meta(st, key, &value) || value.size != 16) return false;
-  for (i = 0; i < 16; i++) {
+  for (size_t i = 0; i < 16; i++) {
     const char c = value.at[i];
     if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'))) return false;
     *out = *out << 4 | (uint64_t)(c <= '9' ? c - '0' : c - 'a' + 10);
@@ -18582,9 +18257,8 @@ LUNAI_FN uint64_t lunai_float_bits(float x) {
   return bits;
 }
 LUNAI_FN float lunai_bits_float(uint64_t value) {
-  uint32_t bits;
   float x;
-  bits = (uint32_t)(value & UINT32_MAX);
+  uint32_t bits = (uint32_t)(value & UINT32_MAX);
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
@@ -18598,23 +18272,14 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   char text[LUNAI_TRAINING_KEYS][17];
   uint64_t value[LUNAI_TRAINING_KEYS];
   lunai_st_pair pairs[LUNAI_TRAINING_KEYS];
-  lunai_st_source *sources;
-  luna_step_state state;
-  lunai_extras extras;
-  lunai_mark mark;
-  luna_ctx *ctx;
-  luna_status status;
-  void *memory = NULL, *name = NULL;
-  int64_t i, count = 0;
-  int k;
-  bool good;
+  int64_t count = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  if (!io || !io->write)
-    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_training_io", io ? "io->write" : "io");
-  status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
+  luna_ctx *ctx = o->params->ctx;
+  if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
+  /* zeros, for who loads it */
+  luna_status status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
   if (status != LUNA_OK) return status;
-  state = lunai_optimizer_state(o);
+  luna_step_state state = lunai_optimizer_state(o);
   memset(value, 0, sizeof value);
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
@@ -18625,30 +18290,26 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   state = lunai_state_of(ctx, ctx->state);
   value[LUNAI_TRAINING_STEP] = state.step;
   value[LUNAI_TRAINING_SEED] = state.seed;
-  for (k = 0; k < LUNAI_TRAINING_KEYS; k++) {
+  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
     lunai_hex(value[k], text[k]);
     pairs[k].key = lunai_training_keys[k];
     pairs[k].value = text[k];
   }
-  mark = lunai_step_mark(ctx);
-  good = lunai_step(ctx, (size_t)(o->size * o->moments) * sizeof *sources, false, &memory);
-  sources = (lunai_st_source *)memory;
-  for (i = 0; i < o->size && good; i++)
-    for (k = 0; k < o->moments && good; k++) {
-      good = lunai_step(ctx, LUNAI_MOMENT_NAME + strlen(o->trained[i].name), false, &name);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t bytes = (size_t)(o->size * o->moments) * sizeof(lunai_st_source);
+  lunai_st_source *sources = (lunai_st_source *)lunai_step_host(ctx, "luna_save_training", false, bytes);
+  bool good = sources != NULL;
+  for (int64_t i = 0; i < o->size && good; i++)
+    for (int k = 0; k < o->moments && good; k++) {
+      const lunai_trained *t = &o->trained[i];
+      char *name = (char *)lunai_step_host(ctx, "luna_save_training", false, LUNAI_MOMENT_NAME + strlen(t->name));
+      good = name != NULL;
       if (!good) break;
-      lunai_moment_name((char *)name, k, o->trained[i].name);
-      sources[count].name = (const char *)name;
-      sources[count].rank = o->trained[i].tensor->rank;
-      sources[count].shape = o->trained[i].tensor->shape;
-      sources[count++].data = o->trained[i].moment[k];
+      lunai_moment_name(name, k, t->name);
+      sources[count++] = lunai_source_of(name, t->tensor, t->moment[k]);
     }
-  extras.pairs = pairs;
-  extras.pair_count = LUNAI_TRAINING_KEYS;
-  extras.sources = sources;
-  extras.count = count;
-  if (good) status = lunai_save(o->params, &extras, io, "luna_save_training_io");
-  else status = lunai_fail_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
+  const lunai_extras extras = { pairs, sources, LUNAI_TRAINING_KEYS, count };
+  status = good ? lunai_save(o->params, &extras, io, "luna_save_training_io") : ctx->last_status;
   lunai_step_rewind(ctx, mark);
   return status;
 }
@@ -18665,17 +18326,15 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   lunai_st_tensor t;
   lunai_st_text text;
   size_t cursor = 0;
-  int64_t i, count = 0;
-  float lr;
-  int k;
-  for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
+  int64_t count = 0;
+  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++)
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) &&
         (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[k], file);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file, (int64_t)value[LUNAI_TRAINING_KIND],
                              (int64_t)o->kind);
-  lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
+  const float lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
   if (value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
@@ -18687,8 +18346,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
   if (count != o->size * o->moments)
     return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->moments);
-  for (i = 0; i < o->size; i++)
-    for (k = 0; k < o->moments; k++)
+  for (int64_t i = 0; i < o->size; i++)
+    for (int k = 0; k < o->moments; k++)
       if (!lunai_moment_find(st, &o->trained[i], k, &t))
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
@@ -18697,22 +18356,18 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   luna_optimizer *o = (luna_optimizer *)r->into;
   luna_ctx *ctx = o->params->ctx;
   uint64_t value[LUNAI_TRAINING_KEYS];
-  luna_step_state state;
   lunai_st_tensor t;
-  luna_status status;
-  int64_t i;
-  int k;
-  status = lunai_optimizer_join(o, "luna_load_training");
+  luna_status status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
   if (status == LUNA_OK) status = lunai_load_st(o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
                                                                        run */
   if (status != LUNA_OK || ctx->options.measure) return status;
-  for (i = 0; i < o->size; i++)
-    for (k = 0; k < o->moments && status == LUNA_OK; k++)
+  for (int64_t i = 0; i < o->size; i++)
+    for (int k = 0; k < o->moments && status == LUNA_OK; k++)
       if (lunai_moment_find(st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
   if (status != LUNA_OK) return status;
-  state = lunai_optimizer_state(o);
+  luna_step_state state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   state.skipped_in_row = o->skipped_in_row = value[LUNAI_TRAINING_ROW];
@@ -18724,12 +18379,8 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
-LUNAI_FN lunai_reading lunai_training_reading(luna_optimizer *o, const char *name) {
-  luna_params *params = o ? o->params : NULL;
-  return lunai_reading_of(lunai_ctx_of(params), name, lunai_load_training, o, params);
-}
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_training_reading(o, "luna_load_training_bytes");
+  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training_bytes", lunai_load_training, o, NULL };
   return lunai_read_bytes(&r, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
@@ -18751,23 +18402,15 @@ LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params };
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->read)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
+  if (!lunai_is_given(params->ctx, r.name, io ? "io->read" : "io", io && io->read)) return params->ctx->last_status;
   return lunai_read_io(&r, io);
 }
 
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
-#ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
-#endif
-#ifndef NOMINMAX
-#define NOMINMAX
-#endif
-#include <windows.h>
 #include <fcntl.h>
 #include <io.h>
 #include <sys/stat.h>
@@ -18886,18 +18529,16 @@ LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
 LUNAI_FN void lunai_saving_sweep(const char *name) {
   struct stat old;
   char link[1];
-  int descriptor;
   if (stat(name, &old) != 0 || !S_ISREG(old.st_mode) || old.st_uid != geteuid() || old.st_nlink != 1) return;
   if (readlink(name, link, 1) >= 0) return;
-  descriptor = open(name, O_RDONLY | O_NONBLOCK);
+  const int descriptor = open(name, O_RDONLY | O_NONBLOCK);
   if (descriptor < 0) return;
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
   close(descriptor);
 }
 /* replaces a path that is a symbolic link by its target, which need not exist */
 LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
-  int links;
-  for (links = 0; links < 40; links++) {
+  for (int links = 0; links < 40; links++) {
     const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
     s->folder = size > 0 && s->temporary[0] == '/' ? 0 : lunai_folder_of(s->path);
     if (size < 0) return s->folder + 32 < LUNAI_LONGEST_PATH ? LUNA_ERROR_NONE : LUNA_ERROR_SAVE_PATH;
@@ -18910,21 +18551,19 @@ LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   const luna_error_id wrong = lunai_saving_resolve(s);
   struct stat old;
-  int64_t number;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
   if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
-  for (number = 0; number < 16; number++) {
+  for (int64_t number = 0; number < 16; number++) {
     lunai_saving_name(s, ".luna-%d.tmp", number);
     lunai_saving_sweep(s->temporary);
   }
-  for (number = 0; number < LUNAI_SAVERS; number++) {
-    int descriptor;
+  for (int64_t number = 0; number < LUNAI_SAVERS; number++) {
     lunai_saving_name(s, ".luna-%d.tmp", number);
-    descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
+    int descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
     fcntl(descriptor, F_SETFD, FD_CLOEXEC);
@@ -18939,10 +18578,9 @@ LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   return fflush(s->file) == 0 && fsync(fileno(s->file)) == 0;
 }
 LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
-  int folder;
   if (rename(s->temporary, s->path) != 0) return false;
   s->path[s->folder] = 0;
-  folder = open(s->folder ? s->path : ".", O_RDONLY);
+  const int folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
   fsync(folder);                     /* best effort: the file is already renamed */
   close(folder);
@@ -18974,23 +18612,19 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
 LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
   lunai_saving_file s;
-  luna_io io;
-  luna_status status;
-  luna_error_id wrong;
-  memset(&io, 0, sizeof io);
-  io.write = lunai_file_write;
+  luna_io io = { NULL, lunai_file_write, NULL, 0 };
   if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
   if (strlen(path) + 32 > sizeof s.path)
     return lunai_fail_status(ctx, LUNA_ERROR_SAVE_PATH, ctx->call, (int64_t)sizeof s.path - 32, path);
   memset(&s, 0, sizeof s);
   memcpy(s.path, path, strlen(path));
   s.folder = lunai_folder_of(path);
-  wrong = lunai_saving_open(&s);
+  const luna_error_id wrong = lunai_saving_open(&s);
   if (wrong == LUNA_ERROR_SAVE_PATH)
     return lunai_fail_status(ctx, (int)wrong, ctx->call, (int64_t)sizeof s.path - 32, path);
   if (wrong) return lunai_fail_status(ctx, (int)wrong, ctx->call, path);
   io.user = s.file;
-  status = saver(what, &io);
+  luna_status status = saver(what, &io);
   if (status == LUNA_OK && !lunai_saving_flush(&s))
     status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call, path);
   if (status == LUNA_OK && !lunai_saving_replace(&s))
@@ -19000,11 +18634,10 @@ LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const voi
 }
 LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_saver saver, const void *what,
                                      const char *path) {
-  luna_status status;
   if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
   ctx->call = name;
   ctx->path = path;
-  status = lunai_save_file(ctx, saver, what, path);
+  const luna_status status = lunai_save_file(ctx, saver, what, path);
   ctx->call = ctx->path = NULL;
   return status;
 }
@@ -19025,20 +18658,14 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *pat
 
 LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   luna_ctx *ctx = r->ctx;
-  luna_io io;
   luna_status status;
-  int64_t size;
-  FILE *file;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
-  file = fopen(path, "rb");
+  FILE *file = fopen(path, "rb");
   if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
-  size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
+  int64_t size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
-  memset(&io, 0, sizeof io);
-  io.read = lunai_file_read;
-  io.user = file;
-  io.size = (uint64_t)size;
+  const luna_io io = { lunai_file_read, NULL, file, (uint64_t)size };
   rewind(file);
   ctx->path = path;
   if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
@@ -19048,7 +18675,7 @@ LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load", lunai_load, NULL, params };
   return lunai_read_path(&r, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
@@ -19056,18 +18683,17 @@ LUNA_API luna_status luna_load(luna_params *params, const char *path) {
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report,
-                                           params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report, params };
   return lunai_read_path(&r, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL);
+  const lunai_reading r = { ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
   return lunai_read_path(&r, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  const lunai_reading r = lunai_training_reading(o, "luna_load_training");
+  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, NULL };
   return lunai_read_path(&r, path);
 }
 #endif
