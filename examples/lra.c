@@ -163,7 +163,7 @@ static luna_tensor *mean_of(luna_tensor *x, const luna_input *input) {
 }
 
 /* X of CLS, the first token; where rows are cut, the sum of the ranks' when all others are zeros. */
-static luna_tensor *first_of(luna_tensor *x, const luna_input *input) {
+static luna_tensor *cls_of(luna_tensor *x, const luna_input *input) {
   if (rank_part(LUNA_PARALLEL_SEQUENCE, pool.n).count == pool.n) return luna_slice(x, 1, 0, 1);
   int32_t *lengths = (int32_t *)grow(NULL, input->batch + 1, sizeof(int32_t));
   for (int64_t b = 0; b < input->batch; b++) lengths[b] = 1;
@@ -176,7 +176,7 @@ static luna_tensor *first_of(luna_tensor *x, const luna_input *input) {
 static luna_tensor *logits(const luna_input *input) {
   const int64_t pooled[2] = { input->batch / data.task->parts, data.task->parts * set.dim };
   luna_tensor *x = luna_encoder_forward(&model.encoder, input, NULL);
-  x = set.pooling == MEAN ? mean_of(x, input) : first_of(x, input);
+  x = set.pooling == MEAN ? mean_of(x, input) : cls_of(x, input);
   x = luna_reshape(x, 2, pooled);
   if (own.hidden) x = luna_relu(luna_linear_layer_forward(&model.hidden, x));
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));
