@@ -30,7 +30,7 @@ static struct settings set = { .memory = 16, .seed = 1 };
 static struct {
   const char *data, *valid, *svg;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, difficulty, data_seed, count;
-  double weight_decay, attention_dropout;
+  double weight_decay, attention_dropout, growing;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3 };
 
 static const flag flags[] = {
@@ -49,6 +49,7 @@ static const flag flags[] = {
   { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
   { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
   { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
+  { "--growing", "t", REAL(own.growing, 0, 1), "listops: in this part of the steps lists grow from 24 tokens" },
   { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -88,7 +89,7 @@ static void choose_settings(void) {
   whole(&own.positions, r.positions), whole(&set.pooling, r.pooling);
   whole(&set.batch, r.batch), whole(&set.steps, r.steps), whole(&own.warmup, r.warmup), whole(&own.decay, r.decay);
   real(&set.lr, r.lr), real(&own.weight_decay, r.weight_decay);
-  real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
+  real(&own.growing, r.growing), real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
 }
 
 typedef struct path { char text[440]; } path;              /* a text or a file's name, by value */
@@ -100,7 +101,8 @@ static path describe(void) {
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
-    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]);
+    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
+                           (f->real == &own.growing && data.task != &tasks[LISTOPS]);
     char value[40];
     if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
     flag_text(f, value, sizeof value);
@@ -160,13 +162,12 @@ static luna_tensor *mean_of(luna_tensor *x, const luna_input *input) {
   return mean;
 }
 
-/* X of one token [batch,1,d]; where rows are cut, of the rank that has it. */
-static luna_tensor *token_of(luna_tensor *x, const luna_input *input, int32_t at) {
-  int32_t *lengths;
-  if (rank_part(LUNA_PARALLEL_SEQUENCE, pool.n).count == pool.n) return luna_slice(x, 1, at, 1);
-  lengths = (int32_t *)grow(NULL, 2 * input->batch + 1, sizeof(int32_t));
-  for (int64_t b = 0; b < 2 * input->batch; b++) lengths[b] = b < input->batch ? at : at + 1;
-  x = luna_sum(luna_sub(luna_mask(x, lengths + input->batch), luna_mask(x, lengths)), 1);
+/* X of CLS, the first token; where rows are cut, the sum of the ranks' when all others are zeros. */
+static luna_tensor *cls_of(luna_tensor *x, const luna_input *input) {
+  if (rank_part(LUNA_PARALLEL_SEQUENCE, pool.n).count == pool.n) return luna_slice(x, 1, 0, 1);
+  int32_t *lengths = (int32_t *)grow(NULL, input->batch + 1, sizeof(int32_t));
+  for (int64_t b = 0; b < input->batch; b++) lengths[b] = 1;
+  x = luna_sum(luna_mask(x, lengths), 1);
   return free(lengths), x;
 }
 
@@ -175,7 +176,7 @@ static luna_tensor *token_of(luna_tensor *x, const luna_input *input, int32_t at
 static luna_tensor *logits(const luna_input *input) {
   const int64_t pooled[2] = { input->batch / data.task->parts, data.task->parts * set.dim };
   luna_tensor *x = luna_encoder_forward(&model.encoder, input, NULL);
-  x = set.pooling == MEAN ? mean_of(x, input) : token_of(x, input, set.pooling == FIRST);
+  x = set.pooling == MEAN ? mean_of(x, input) : cls_of(x, input);
   x = luna_reshape(x, 2, pooled);
   if (own.hidden) x = luna_relu(luna_linear_layer_forward(&model.hidden, x));
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));
@@ -327,6 +328,7 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
 static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const samples *s) {
   const int64_t every = set.steps < 100 ? 1 : set.steps / 100; /* steps of a row of the curve */
   while (bar.step < set.steps && !interrupted) {
+    data.grown = own.growing > 0 ? (double)bar.step / (own.growing * (double)set.steps) : 1;
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels);
