@@ -1,7 +1,8 @@
 /* What one sequence, cut over ranks, costs each of them: mpirun -n R build/mpi/tests/mpi_bench WHAT [TOKENS]
      forward    inference by a classifier of 4 layers, d 128
      step       a training step of one of 4 layers, d 256, whose feed-forward is recomputed
-     layers     bytes that a layer sends, counted in the hook, beside the formulas of >>parallel; 1: they differ
+     layers     bytes that a layer sends, counted in the hook, beside the formulas of >>parallel; 1: they differ.
+                Then a row of data-parallel training, for what it sends
    Rank 0 prints. A rank has one thread. Its CPU time is that of its own computation: inside the hook ranks wait for
    each other, and MPI libraries wait by asking again and again. tests/mpi_bench.sh makes tables of it. */
 #define _GNU_SOURCE                  /* madvise */
@@ -137,8 +138,8 @@ static bool check_layer(bool causal, bool training) {
   const cost five = measure(&w);
   const int64_t sent = five.bytes - four.bytes - (training ? five.gradients - four.gradients : 0);
   if (mpi.collective.rank == 0)
-    printf("%s layer, %s, %d ranks: %lld bytes sent; the formula: %lld\n", causal ? "causal" : "encoder",
-           training ? "forward and back" : "forward", mpi.collective.ranks, (long long)sent, (long long)(forward + back));
+    printf("layer of %s model, %s, %d ranks: %lld bytes sent; by the formula %lld\n", causal ? "a causal" : "an encoder",
+           training ? "step" : "inference", mpi.collective.ranks, (long long)sent, (long long)(forward + back));
   return sent == (mpi.collective.ranks > 1 ? forward + back : 0);
 }
 
@@ -152,8 +153,10 @@ int main(int count, char **given) {
     print_row(what, &(work){ LUNA_PARALLEL_SEQUENCE, LAYERS, 128, tokens, false, false });
   else if (strcmp(what, "step") == 0)
     print_row(what, &(work){ LUNA_PARALLEL_SEQUENCE, LAYERS, 256, tokens, false, true });
-  else
+  else {
     for (int i = 0; i < 4; i++) good = check_layer(i / 2 == 1, i % 2 == 1) && good;
+    print_row("data", &(work){ LUNA_PARALLEL_DATA, LAYERS, 256, 1024 * mpi.collective.ranks, false, true });
+  }
   fflush(stdout);
   mpi_close(&mpi, 0);
   return good ? 0 : 1;
