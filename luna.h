@@ -1056,15 +1056,26 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
    [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
-   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
+   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums);
+typedef struct luna_unpack_config {
+  luna_tensor *out_bias;             /* [d], or null */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float dropout;                     /* of the attention matrix */
+} luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  luna_tensor *out_bias, const int32_t *lengths, float dropout);
+                                  const luna_unpack_config *config);
+typedef struct luna_causal_nested_config {
+  int64_t heads;                     /* 0 = 1 */
+  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2; LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1 */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float dropout;                     /* of the unpack matrix */
+} luna_causal_nested_config;
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
    scaled by 1/sqrt(d_h) here */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
+                                                   const luna_causal_nested_config *config);
 
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
    state is copied. */
@@ -1985,37 +1996,46 @@ typedef struct luna_update {
   bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
-struct luna_backend {
-  uint32_t version, size;            /* 1, sizeof(luna_backend) */
-  int device;
-  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
+/* A backend's entries beside its ops, V(type, name) and F(result, name, parameters) */
+#define LUNA_BACKEND_ENTRIES(V, F) \
+  V(uint32_t, version)               /* 1 */ \
+  V(uint32_t, size)                  /* sizeof(luna_backend) */ \
+  V(int, device) \
+  V(size_t, opened)                  /* bytes that `open` takes of the device, for luna_memory */ \
   /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
-     and every call in it fails with that sentence */
-  luna_status (*open)(luna_ctx *ctx, int device, void **self);
-  void (*close)(void *self);
-  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
-  void *(*allocate)(void *self, size_t bytes);
-  void (*release)(void *self, void *pointer, size_t bytes);
-  /* 0 within (never overlapping), 1 to the device, 2 to the host */
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
-  luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
-  luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
-                                        what `other` has queued; null: work is done when a call returns */
-  /* counts a training step; `stepped`: clears nonfinite */
-  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
-  /* sets nonfinite when the loss is */
-  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
-  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
-  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
-                      int64_t count);
-  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
-                        int64_t count);
+     and every call in it fails with that sentence */ \
+  F(luna_status, open, (luna_ctx *ctx, int device, void **self)) \
+  F(void, close, (void *self)) \
+  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */ \
+  F(void *, allocate, (void *self, size_t bytes)) \
+  F(void, release, (void *self, void *pointer, size_t bytes)) \
+  /* 0 within (never overlapping), 1 to the device, 2 to the host */ \
+  F(luna_status, copy, (luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction)) \
+  F(luna_status, zero, (luna_ctx *ctx, void *at, size_t bytes)) \
+  /* of one device: what ctx queues from now on runs after what `other` has queued; null: work is done when a call
+     returns */ \
+  F(luna_status, wait, (luna_ctx *ctx, const luna_ctx *other)) \
+  /* counts a training step; `stepped`: clears nonfinite */ \
+  F(luna_status, begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped)) \
+  /* sets nonfinite when the loss is */ \
+  F(luna_status, check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state)) \
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */ \
+  F(luna_status, norm, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
+                        int64_t count)) \
+  F(luna_status, update, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
+                          int64_t count)) \
   /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
-     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
-  luna_status (*record)(luna_ctx *ctx);
-  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
-  luna_status (*run)(luna_ctx *ctx, void *graph);
-  void (*forget)(void *self, void *graph);
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */ \
+  F(luna_status, record, (luna_ctx *ctx)) \
+  F(luna_status, recorded, (luna_ctx *ctx, void **graph)) /* null: what was kept is forgotten */ \
+  F(luna_status, run, (luna_ctx *ctx, void *graph)) \
+  F(void, forget, (void *self, void *graph))
+struct luna_backend {
+#define LUNAI_ENTRY(type, name) type name;
+#define LUNAI_ENTRY_CALL(result, name, parameters) result (*name) parameters;
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -10203,15 +10223,14 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   for (o = first; w->inner == 1 && o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
-LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor,
-    const float *x, float *y) {
+LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
   lunai_sum_work w;
   w.kernels = lunai_k(op);
-  w.outer = outer; w.axis = axis; w.inner = inner;
+  w.outer = shape[0]; w.axis = shape[1]; w.inner = shape[2];
   w.factor = factor;
   w.x = x;
   w.y = y;
-  lunai_run(outer * axis * inner > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
+  lunai_run(shape[0] * shape[1] * shape[2] > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
@@ -10326,21 +10345,22 @@ LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   const float *from = lunai_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
   float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
   float *next = (float *)op->workspace + (lunai_gives_grad(op) ? 0 : luna_count(op->out[0]));
-  int64_t shape[LUNA_MAX_RANK], outer, inner, left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
   int a, b;
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (a = 0; a < LUNA_MAX_RANK; a++) {
+    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
     float *to;
     if (stride[a] != 0 || shape[a] == 1) continue;
-    for (outer = inner = 1, b = 0; b < LUNA_MAX_RANK; b++) *(b < a ? &outer : &inner) *= b == a ? 1 : shape[b];
+    for (b = 0; b < LUNA_MAX_RANK; b++) sums[b < a ? 0 : b == a ? 1 : 2] *= shape[b];
     left /= shape[a];
     to = left == 1 ? op->in[k]->grad : next;
-    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(outer * inner) * sizeof(float));
-    lunai_sum_axis(op, outer, shape[a], inner, factor, from, to);
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
+    lunai_sum_axis(op, sums, factor, from, to);
     shape[a] = 1;
     factor = 1;
     from = to;
-    next += outer * inner;
+    next += sums[0] * sums[2];
   }
 }
 LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
@@ -10426,9 +10446,9 @@ LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, inner = op->arg.reduce.inner;
-  memset(op->out[0]->data, 0, (size_t)(outer * inner) * sizeof(float));
-  lunai_sum_axis(op, outer, op->arg.reduce.axis, inner, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
+  const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
+  memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
+  lunai_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
@@ -14400,6 +14420,9 @@ typedef struct lunai_rank_op {
   const lunai_cut *part;
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
+  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+  int64_t kept_size, room;           /* floats of `kept`, and of the workspace while it runs */
 } lunai_rank_op;
 LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
@@ -14417,15 +14440,12 @@ LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const l
   if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
   for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
 }
-typedef void (*lunai_rank_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-typedef void (*lunai_rank_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
-/* One of these ops, on the CPU; `kept` floats for backward, `room` floats while it runs. Its result is whole. */
-LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, lunai_rank_forward forward,
-                                       lunai_rank_backward backward, int rank, const int64_t *shape, int64_t kept,
-                                       int64_t room) {
+/* One of these ops, on the CPU. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
+                                       const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  const size_t bytes = (size_t)(floats + kept) * sizeof(float);
+  const size_t bytes = (size_t)(floats + op->kept_size) * sizeof(float);
   luna_custom custom;
   luna_tensor *y;
   void *memory;
@@ -14435,11 +14455,11 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   op->ctx = ctx;
   op->result = (float *)memory;
   op->kept = op->result ? op->result + floats : NULL;
-  custom.forward = forward;
-  custom.backward = backward;
+  custom.forward = op->forward;
+  custom.backward = op->backward;
   custom.state = op;
   custom.state_size = sizeof *op;
-  custom.workspace_size = (size_t)room * sizeof(float);
+  custom.workspace_size = (size_t)op->room * sizeof(float);
   y = luna_custom_op(in, count, rank, shape, &custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
   y->part = NULL;
@@ -14451,7 +14471,9 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
   memset(&op, 0, sizeof op);
   op.name = name;
   op.alone = alone;
-  return lunai_rank_op_of(&op, &x, 1, lunai_rank_sum_forward, lunai_rank_sum_backward, x->rank, x->shape, 0, 0);
+  op.forward = lunai_rank_sum_forward;
+  op.backward = lunai_rank_sum_backward;
+  return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
 }
 
 /* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
@@ -14514,10 +14536,13 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   op.part = part;
   op.lengths = lengths;
   op.heads = heads;
+  op.forward = lunai_rank_merge_forward;
+  op.backward = lunai_rank_merge_backward;
+  op.kept_size = luna_count(lse);
+  op.room = (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1);
   in[0] = y;
   in[1] = lse;
-  return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
-                          luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
+  return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
@@ -14572,10 +14597,12 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
   op.part = x->part;
+  op.forward = lunai_rank_border_forward;
+  op.backward = lunai_rank_border_backward;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  op.room = shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1);
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
-                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, 3, shape) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -15326,9 +15353,9 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *const in[6], const int32_t 
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  luna_tensor *out_bias, const int32_t *lengths, float dropout) {
-  luna_tensor *const in[6] = { x, k, bias, v, out_bias, NULL };
-  return lunai_unpack_with(in, lengths, dropout, 0);
+                                  const luna_unpack_config *config) {
+  luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
+  return lunai_unpack_with(in, config ? config->lengths : NULL, config ? config->dropout : 0, 0);
 }
 
 /* in: q, k, v, s */
@@ -15374,9 +15401,12 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t head
   return lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+                                                   const luna_causal_nested_config *config) {
+  static const luna_causal_nested_config none = { 0, LUNA_ACTIVATION_NONE, NULL, 0 };
+  const luna_causal_nested_config *c = config ? config : &none;
   luna_tensor *const in[4] = { q, k, v, s };
-  return lunai_causal_nested(in, heads, omega, lengths, dropout, NULL);
+  return lunai_causal_nested(in, c->heads ? c->heads : 1, c->omega ? c->omega : LUNA_ACTIVATION_SOFTPLUS2, c->lengths,
+                             c->dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
@@ -15409,10 +15439,32 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
+#define LUNAI_CPU_version 1
+#define LUNAI_CPU_size sizeof(luna_backend)
+#define LUNAI_CPU_device 0
+#define LUNAI_CPU_opened 0
+#define LUNAI_CPU_open NULL
+#define LUNAI_CPU_close NULL
+#define LUNAI_CPU_allocate NULL
+#define LUNAI_CPU_release NULL
+#define LUNAI_CPU_copy lunai_cpu_copy
+#define LUNAI_CPU_zero lunai_cpu_zero
+#define LUNAI_CPU_wait NULL
+#define LUNAI_CPU_begin lunai_cpu_begin
+#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
+#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
+#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
+#define LUNAI_CPU_record NULL
+#define LUNAI_CPU_recorded NULL
+#define LUNAI_CPU_run NULL
+#define LUNAI_CPU_forget NULL
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
+#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
