@@ -61,7 +61,8 @@ static void check_composed(const op_case *c, int variant) {
   char what[128];
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
-#define TIER(name, tier, reads, cheap) if (tier == 2 && LUNA_OP_##name != LUNA_OP_SPARSE_ATTENTION) tier1.op[LUNA_OP_##name].forward = NULL;
+#define TIER(name, tier, reads, cheap) \
+  if (tier == 2 && LUNA_OP_##name != LUNA_OP_SPARSE_ATTENTION) tier1.op[LUNA_OP_##name].forward = NULL;
 #define TIER_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc)
   LUNA_OPS(TIER, TIER_EACH) /* sparse attention is not made of others */
 #undef TIER
