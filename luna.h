@@ -602,7 +602,8 @@ typedef struct luna_attention_args {
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
   /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
-     dropout_run 0: e + dropout_first */
+     dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
+     queries * keys in it */
   int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
 } luna_attention_args;
@@ -1900,6 +1901,7 @@ typedef struct luna_op {
       int64_t pattern_count;
     } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
+    luna_custom custom;
   } arg;
   float dropout;                     /* 0 outside training */
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
@@ -1907,7 +1909,10 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
+  bool kept_again;                   /* kept was released and computed again */
+  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
+  int scope;                         /* of a profile */
   /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
      is asked again; or null */
   struct luna_op *loss;
@@ -1917,19 +1922,15 @@ typedef struct luna_op {
   double *mean_ka, *mean_av;
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
-  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
-  luna_custom custom;
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
-  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
-  bool kept_again;                   /* kept was released and computed again */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
@@ -2233,6 +2234,49 @@ LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32
   return d;
 }
 
+/* A matrix to read: element (i, j) is at[i * row + j * column] */
+typedef struct lunai_matrix { const float *at; int64_t rows, columns, row, column; } lunai_matrix;
+LUNAI_INLINE lunai_matrix lunai_strided(const float *at, int64_t rows, int64_t columns, int64_t row) {
+  lunai_matrix a;
+  a.at = at;
+  a.rows = rows; a.columns = columns;
+  a.row = row; a.column = 1;
+  return a;
+}
+LUNAI_INLINE lunai_matrix lunai_dense(const float *at, int64_t rows, int64_t columns) {
+  return lunai_strided(at, rows, columns, columns);
+}
+LUNAI_INLINE lunai_matrix lunai_transposed(lunai_matrix a) {
+  const lunai_matrix b = a;
+  a.rows = b.columns; a.columns = b.rows;
+  a.row = b.column; a.column = b.row;
+  return a;
+}
+/* its columns, or rows, [first, last) */
+LUNAI_INLINE lunai_matrix lunai_columns(lunai_matrix a, int64_t first, int64_t last) {
+  a.at += first * a.column;
+  a.columns = last - first;
+  return a;
+}
+LUNAI_INLINE lunai_matrix lunai_lines(lunai_matrix a, int64_t first, int64_t last) {
+  a.at += first * a.row;
+  a.rows = last - first;
+  return a;
+}
+/* Where a matrix goes, its rows `row` floats apart; add: to what is there */
+typedef struct lunai_out { float *at; int64_t row; bool add; } lunai_out;
+LUNAI_INLINE lunai_out lunai_into(float *at, int64_t row, bool add) {
+  lunai_out c;
+  c.at = at;
+  c.row = row;
+  c.add = add;
+  return c;
+}
+/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row] */
+typedef struct lunai_panels { const float *at; int64_t n, step, row; } lunai_panels;
+/* The running mean M [rows, columns] of y^T z over t tokens */
+typedef struct lunai_mean { double *at; int64_t rows, columns, row; double t; } lunai_mean;
+
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
@@ -2278,6 +2322,32 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
+/* An op of LUNA_ELEMENTWISE on n elements; step: 1, or 0 of an input that repeats */
+typedef struct lunai_each { int kind; int64_t n; const float *x[3]; int64_t step[3]; } lunai_each;
+
+/* y = (x - mean) rstd weight + bias of each row, rstd = 1 / sqrt(variance + epsilon); rms: mean 0 and no bias, rstd =
+   1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467] */
+typedef struct lunai_layer_norm {
+  bool rms;
+  float epsilon;
+  int64_t rows, n;
+  const float *x, *weight, *bias;    /* [rows, n]; [n] or null */
+  float *y, *mean, *rstd;            /* mean, rstd [rows]: forward writes them unless null, backward reads them */
+  const float *dy;
+  float *dx, *dweight, *dbias;       /* backward adds to dweight and dbias, where not null, */
+  bool add;                          /* and to what is in dx, which is else set */
+} lunai_layer_norm;
+
+/* The short convolution over time, each of n channels alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) */
+typedef struct lunai_convolution {
+  int64_t rows, n, width;
+  const float *x, *history;          /* [rows, n]; the width - 1 rows before them, null: zeros */
+  const float *weight, *bias;        /* [n, width]; [n] or null */
+  float *y;
+  const float *dy;
+  float *dx, *dweight, *dbias;       /* backward adds; dweight and dbias may be null */
+} lunai_convolution;
+
 /* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
    batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
    when ragged. grad_k may equal grad_v. */
@@ -2291,6 +2361,14 @@ LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
   return d;
 }
 LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
+
+/* The scores of some queries by some keys. `across`: those of a query are contiguous, else those of a key */
+typedef struct lunai_tile {
+  int64_t query, key, width, depth;     /* first query and key; how many */
+  int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
+  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
+  bool across;
+} lunai_tile;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2307,6 +2385,13 @@ typedef struct lunai_unpack {
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
+
+/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
+typedef struct lunai_unpack_space {
+  int64_t slots, n;                     /* real slots; heads of them */
+  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
+  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
+} lunai_unpack_space;
 
 /* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
    sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
@@ -2405,9 +2490,8 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
-  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, \
-      const float *dy, float *y, bool add)) \
+  R(void, elementwise, (const lunai_each *e, float *y)) \
+  T(void, elementwise_slope, (const lunai_each *e, int input, const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -2415,24 +2499,15 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
-  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
-                       float *y, float *mean, float *rstd)) \
-  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
-      float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
-      const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
-  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, \
-                               const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
-  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, \
-                     const float *x, float *y)) \
+  K(void, layer_norm, (const lunai_layer_norm *a)) \
+  T(void, layer_norm_backward, (const lunai_layer_norm *a)) \
+  T(void, layer_norm_weights, (const lunai_layer_norm *a, int64_t first, int64_t last)) \
+  R(void, sum_rows, (lunai_matrix x, float factor, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
   T(void, cross_entropy_backward, (const lunai_cross_entropy *a)) \
-  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, \
-                              const float *weight, const float *bias, float *y)) \
-  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, \
-                                       float *dx)) \
-  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, \
-                                      const float *x, const float *dy, float *dweight, float *dbias)) \
+  K(void, short_convolution, (const lunai_convolution *a)) \
+  T(void, short_convolution_backward, (const lunai_convolution *a)) \
+  T(void, short_convolution_weights, (const lunai_convolution *a, int64_t first, int64_t last)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
                     bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
@@ -2459,25 +2534,19 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const lunai_target *t)) \
   R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
-  R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
-                         float *stats)) \
-  T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
-                        const float *mask, const float *lse, const float *delta, const float *add)) \
-  R(void, tile_hide, (int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value, float *x)) \
-  R(bool, finite_copy, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y)) \
-  R(void, attention_merge, (int64_t width, int64_t dim, const float *stats, const float *part, float *state, \
-                            float *out, int64_t out_row)) \
+  R(void, tile_softmax, (const lunai_tile *t, float *s, const float *mask, float *stats)) \
+  T(void, tile_slopes, (const lunai_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
+  R(void, tile_hide, (int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x)) \
+  R(bool, finite_copy, (lunai_matrix x, float *y)) \
+  R(void, attention_merge, (lunai_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
   R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
-  R(void, unpack_softmax, (int64_t rows, int64_t groups, int64_t n, const float *bias, float *s, float *lse)) \
-  T(void, unpack_slopes, (int64_t rows, int64_t groups, int64_t n, const float *bias, const float *mask, \
-                          const float *lse, float *s, float *slopes)) \
+  R(void, unpack_softmax, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
+  T(void, unpack_slopes, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
   K(void, scan, (int64_t n, double joins, double leaves, float *state, double *carried)) \
-  K(bool, all_finite, (int64_t rows, int64_t n, const float *x, int64_t x_row)) \
-  K(void, copy_rows, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row)) \
-  K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
-                       int64_t y_row)) \
-  K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
-                       double *mean, int64_t mean_row, double *result))
+  K(bool, all_finite, (lunai_matrix x)) \
+  K(void, copy_rows, (lunai_matrix x, float *y, int64_t y_row)) \
+  K(void, scale_rows, (lunai_matrix x, const float *factors, float *y, int64_t y_row)) \
+  K(void, step_mean, (lunai_mean m, const float *y, const float *z, const float *x, double *result))
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
@@ -3520,41 +3589,46 @@ LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int6
   return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
-/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a
-   multiple of NR */
-LUNAI_FN void lunai_matmul_blocks(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a,
-                                  int64_t a_row, int64_t a_column, const float *panel, int64_t panel_step,
-                                  int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
+LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
+  lunai_panels b;
+  b.at = at;
+  b.n = n;
+  b.step = kernels->nr * k;
+  b.row = kernels->nr;
+  return b;
+}
+LUNAI_FN lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
+  kernels->fill_panels(b.columns, b.rows, b.at, b.row, b.column, room);
+  return lunai_panels_in(kernels, room, b.columns, b.rows);
+}
+/* C = alpha A B (+ C) */
+LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_panels b,
+                                  lunai_out c) {
   lunai_target t;
   int64_t p = 0;
   memset(&t, 0, sizeof t);
-  t.sum = c;
-  t.sum_row = t.from_row = c_row;
+  t.sum = c.at;
+  t.sum_row = t.from_row = c.row;
   t.alpha = alpha;
-  t.from = accumulate ? c : NULL;
+  t.from = c.add ? c.at : NULL;
   do {
-    kernels->panels(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, NULL, panel + p * b_row,
-                    panel_step, b_row, &t);
-    t.from = c;
+    kernels->panels(a.rows, b.n, lunai_min(a.columns - p, LUNAI_KC), a.at + p * a.column, a.row, a.column, NULL,
+                    b.at + p * b.row, b.step, b.row, &t);
+    t.from = c.at;
     p += LUNAI_KC;
-  } while (p < k);
+  } while (p < a.columns);
 }
-LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a,
-                                  int64_t a_row, int64_t a_column, const float *panels, float alpha, float *c,
-                                  int64_t c_row, bool accumulate) {
-  lunai_matmul_blocks(kernels, m, n, k, a, a_row, a_column, panels, kernels->nr * k, kernels->nr, alpha, c, c_row,
-                      accumulate);
-}
-LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
-                           int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float alpha, float *c,
-                           int64_t c_row, bool accumulate, float *panels) {
+/* panels: room for those of B */
+LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b, lunai_out c,
+                           float *panels) {
   const int64_t nr = kernels->nr;
-  /* copying pays when a panel is read more than twice */
-  const int64_t whole = b_column == 1 && m <= 2 * kernels->mr ? n / nr * nr : 0;
-  if (whole) lunai_matmul_blocks(kernels, m, whole, k, a, a_row, a_column, b, nr, b_row, alpha, c, c_row, accumulate);
-  if (whole == n) return;
-  kernels->fill_panels(n - whole, k, b + whole * b_column, b_row, b_column, panels);
-  lunai_matmul_panels(kernels, m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
+  /* copying pays when a panel is read more than twice; else B's own columns, as far as they are whole panels */
+  const int64_t whole = b.column == 1 && a.rows <= 2 * kernels->mr ? b.columns / nr * nr : 0;
+  const lunai_panels own = { b.at, whole, nr, b.row };
+  if (whole) lunai_matmul_panels(kernels, alpha, a, own, c);
+  if (whole == b.columns) return;
+  c.at += whole;
+  lunai_matmul_panels(kernels, alpha, a, lunai_panels_of(kernels, lunai_columns(b, whole, b.columns), panels), c);
 }
 
 /* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
@@ -3812,17 +3886,18 @@ LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), 
 LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
 LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
 #undef LUNAI_MAP_REFERENCE
-/* LUNA_ELEMENTWISE; step: 1, or 0 of an input that repeats */
-LUNAI_FN void lunai_elementwise_reference(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+LUNAI_FN void lunai_elementwise_reference(const lunai_each *e, float *y) {
+  const float *const *x = e->x;
   int64_t i;
-  for (i = 0; i < n; i++) y[i] = lunai_each_scalar(kind, x[0][i * step[0]], x[1][i * step[1]], x[2][i * step[2]]);
+  for (i = 0; i < e->n; i++)
+    y[i] = lunai_each_scalar(e->kind, x[0][i * e->step[0]], x[1][i * e->step[1]], x[2][i * e->step[2]]);
 }
-LUNAI_FN void lunai_elementwise_slope_reference(int kind, int input, const float *const *x, const int64_t *step,
-                                                int64_t n, const float *dy, float *y, bool add) {
+LUNAI_FN void lunai_elementwise_slope_reference(const lunai_each *e, int input, const float *dy, float *y, bool add) {
+  const float *const *x = e->x;
   int64_t i;
-  for (i = 0; i < n; i++)
-    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(kind, input, x[0][i * step[0]], x[1][i * step[1]],
-                                                      x[2][i * step[2]], dy[i]);
+  for (i = 0; i < e->n; i++)
+    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
+                                                      x[2][i * e->step[2]], dy[i]);
 }
 
 LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
@@ -3856,77 +3931,77 @@ LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const fl
   }
 }
 
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
-LUNAI_FN void lunai_layer_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight,
-                                         const float *bias, float epsilon, float *y, float *mean, float *rstd) {
+/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
+LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const double center = lunai_sum_reference(n, x) / (double)n;
-    double variance = 0, r;
-    for (i = 0; i < n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / (double)n;
-    r = 1 / sqrt(variance + (double)epsilon);
-    for (i = 0; i < n; i++) {
-      const double normal = ((double)x[i] - center) * r;
-      y[i] = (float)(normal * (weight ? (double)weight[i] : 1) + (bias ? (double)bias[i] : 0));
-    }
-    if (mean) mean[row] = (float)center;
-    if (rstd) rstd[row] = (float)r;
+  for (row = 0; row < a->rows && a->n > 0; row++) {
+    const float *x = a->x + row * a->n;
+    const double r = 1 / sqrt(lunai_sum_squares_reference(a->n, x) / (double)a->n + (double)a->epsilon);
+    for (i = 0; i < a->n; i++)
+      a->y[row * a->n + i] = (float)((double)x[i] * r * (a->weight ? (double)a->weight[i] : 1));
+    if (a->mean) a->mean[row] = 0;
+    if (a->rstd) a->rstd[row] = (float)r;
   }
 }
-/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void lunai_rms_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon,
-                                       float *y, float *mean, float *rstd) {
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
+LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const double r = 1 / sqrt(lunai_sum_squares_reference(n, x) / (double)n + (double)epsilon);
-    for (i = 0; i < n; i++) y[i] = (float)((double)x[i] * r * (weight ? (double)weight[i] : 1));
-    if (mean) mean[row] = 0;
-    if (rstd) rstd[row] = (float)r;
+  if (a->rms) lunai_rms_norm_reference(a);
+  for (row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
+    const float *x = a->x + row * a->n;
+    const double n = (double)a->n, center = lunai_sum_reference(a->n, x) / n;
+    double variance = 0, r;
+    for (i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    r = 1 / sqrt(variance + (double)a->epsilon);
+    for (i = 0; i < a->n; i++) {
+      const double normal = ((double)x[i] - center) * r;
+      a->y[row * a->n + i] = (float)(normal * (a->weight ? (double)a->weight[i] : 1) +
+                                     (a->bias ? (double)a->bias[i] : 0));
+    }
+    if (a->mean) a->mean[row] = (float)center;
+    if (a->rstd) a->rstd[row] = (float)r;
   }
 }
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x,
-                                                  const float *weight,
-                                                  const float *mean, const float *rstd, const float *dy, float *dx,
-                                                  bool add) {
+LUNAI_FN void lunai_layer_norm_backward_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows; row++, x += n, dy += n, dx += n) {
-    const double center = (double)mean[row], r = (double)rstd[row];
+  for (row = 0; row < a->rows; row++) {
+    const float *x = a->x + row * a->n, *dy = a->dy + row * a->n;
+    const double n = (double)a->n, center = (double)a->mean[row], r = (double)a->rstd[row];
     double mean_g = 0, mean_gx = 0;
-    for (i = 0; i < n; i++) {
-      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1);
-      mean_g += rms ? 0 : g / (double)n;
-      mean_gx += g * ((double)x[i] - center) * r / (double)n;
+    for (i = 0; i < a->n; i++) {
+      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1);
+      mean_g += a->rms ? 0 : g / n;
+      mean_gx += g * ((double)x[i] - center) * r / n;
     }
-    for (i = 0; i < n; i++) {
-      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1), xhat = ((double)x[i] - center) * r;
-      dx[i] = (float)(r * (g - mean_g - xhat * mean_gx)) + (add ? dx[i] : 0);
+    for (i = 0; i < a->n; i++) {
+      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1), xhat = ((double)x[i] - center) * r;
+      float *dx = a->dx + row * a->n + i;
+      *dx = (float)(r * (g - mean_g - xhat * mean_gx)) + (a->add ? *dx : 0);
     }
   }
 }
 /* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
-LUNAI_FN void lunai_layer_norm_weights_reference(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
-                                                 const float *mean, const float *rstd, const float *dy, float *dweight,
-                                                 float *dbias) {
+LUNAI_FN void lunai_layer_norm_weights_reference(const lunai_layer_norm *a, int64_t first, int64_t last) {
   int64_t row, i;
   for (i = first; i < last; i++) {
     double scaled = 0, sum = 0;
-    for (row = 0; row < rows; row++) {
-      const double g = (double)dy[row * n + i];
-      scaled += g * ((double)x[row * n + i] - (double)mean[row]) * (double)rstd[row];
+    for (row = 0; row < a->rows; row++) {
+      const double g = (double)a->dy[row * a->n + i];
+      scaled += g * ((double)a->x[row * a->n + i] - (double)a->mean[row]) * (double)a->rstd[row];
       sum += g;
     }
-    if (dweight) dweight[i] += (float)scaled;
-    if (dbias) dbias[i] += (float)sum;
+    if (a->dweight) a->dweight[i] += (float)scaled;
+    if (a->dbias) a->dbias[i] += (float)sum;
   }
 }
-LUNAI_FN void lunai_sum_rows_reference(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last,
-                                       float factor, const float *x, float *y) {
-  int64_t row, i;
-  for (i = first; i < lunai_min(last, n); i++) {
+/* y_j += factor sum_i x_ij */
+LUNAI_FN void lunai_sum_rows_reference(lunai_matrix x, float factor, float *y) {
+  int64_t i, j;
+  for (j = 0; j < x.columns; j++) {
     double sum = 0;
-    for (row = 0; row < rows; row++) sum += (double)x[row * row_stride + i];
-    y[i] += (float)((double)factor * sum);
+    for (i = 0; i < x.rows; i++) sum += (double)x.at[i * x.row + j];
+    y[j] += (float)((double)factor * sum);
   }
 }
 
@@ -3971,43 +4046,41 @@ LUNAI_FN void lunai_cross_entropy_backward_reference(const lunai_cross_entropy *
 }
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
-LUNAI_FN float lunai_tap(int64_t row, int64_t n, int64_t width, int64_t channel, const float *x, const float *history) {
-  return row >= 0 ? x[row * n + channel] : history ? history[(row + width - 1) * n + channel] : 0;
+LUNAI_FN float lunai_tap(const lunai_convolution *a, int64_t row, int64_t channel) {
+  return row >= 0 ? a->x[row * a->n + channel] :
+         a->history ? a->history[(row + a->width - 1) * a->n + channel] : 0;
 }
-LUNAI_FN void lunai_short_convolution_reference(int64_t rows, int64_t n, int64_t width, const float *x,
-                                                const float *history, const float *weight, const float *bias,
-                                                float *y) {
+LUNAI_FN void lunai_short_convolution_reference(const lunai_convolution *a) {
   int64_t t, c, i;
-  for (t = 0; t < rows; t++)
-    for (c = 0; c < n; c++) {
-      float sum = bias ? bias[c] : 0;
-      for (i = 0; i < width; i++)
-        sum += weight[c * width + i] * lunai_tap(t - width + 1 + i, n, width, c, x, history);
-      y[t * n + c] = sum;
+  for (t = 0; t < a->rows; t++)
+    for (c = 0; c < a->n; c++) {
+      float sum = a->bias ? a->bias[c] : 0;
+      for (i = 0; i < a->width; i++) sum += a->weight[c * a->width + i] * lunai_tap(a, t - a->width + 1 + i, c);
+      a->y[t * a->n + c] = sum;
     }
 }
-LUNAI_FN void lunai_short_convolution_backward_reference(int64_t rows, int64_t n, int64_t width, const float *weight,
-                                                         const float *dy, float *dx) {
+LUNAI_FN void lunai_short_convolution_backward_reference(const lunai_convolution *a) {
   int64_t t, c, i;
-  for (t = 0; t < rows; t++)
-    for (c = 0; c < n; c++)
-      for (i = 0; i < width; i++)
-        if (t + width - 1 - i < rows) dx[t * n + c] += weight[c * width + i] * dy[(t + width - 1 - i) * n + c];
+  for (t = 0; t < a->rows; t++)
+    for (c = 0; c < a->n; c++)
+      for (i = 0; i < a->width; i++) {
+        const int64_t later = t + a->width - 1 - i;
+        if (later < a->rows) a->dx[t * a->n + c] += a->weight[c * a->width + i] * a->dy[later * a->n + c];
+      }
 }
-LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n, int64_t width, int64_t first,
-                                                        int64_t last, const float *x, const float *dy, float *dweight,
-                                                        float *dbias) {
+/* of channels [first, last) */
+LUNAI_FN void lunai_short_convolution_weights_reference(const lunai_convolution *a, int64_t first, int64_t last) {
+  const int64_t n = a->n, width = a->width;
   int64_t t, c, i;
-  for (c = first; c < last; c++) {
-    for (i = 0; dweight && i < width; i++) {
+  for (c = first; c < last; c++)
+    for (i = 0; a->dweight && i < width; i++) {
       double sum = 0;
-      for (t = lunai_min(rows, width - 1 - i); t < rows; t++) sum += (double)dy[t * n +
-                                                                                c] * (double)x[(t - width + 1 + i) * n +
-                                                                                               c];
-      dweight[c * width + i] += (float)sum;
+      for (t = lunai_min(a->rows, width - 1 - i); t < a->rows; t++)
+        sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
+      a->dweight[c * width + i] += (float)sum;
     }
-    if (dbias) lunai_sum_rows_reference(rows, n, n, c, c + 1, 1, dy, dbias);
-  }
+  if (a->dbias) lunai_sum_rows_reference(lunai_columns(lunai_dense(a->dy, a->rows, n), first, last), 1,
+                                         a->dbias + first);
 }
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
@@ -4122,15 +4195,20 @@ LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
 #define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
-LUNAI_FN void LUNAI_K(elementwise)(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+LUNAI_FN void LUNAI_K(elementwise)(const lunai_each *e, float *y) {
+  const float *const *x = e->x;
+  const int64_t *step = e->step, n = e->n;
+  const int kind = e->kind;
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
     LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
   }
 }
-LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n,
-                                         const float *dy, float *y, bool add) {
+LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const float *dy, float *y, bool add) {
+  const float *const *x = e->x;
+  const int64_t *step = e->step, n = e->n;
+  const int kind = e->kind;
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
@@ -4237,52 +4315,51 @@ LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y,
   }
 }
 
-/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) ---- */
-LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias,
-                                  float epsilon, float *y,
-                                  float *mean, float *rstd) {
+/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: mean 0, no bias ---- */
+LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
+  const float *x = a->x, *const weight = a->weight, *const bias = a->bias;
+  const int64_t n = a->n;
+  const bool rms = a->rms;
+  float *y = a->y;
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+  for (row = 0; row < a->rows && n > 0; row++, x += n, y += n) {
     /* the second pass also computes the rounding error of the mean */
-    const float center = (float)(LUNAI_K(sum)(n, x) / (double)n);
-    double squares, off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
-    const double variance = squares / (double)n - off * off;
-    const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)epsilon));
-    const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
-    for (i = 0; i < n; i += VF) {
+    const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
+    double squares, off = 0, variance;
+    float r;
+    vf vcenter, voff, vr;
+    if (rms) squares = LUNAI_K(sum_squares)(n, x);
+    else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
+    variance = squares / (double)n - off * off;
+    r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
+    vcenter = vf_set(center); voff = vf_set((float)off); vr = vf_set(r);
+    for (i = 0; rms && i < n; i += VF) {
+      const vf v = vf_mul(LUNAI_GET(x), vr);
+      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
+    }
+    for (i = 0; !rms && i < n; i += VF) {
       vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
       if (weight) v = vf_mul(v, LUNAI_GET(weight));
       if (bias) v = vf_add(v, LUNAI_GET(bias));
       LUNAI_PUT(y, v);
     }
-    if (mean) mean[row] = (float)((double)center + off);
-    if (rstd) rstd[row] = r;
-  }
-}
-
-/* RMS norm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon); as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y,
-                                float *mean, float *rstd) {
-  int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const float r = (float)(1 / sqrt(LUNAI_K(sum_squares)(n, x) / (double)n + (double)epsilon));
-    for (i = 0; i < n; i += VF) {
-      const vf v = vf_mul(LUNAI_GET(x), vf_set(r));
-      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
-    }
-    if (mean) mean[row] = 0;
-    if (rstd) rstd[row] = r;
+    if (a->mean) a->mean[row] = (float)((double)center + off);
+    if (a->rstd) a->rstd[row] = r;
   }
 }
 
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
-                                           const float *mean, const float *rstd, const float *dy, float *dx, bool add) {
+LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
+  const float *x = a->x, *dy = a->dy, *const weight = a->weight;
+  const int64_t n = a->n;
+  const bool add = a->add;
+  float *dx = a->dx;
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
-    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
-    const vf center = vf_set(mean[row]), r = vf_set(rstd[row]);
-    const vf mean_g = vf_set(rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+  for (row = 0; row < a->rows && n > 0; row++, x += n, dy += n, dx += n) {
+    const float mean = a->mean[row], rstd = a->rstd[row];
+    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean, rstd, &moment);
+    const vf center = vf_set(mean), r = vf_set(rstd);
+    const vf mean_g = vf_set(a->rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
     for (i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
@@ -4298,19 +4375,20 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, co
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
   if (vectors > i) \
-    sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), \
+    sum##i = b ? vf_fma(LUNAI_K(get)(at + i * VF, left - i * VF), \
                         vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
-                              : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
-/* part = the sums of up to LUNAI_FLOAT_ROWS rows, of which `left` columns exist */
-LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row,
-                                       const float *b, int64_t b_row,
-                                       const float *mean, const float *rstd, float *part) {
+                              : vf_add(sum##i, LUNAI_K(get)(at + i * VF, left - i * VF));
+/* part = the sums of up to LUNAI_FLOAT_ROWS rows and LUNAI_SUM_COLUMNS columns, as below */
+LUNAI_INLINE void LUNAI_K(column_part)(int vectors, lunai_matrix a, const float *b, const float *mean,
+                                       const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  const float *at = a.at;
+  const int64_t left = a.columns;
   int64_t r;
-  for (r = 0; r < rows; r++, a += a_row) {
+  for (r = 0; r < a.rows; r++, at += a.row) {
     const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
     LUNAI_COLUMN(0) LUNAI_COLUMN(1) LUNAI_COLUMN(2) LUNAI_COLUMN(3)
-    if (b) b += b_row;
+    if (b) b += a.row;
   }
   vf_store(part, sum0);
   vf_store(part + VF, sum1);
@@ -4318,41 +4396,37 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, 
   vf_store(part + 3 * VF, sum3);
 }
 
-/* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
-LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b,
-                                   int64_t b_row,
-                                   const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd, mean and rstd those of `norm`, or 0 and 1 where it is
+   null; null b: of a. b has a's strides. */
+LUNAI_FN void LUNAI_K(column_sums)(lunai_matrix a, const float *b, const lunai_layer_norm *norm, float factor,
+                                   float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
   int64_t first, n, r, i;
-  for (first = 0; first < columns; first += n) {
-    n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
+  for (first = 0; first < a.columns; first += n) {
+    n = a.columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(a.columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
-    for (r = 0; r < rows; r += LUNAI_FLOAT_ROWS) {
-      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL,
-          *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
-      const int64_t count = lunai_min(rows - r, LUNAI_FLOAT_ROWS);
-      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
-      else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
-      else LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, NULL, 0, NULL, NULL, part);
+    for (r = 0; r < a.rows; r += LUNAI_FLOAT_ROWS) {
+      const int64_t count = lunai_min(a.rows - r, LUNAI_FLOAT_ROWS), at = r * a.row + first;
+      const lunai_matrix rows = lunai_strided(a.at + at, count, n, a.row);
+      const float *mean = norm ? norm->mean + r : NULL, *rstd = norm ? norm->rstd + r : NULL;
+      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, rows, b ? b + at : NULL, mean, rstd, part);
+      else if (b) LUNAI_K(column_part)(4, rows, b + at, mean, rstd, part);
+      else LUNAI_K(column_part)(4, rows, NULL, NULL, NULL, part);
       for (i = 0; i < n; i++) total[i] += (double)part[i];
     }
     for (i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
   }
 }
 
-LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
-                                          const float *mean,
-                                          const float *rstd, const float *dy, float *dweight, float *dbias) {
-  if (dweight) LUNAI_K(column_sums)(rows, last - first, dy + first, n, x + first, n, mean, rstd, 1, dweight + first, 1);
-  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+LUNAI_FN void LUNAI_K(layer_norm_weights)(const lunai_layer_norm *a, int64_t first, int64_t last) {
+  const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
+  if (a->dweight) LUNAI_K(column_sums)(dy, a->x + first, a, 1, a->dweight + first, 1);
+  if (a->dbias) LUNAI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
-LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor,
-                                const float *x,
-                                float *y) {
-  last = lunai_min(last, n);
-  LUNAI_K(column_sums)(rows, last - first, x + first, row_stride, NULL, 0, NULL, NULL, factor, y + first, 1);
+LUNAI_FN void LUNAI_K(sum_rows)(lunai_matrix x, float factor, float *y) {
+  LUNAI_K(column_sums)(x, NULL, NULL, factor, y, 1);
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
@@ -4419,9 +4493,11 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 
 /* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
    A row that does not exist has no term: in both directions that is a lower bound on i */
-LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x,
-                                    const float *history,
-                                    const float *weight, const float *bias, float *y) {
+LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
+  const int64_t rows = a->rows, channels = a->n, width = a->width;
+  const float *const x = backward ? a->dy : a->x, *const history = backward ? NULL : a->history;
+  const float *const weight = a->weight, *const bias = backward ? NULL : a->bias;
+  float *const y = backward ? a->dx : a->y;
   float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
   const float *from[LUNAI_TAPS];
   int64_t first, base, t, i, k;
@@ -4464,28 +4540,17 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
   }
 }
 
-LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history,
-                                         const float *weight,
-                                         const float *bias, float *y) {
-  LUNAI_K(convolve)(false, rows, n, width, x, history, weight, bias, y);
-}
-
-LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight,
-                                                  const float *dy, float *dx) {
-  LUNAI_K(convolve)(true, rows, n, width, dy, NULL, weight, NULL, dx);
-}
-
-LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last,
-                                                 const float *x,
-                                                 const float *dy, float *dweight, float *dbias) {
+LUNAI_FN void LUNAI_K(short_convolution)(const lunai_convolution *a) { LUNAI_K(convolve)(false, a); }
+LUNAI_FN void LUNAI_K(short_convolution_backward)(const lunai_convolution *a) { LUNAI_K(convolve)(true, a); }
+LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int64_t first, int64_t last) {
+  const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
   int64_t i;
-  for (i = 0; dweight && i < width; i++) {
-    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
-    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1,
-                         dweight + first * width + i,
-                         width);
+  for (i = 0; a->dweight && i < a->width; i++) {
+    const int64_t skip = lunai_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
+    const lunai_matrix rest = lunai_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
+    LUNAI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
   }
-  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+  if (a->dbias) LUNAI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
 /* ---- dropout ---- */
@@ -4829,8 +4894,8 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
 
 /* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it.
    The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
-LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
-                                          float *stats) {
+LUNAI_INLINE void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  const int64_t lines = t->lines, length = t->length, step = t->step;
   int64_t i, j, l;
   for (i = 0; i < lines; i++, s += step) {
     float sum[16] = {0}, kept[16] = {0};
@@ -4846,8 +4911,8 @@ LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t
   }
 }
 
-LUNAI_INLINE void LUNAI_K(softmax_down)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
-                                        float *stats) {
+LUNAI_INLINE void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  const int64_t lines = t->lines, length = t->length, step = t->step;
   int64_t i, j;
   for (i = 0; i < length; i += VF) {
     float sum[16 * VF] = {0}, kept[16 * VF] = {0};
@@ -4862,15 +4927,14 @@ LUNAI_INLINE void LUNAI_K(softmax_down)(int64_t lines, int64_t length, int64_t s
   }
 }
 
-LUNAI_FN void LUNAI_K(tile_softmax)(bool across, int64_t lines, int64_t length, int64_t step, float *s,
-                                    const float *mask, float *stats) {
-  if (across) LUNAI_K(softmax_across)(lines, length, step, s, mask, stats);
-  else LUNAI_K(softmax_down)(lines, length, step, s, mask, stats);
+LUNAI_FN void LUNAI_K(tile_softmax)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  if (t->across) LUNAI_K(softmax_across)(t, s, mask, stats);
+  else LUNAI_K(softmax_down)(t, s, mask, stats);
 }
 
 /* of line j of x the elements before `from` + j, and from `to` + j on, become `value` */
-LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value,
-                                 float *x) {
+LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x) {
+  const int64_t length = t->length, step = t->step;
   static const float lane[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
   int64_t i, j;
   for (j = 0; j < lines; j++, x += step)
@@ -4883,13 +4947,14 @@ LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, int64_t length, int64_t step, in
 
 /* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
    be NaN. */
-LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
+LUNAI_FN bool LUNAI_K(finite_copy)(lunai_matrix x, float *y) {
   const vf max = vf_set(INFINITY);
+  const int64_t n = x.columns;
   vf nonfinite = vf_zero();
   int64_t i, j;
-  for (i = 0; i < rows; i++)
+  for (i = 0; i < x.rows; i++)
     for (j = 0; j < n; j += VF) {
-      const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
+      const vf v = LUNAI_K(get)(x.at + i * x.row + j, n - j);
       const vm finite = vf_lt(vf_abs(v), max);
       LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
       nonfinite = vf_select(finite, nonfinite, vf_set(1));
@@ -4898,9 +4963,9 @@ LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int6
 }
 
 /* merges a block's partial result into that of the blocks before it */
-LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state,
-                                       float *out,
+LUNAI_FN void LUNAI_K(attention_merge)(lunai_matrix part, const float *stats, float *state, float *out,
                                        int64_t out_row) {
+  const int64_t width = part.rows, dim = part.columns;
   int64_t i, j;
   for (i = 0; i < width; i++) {
     const float top = state[i] > stats[i] ? state[i] : stats[i];
@@ -4911,7 +4976,7 @@ LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *
       state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
     for (j = 0; j < dim; j += VF) {
       const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
-      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
+      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part.at + i * dim + j, dim - j), vf_set(add), x), dim - j);
     }
   }
 }
@@ -4928,9 +4993,13 @@ LUNAI_FN void LUNAI_K(attention_finish)(int64_t width, int64_t dim, float *state
   }
 }
 
-/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale */
-LUNAI_FN void LUNAI_K(tile_slopes)(bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes,
-                                   const float *mask, const float *lse, const float *delta, const float *add) {
+/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale. stats: each query's log-sum-exp,
+   delta, and what is added to dP before the mask. */
+LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask,
+                                   const float *stats) {
+  const int64_t lines = t->lines, length = t->length, step = t->step;
+  const float *const lse = stats, *const delta = stats + LUNAI_TILE, *const add = stats + 2 * LUNAI_TILE;
+  const bool across = t->across;
   int64_t i, j;
   for (i = 0; i < lines; i++)
     for (j = 0; j < length; j += VF) {
@@ -4961,12 +5030,6 @@ typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
 } lunai_head;
-
-typedef struct lunai_tile {
-  int64_t query, key, width, depth;     /* first query and key; how many */
-  int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
-  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
-} lunai_tile;
 
 typedef struct lunai_attention_work {
   const lunai_kernels *kernels;
@@ -5015,6 +5078,7 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
   t.key = key;
   t.width = lunai_min(LUNAI_TILE, end - query);
   t.depth = a->causal ? lunai_min(depth, query + t.width - key) : depth;
+  t.across = head->across;
   t.lines = head->across ? t.width : t.depth;
   t.length = head->across ? t.depth : t.width;
   /* no power of two: lines would share cache sets */
@@ -5146,24 +5210,17 @@ LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const luna
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
-/* s = factor x y^T for the tile's queries x and keys y; `panels` holds y (across) or x */
-LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, int64_t dim, const float *x,
-                                 int64_t x_row, const float *y, int64_t y_row, const float *panels, float factor,
-                                 float *s) {
-  if (t->k_step == 1) lunai_matmul_panels(kernels, t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step,
-                                          false);
-  else lunai_matmul_panels(kernels, t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
-  lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
+LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [width, depth] */
+  lunai_matrix a = lunai_strided(s, t->width, t->depth, t->q_step);
+  a.column = t->k_step;
+  return a;
 }
-
-/* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs
-   them (`once`) */
-LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_tile *t, int64_t n, const float *s,
-                                      const float *y, int64_t y_row, bool once, float *panels, float factor, float *c,
-                                      int64_t c_row) {
-  if (once) lunai_matmul(kernels, t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false,
-                         panels);
-  else lunai_matmul_panels(kernels, t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
+/* s = factor X Y^T, or its transpose in the tile's layout: X are the rows of its lines, `panels` has those of Y */
+LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix x,
+                                 const float *panels, float *s) {
+  lunai_matmul_panels(kernels, factor, x, lunai_panels_in(kernels, panels, t->length, x.columns),
+                      lunai_into(s, t->step, false));
+  lunai_tile_pad(t, s, t->across ? -INFINITY : 0);
 }
 
 /* keep or 0 for each score of the tile */
@@ -5172,22 +5229,23 @@ LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attentio
   const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
-    float *to = t->k_step == 1 ? mask + i * t->q_step : row;
+    float *to = t->across ? mask + i * t->q_step : row;
     kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
 }
 
-/* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row,
-                                 float *part, int64_t part_row) {
+/* adds what finite_copy left out of V to the queries that see it */
+LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, lunai_matrix v, lunai_out part) {
   int64_t i, j, c;
   for (j = 0; j < t->depth; j++)
-    for (c = 0; c < n; c++)
-      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
-        for (i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
-          part[i * part_row + c] += s[i * t->q_step + j * t->k_step] * v[j * v_row + c];
+    for (c = 0; c < v.columns; c++) {
+      const float x = v.at[j * v.row + c];
+      if (fabs((double)x) < (double)INFINITY) continue;
+      for (i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
+        part.at[i * part.row + c] += s[i * t->q_step + j * t->k_step] * x;
+    }
 }
 
 /* divides the tile's rows by their sums and writes its statistics; without keys all is 0 */
@@ -5205,45 +5263,50 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   }
 }
 
-/* queries [first, last) of a head against key blocks [block, end), into out, or into `partial` where split */
-LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m,
-                                   const lunai_head *head, int64_t first, int64_t last, int64_t block, int64_t end,
-                                   float *partial) {
+/* queries from `first` on of a pair, a run of them, against all key blocks, into out; or, where split, against `block`
+   into the partial result */
+LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m, int64_t pair,
+                                   int64_t first, int64_t block) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim,
-                panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
-  const float *q = a->q + head->q;
+  const lunai_head head = lunai_head_at(a, pair);
+  const int64_t d = a->head_dim, dv = a->value_dim, last = lunai_min(first + w->run, head.queries);
+  const int64_t panels_step = head.across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
+  const int64_t end = w->split ? block + 1 : w->blocks;
+  float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL;
+  const lunai_matrix all = lunai_strided(a->q + head.q, head.queries, d, a->q_row);
   float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
-    kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
-  for (; block < end && (depth = lunai_depth(a, head, block, last)) > 0; block++) {
+    lunai_panels_of(kernels, lunai_transposed(lunai_lines(all, query, lunai_min(query + LUNAI_TILE, last))), panels);
+  for (; block < end && (depth = lunai_depth(a, &head, block, last)) > 0; block++) {
     const int64_t key = block * LUNAI_KEY_BLOCK;
-    const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
+    const lunai_matrix k = lunai_strided(a->k + head.k + key * a->k_row, depth, d, a->k_row);
+    const lunai_matrix v = lunai_strided(a->v + head.v + key * a->v_row, depth, dv, a->v_row);
     const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
-    const bool nonfinite = edge && kernels->finite_copy(depth, dv, v, a->v_row, m->clean);
-    if (!once) kernels->fill_panels(dv, depth, v, a->v_row, 1, m->values);
-    if (head->across) kernels->fill_panels(depth, d, k, 1, a->k_row, m->score_panels);
+    const bool nonfinite = edge && kernels->finite_copy(v, m->clean);
+    if (!once) lunai_panels_of(kernels, v, m->values);
+    if (head.across) lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
     for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
-      const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
+      const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
+      const lunai_matrix q = lunai_lines(all, query, query + t.width), s = lunai_scores(&t, m->scores);
       const bool merge = !partial && block > 0;
-      float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - first);
+      float *out = a->out + head.out + query * a->out_row, *state = m->state + 3 * (query - first);
       float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
       float *part = partial ? partial + query * dv : merge ? m->part : out;
-      const int64_t part_row = part == out ? a->out_row : dv;
-      lunai_tile_product(kernels, &t, d, q + query * a->q_row, a->q_row, k, a->k_row, panels, a->scale, m->scores);
+      const lunai_out to = lunai_into(part, part == out ? a->out_row : dv, false);
+      lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), panels, m->scores);
       if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
-      if (mask) lunai_tile_mask(kernels, a, head, &t, m->mask_row, mask);
-      kernels->tile_softmax(head->across, t.lines, t.length, t.step, m->scores, mask, stats);
-      lunai_tile_rows_of_keys(kernels, &t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1,
-                              part, part_row);
-      if (nonfinite) lunai_add_infinite(&t, m->scores, dv, v, a->v_row, part, part_row);
-      if (merge) kernels->attention_merge(t.width, dv, stats, part, state, out, a->out_row);
+      if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
+      kernels->tile_softmax(&t, m->scores, mask, stats);
+      if (!once) lunai_matmul_panels(kernels, 1, s, lunai_panels_in(kernels, m->values, dv, depth), to);
+      else lunai_matmul(kernels, 1, s, edge ? lunai_dense(m->clean, t.depth, dv) : v, to, m->values);
+      if (nonfinite) lunai_add_infinite(&t, m->scores, v, to);
+      if (merge) kernels->attention_merge(lunai_dense(part, t.width, dv), stats, state, out, a->out_row);
     }
   }
   for (query = first; !partial && query < last; query += LUNAI_TILE)
-    lunai_attention_finish(kernels, a, head, query, m->state + 3 * (query - first));
+    lunai_attention_finish(kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
@@ -5256,13 +5319,8 @@ LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) 
   int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
-    const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
-    const lunai_head head = lunai_head_at(w->a, pair);
-    const int64_t last = lunai_min(first + w->run, head.queries);
-    if (first >= last) continue;
-    if (w->split) lunai_attention_item(w, &space, &head, first, last, block, block + 1,
-                                       w->partial + (pair * blocks + block) * w->unit);
-    else lunai_attention_item(w, &space, &head, first, last, 0, w->blocks, NULL);
+    const int64_t pair = item / (runs * blocks), first = item / blocks % runs * w->run;
+    if (first < lunai_head_at(w->a, pair).queries) lunai_attention_item(w, &space, pair, first, item % blocks);
   }
 }
 
@@ -5283,8 +5341,9 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
     if (width <= 0) continue;
     for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
       const float *part = partial + query * dv;
-      if (block > 0) kernels->attention_merge(width, dv, lunai_stats_of(w, partial, query), part, state, out,
-                                              a->out_row);
+      if (block > 0)
+        kernels->attention_merge(lunai_dense(part, width, dv), lunai_stats_of(w, partial, query), state, out,
+                                 a->out_row);
       for (i = 0; block == 0 && i < width; i++) memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
     }
     lunai_attention_finish(kernels, a, &head, query, state);
@@ -5303,19 +5362,13 @@ LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_atte
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 
-/* c (+)= factor s^T x [depth, n] for the queries' rows x */
-LUNAI_FN void lunai_tile_rows_of_queries(const lunai_kernels *kernels, const lunai_tile *t, int64_t n, const float *s,
-                                         const float *x, int64_t x_row, float *panels, float factor, float *c,
-                                         bool accumulate) {
-  lunai_matmul(kernels, t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
-}
-
-/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes
-   that vary) */
+/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
+   vary), and that gradient */
 LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                                   const lunai_tile *t, float *lse, float *delta, float *add) {
+                                   const lunai_tile *t, float *stats) {
+  float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
   int64_t i;
-  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
+  memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
     lse[i] = a->log_sum_exp[at];
@@ -5343,45 +5396,48 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const int64_t d = a->head_dim, dv = a->value_dim, block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
   const int64_t first = query_block * LUNAI_KEY_BLOCK, last = lunai_min(first + LUNAI_KEY_BLOCK, head.queries);
   const int64_t depth = lunai_depth(a, &head, block, last);
-  const float *k = a->k + head.k + key * a->k_row, *v = a->v + head.v + key * a->v_row;
+  const lunai_matrix k = lunai_strided(a->k + head.k + key * a->k_row, depth, d, a->k_row);
+  const lunai_matrix v = lunai_strided(a->v + head.v + key * a->v_row, depth, dv, a->v_row);
   const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
+  float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
-  if (edge) kernels->finite_copy(depth, d, k, a->k_row, m->clean);
-  if (!once) kernels->fill_panels(d, depth, k, a->k_row, 1, m->values);
+  if (edge) kernels->finite_copy(k, m->clean);
+  if (!once) lunai_panels_of(kernels, k, m->values);
   if (head.across) {
-    kernels->fill_panels(depth, d, k, 1, a->k_row, m->score_panels);
-    kernels->fill_panels(depth, dv, v, 1, a->v_row, m->slope_panels);
+    lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
+    lunai_panels_of(kernels, lunai_transposed(v), m->slope_panels);
   }
   for (query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
     const bool more = query > first || a->causal;
-    const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
+    const lunai_matrix q = lunai_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
+    const lunai_matrix g = lunai_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
+    const lunai_matrix p = lunai_scores(&t, m->scores), ds = lunai_scores(&t, m->slopes);
+    const lunai_out to = lunai_into(dq + query * d, d, false);
     if (!head.across) {
-      kernels->fill_panels(t.width, d, q, 1, a->q_row, m->score_panels);
-      kernels->fill_panels(t.width, dv, grad, 1, a->out_row, m->slope_panels);
+      lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+      lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
     }
-    lunai_tile_product(kernels, &t, d, q, a->q_row, k, a->k_row, m->score_panels, a->scale, m->scores);
-    lunai_tile_product(kernels, &t, dv, grad, a->out_row, v, a->v_row, m->slope_panels, 1, m->slopes);
-    lunai_attention_rows(kernels, a, &head, &t, lse, delta, add);
+    lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), m->score_panels, m->scores);
+    lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(v, 0, t.depth), m->slope_panels, m->slopes);
+    lunai_attention_rows(kernels, a, &head, &t, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
-    kernels->tile_slopes(head.across, t.lines, t.length, t.step, m->scores, m->slopes, mask, lse, delta, add);
+    kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
     if (edge) lunai_tile_hide(&t, m->scores, 0);
     if (edge) lunai_tile_hide(&t, m->slopes, 0);
-    if (a->grad_v) lunai_tile_rows_of_queries(kernels, &t, dv, m->scores, grad, a->out_row, m->product, 1, dvalue,
-                                              more);
-    if (a->grad_k) lunai_tile_rows_of_queries(kernels, &t, d, m->slopes, q, a->q_row, m->product, a->scale, dk, more);
-    if (a->grad_q)
-      lunai_tile_rows_of_keys(kernels, &t, d, m->slopes, edge ? m->clean : k, edge ? d : a->k_row, once, m->values,
-                              a->scale, dq + query * d, d);
+    if (a->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(dvalue, dv, more), m->product);
+    if (a->grad_k) lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(dk, d, more), m->product);
+    if (!a->grad_q) continue;
+    if (!once) lunai_matmul_panels(kernels, a->scale, ds, lunai_panels_in(kernels, m->values, d, depth), to);
+    else lunai_matmul(kernels, a->scale, ds, edge ? lunai_dense(m->clean, t.depth, d) : k, to, m->values);
   }
   if (a->grad_k && k_direct) lunai_add_rows(kernels, depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
   if (a->grad_v && v_direct) lunai_add_rows(kernels, depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
@@ -5477,7 +5533,16 @@ typedef struct lunai_sparse {
   int64_t numbers;
 } lunai_sparse;
 typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
-typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+/* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
+typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
+LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
+  lunai_key_cursor c;
+  c.block = block;
+  c.low = low;
+  c.high = high;
+  c.run = c.at = 0;
+  return c;
+}
 
 LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
@@ -5498,6 +5563,8 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.row = b * a->queries * a->heads + h;
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.element = pair * a->queries * s.numbers;
+  if (a->dropout_first > 0 && a->dropout_run == 0) /* of pairs before, as many elements as this one has */
+    s.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
   return s;
 }
 /* its first query's number; of s->blocks: the end */
@@ -5514,18 +5581,16 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   }
   return n;
 }
-/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null:
-   counts them. */
-LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
-                                   lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
-  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+/* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
   int64_t n = 0;
-  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  if (s->p->blocks && at->run < s->p->offsets[at->block]) at->run = s->p->offsets[at->block];
   for (; at->run < end; at->run++, at->at = 0) {
     const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
         last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
     const bool whole = s->p->blocks && s->p->runs[at->run].whole;
-    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
     int64_t f = first + at->at, stop = last;
     if (!s->p->key_order) {
       f = lunai_max(f, from);
@@ -5564,13 +5629,17 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
 #define LUNAI_KEY_PART 64
 typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
                                    } lunai_sparse_walk;
-/* the next key that a query of a block sees, or null; the walk starts as zeros */
-LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+LUNAI_FN void lunai_sparse_start_walk(lunai_sparse_walk *w, int64_t block, int64_t query) {
+  w->cursor = lunai_keys_from(block, query, query);
+  w->n = w->i = 0;
+}
+/* the next key that the walk's query sees, or null */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, lunai_sparse_walk *w) {
   for (;;) {
     for (; w->i < w->n; w->i++)
-      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+      if (lunai_sparse_sees(s, w->cursor.low, &w->key[w->i])) return &w->key[w->i++];
     w->i = 0;
-    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    w->n = lunai_sparse_keys(s, &w->cursor, LUNAI_KEY_PART, w->key);
     if (w->n == 0) return NULL;
   }
 }
@@ -5586,13 +5655,13 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+  lunai_sparse_start_walk(&w, block, query);
+  while ((key = lunai_sparse_next(s, &w)) != NULL) {
     const float score = lunai_sparse_score(s, query, key);
     if (!(score <= max)) max = score;
   }
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+  lunai_sparse_start_walk(&w, block, query);
+  while ((key = lunai_sparse_next(s, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
     lunai_scale_add_reference(a->value_dim,
@@ -5613,8 +5682,8 @@ LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                      (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+  lunai_sparse_start_walk(&w, block, query);
+  while ((key = lunai_sparse_next(s, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
     const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
@@ -5657,13 +5726,17 @@ typedef struct lunai_sparse_run {
   int32_t row[LUNAI_RUN];
 } lunai_sparse_run;
 
+/* part of a run's keys; in_order: they follow one another, and none is whole */
+typedef struct lunai_key_part { const lunai_key *key; int64_t n; bool in_order; } lunai_key_part;
+
 /* a tile of a run's queries, and those keys of a part that one of them may see */
 typedef struct lunai_sparse_tile {
+  const lunai_sparse *s;
+  const lunai_sparse_run *run;
   const int32_t *row;
   int64_t first, low, high;             /* first: its number in the run */
   int64_t key;                          /* its first key's number in the part */
-  const lunai_key *keys;
-  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
+  lunai_key_part keys;
   lunai_tile t;
 } lunai_sparse_tile;
 
@@ -5723,40 +5796,46 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
   return false;
 }
 LUNAI_FN int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_run *r) {
-  lunai_key_cursor cursor = { 0, 0 };
-  return lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
+  return lunai_sparse_keys(s, &cursor, INT64_MAX, NULL);
 }
 /* how many of a run's keys to take at a time: about equal parts; 0: there are none */
 LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
-LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+LUNAI_FN lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
+  lunai_key_part k;
   int64_t i;
+  k.key = key;
+  k.n = n;
   for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
-  return i == n;
+  k.in_order = i == n;
+  return k;
 }
-/* of a part's n keys; t.depth 0: it sees none of them */
-LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first,
-                                                int64_t width, int64_t n, const lunai_key *key,
-                                                bool in_order) {
+/* of a part's keys; t.depth 0: it sees none of them */
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
+                                                int64_t first, int64_t width) {
+  const lunai_key *key = keys.key;
+  int64_t n = keys.n, low, high;
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
-  q.in_order = in_order;
+  q.s = s;
+  q.run = r;
   q.row = r->row + first;
   q.first = first;
-  q.together = r->together;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
-  lunai_sparse_bounds(q.t.width, q.row, q.together, &q.low, &q.high);
-  if (in_order) {
-    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
-    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  lunai_sparse_bounds(q.t.width, q.row, r->together, &q.low, &q.high);
+  low = q.low - s->left;
+  high = q.high + s->right;
+  if (keys.in_order) {
+    q.key = lunai_min(n, lunai_max(0, low - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, high + 1 - key[0].row));
   }
-  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right))
-    q.key++;
-  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right))
-    n--;
-  q.keys = key + q.key;
-  q.t.depth = q.t.lines = n - q.key;
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < low || key[q.key].row > high)) q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < low || key[n - 1].row > high)) n--;
+  q.keys.key = key + q.key;
+  q.keys.n = q.t.depth = q.t.lines = n - q.key;
+  q.keys.in_order = keys.in_order;
   q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
   q.t.q_step = 1;
   return q;
@@ -5827,57 +5906,66 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   return (size_t)(at - start);
 }
 
-/* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
-LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x,
-                                           int64_t *x_row, float *to) {
-  int64_t i;
-  for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
-  if (i >= n) return x + row[0] * *x_row;
-  for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
-  *x_row = width;
-  return to;
+/* Row numbers, `apart` apart */
+typedef struct lunai_list { const int32_t *row; int64_t n, apart; } lunai_list;
+LUNAI_FN lunai_list lunai_list_of_run(const lunai_sparse_run *r) {
+  const lunai_list list = { r->row, r->width, 1 };
+  return list;
 }
-#define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
+LUNAI_FN lunai_list lunai_list_of_keys(const lunai_key *key, int64_t n) {
+  const lunai_list list = { &key->row, n, (int64_t)(sizeof(lunai_key) / sizeof(int32_t)) };
+  return list;
+}
+/* those rows of x [.., width], in place where they follow one another, else copied to `to` */
+LUNAI_FN lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t width, int64_t x_row, float *to) {
+  int64_t i;
+  for (i = 1; i < list.n && list.row[i * list.apart] == list.row[0] + i; i++);
+  if (i >= list.n) return lunai_strided(x + list.row[0] * x_row, list.n, width, x_row);
+  for (i = 0; i < list.n; i++)
+    memcpy(to + i * width, x + list.row[i * list.apart] * x_row, (size_t)width * sizeof(float));
+  return lunai_dense(to, list.n, width);
+}
 
 /* what a query does not see becomes `value` */
-LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
-                                float *x, float value) {
+LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *x, float value) {
+  const lunai_sparse *s = q->s;
+  const bool together = q->run->together;
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
   int64_t i, j, lines;
   for (j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
-    const lunai_key *key = &q->keys[j];
+    const lunai_key *key = &q->keys.key[j];
     const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
-    lines = !q->in_order || s->p->not_self || !(all || q->together) ? 1 :
+    lines = !q->keys.in_order || s->p->not_self || !(all || together) ? 1 :
             lunai_min(before ? lowest - key->row : all ? highest - key->row + 1 : q->t.depth, q->t.depth - j);
     if (key->whole || all) continue;
-    if (q->together && !s->p->not_self)
-      kernels->tile_hide(lines, width, q->t.k_step, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
+    if (together && !s->p->not_self)
+      kernels->tile_hide(lines, &q->t, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
                          lunai_min(key->row - q->low + s->left + 1, width), value, x);
     else
       for (i = 0; i < width; i++)
         if (!lunai_sparse_sees(s, q->row[i], key)) x[i] = value;
   }
 }
-/* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
-                                    const float *v, int64_t v_row, float *part,
-                                    int64_t part_row) {
+/* adds what finite_copy left out of V to the queries that see it */
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *scores, lunai_matrix v, lunai_out part) {
   int64_t i, j, c;
   for (j = 0; j < q->t.depth; j++)
-    for (c = 0; c < n; c++)
-      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
-        for (i = 0; i < q->t.width; i++)
-          if (lunai_sparse_sees(s, q->row[i], &q->keys[j]))
-            part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+    for (c = 0; c < v.columns; c++) {
+      const float x = v.at[j * v.row + c];
+      if (fabs((double)x) < (double)INFINITY) continue;
+      for (i = 0; i < q->t.width; i++)
+        if (lunai_sparse_sees(q->s, q->row[i], &q->keys.key[j]))
+          part.at[i * part.row + c] += scores[i + j * q->t.k_step] * x;
+    }
 }
-LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
-                                float *row, float *mask) {
-  const lunai_dropout dropout = lunai_attention_dropout(s->a);
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(q->s->a);
+  const lunai_key *key = q->keys.key;
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
-      for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
+      kernels->dropout_mask(&dropout, q->s->element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5886,24 +5974,21 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
 
 /* Of a tile those queries from i on, `width` of them, and the keys that one of them may see; its scores lie in the
    tile's, `key` rows on and i columns. */
-LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse *s, const lunai_sparse_run *r,
-                                                 const lunai_sparse_tile *q, int64_t i, int64_t width) {
-  lunai_sparse_tile x = lunai_sparse_tile_of(s, r, q->first + i, lunai_min(width, q->t.width - i), q->t.depth, q->keys,
-                                             q->in_order);
+LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
+  lunai_sparse_tile x = lunai_sparse_tile_of(q->s, q->run, q->keys, q->first + i, lunai_min(width, q->t.width - i));
   x.t.step = x.t.k_step = q->t.step;
   return x;
 }
-/* to = factor x y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. panels: x,
-   from the tile's first query on */
-LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_run *r,
-                                   const lunai_sparse_tile *q, int64_t dim, const float *y, int64_t y_row,
-                                   const float *panels, float factor, float *to) {
+/* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y: the
+   tile's keys; panels: X, from the tile's first query on */
+LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor, lunai_matrix y,
+                                   const float *panels, float *to) {
   const int64_t width = lunai_max(w->tile, w->kernels->nr);
   int64_t i;
   for (i = 0; i < q->t.width; i += width) {
-    const lunai_sparse_tile x = lunai_sparse_narrower(s, r, q, i, width);
+    const lunai_sparse_tile x = lunai_sparse_narrower(q, i, width);
     if (x.t.depth)
-      lunai_tile_product(w->kernels, &x.t, dim, NULL, 0, y + x.key * y_row, y_row, panels + i * dim, factor,
+      lunai_tile_product(w->kernels, &x.t, factor, lunai_lines(y, x.key, x.key + x.t.depth), panels + i * y.columns,
                          to + x.key * x.t.step + i);
   }
 }
@@ -5914,37 +5999,43 @@ typedef struct lunai_sparse_rows_at {
   int64_t out_row;
   bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
 } lunai_sparse_rows_at;
+/* the product's B is rows [key, key + depth) of those in `panels` */
+LUNAI_FN lunai_panels lunai_panels_from(lunai_panels panels, int64_t key) {
+  panels.at += key * panels.row;
+  return panels;
+}
 LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
-                                        const lunai_sparse_run *r, int64_t n,
-                                        lunai_sparse_rows_at *x) {
+                                        const lunai_sparse_run *r, int64_t n, lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
-  int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
-  const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
-  const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
-  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
+  const lunai_list list = lunai_list_of_keys(m->key, n);
+  const lunai_key_part keys = lunai_key_part_of(m->key, n);
+  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const bool finite = kernels->all_finite(v);
   float *mask = lunai_drops(a) ? m->mask : NULL;
-  if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
-  kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
+  lunai_panels values;
+  int64_t first, tile;
+  if (!finite) kernels->finite_copy(v, m->clean);
+  values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
+    const int64_t last = q.key + q.t.depth;
     const bool merge = x->seen[tile];
     float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
         *out = x->out + first * x->out_row, *part = merge ? m->part : out;
-    const int64_t part_row = merge ? dv : x->out_row;
+    const lunai_out to = lunai_into(part, merge ? dv : x->out_row, false);
     if (q.t.depth == 0) continue;
     x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row,
-                       m->score_panels + first / nr * nr * d + first % nr, a->scale, m->scores);
-    lunai_sparse_hide(kernels, s, &q, m->scores, LUNAI_HIDDEN);
-    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
-    kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
-    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
-                        n * kernels->nr, kernels->nr, 1, part,
-                        part_row, false);
-    if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
-    if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
+    lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
+                       m->score_panels + first / nr * nr * d + first % nr, m->scores);
+    lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
+    if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
+    kernels->tile_softmax(&q.t, m->scores, mask, stats);
+    lunai_matmul_panels(kernels, 1, lunai_scores(&q.t, m->scores), lunai_panels_from(values, q.key), to);
+    if (!finite) lunai_sparse_infinite(&q, m->scores, lunai_lines(v, q.key, last), to);
+    if (merge) kernels->attention_merge(lunai_dense(part, q.t.width, dv), stats, state, out, x->out_row);
   }
 }
 LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
@@ -5952,17 +6043,15 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
-  lunai_key_cursor cursor = { 0, 0 };
+  const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->q, d, a->q_row, m->q);
+  lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
   lunai_sparse_rows_at x;
-  const float *q;
-  int64_t q_row, n, i;
+  int64_t n, i;
   memset(x.seen, 0, sizeof x.seen);
-  q_row = a->q_row;
-  q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
-  kernels->fill_panels(r->width, d, q, 1, q_row, m->score_panels);
-  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
+  lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+  while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0)
     lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (i = 0; i < r->width; i++) {
     float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
@@ -6011,8 +6100,7 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 /* backward: the next run's next keys; false after the last */
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
-    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit,
-                                           part->key) : 0;
+    part->n = w->limit ? lunai_sparse_keys(&w->s, &w->cursor, w->limit, part->key) : 0;
     part->s = w->s;
     part->run = w->walk;
     part->direct = part->n == w->keys && w->walk.together && !w->shared;
@@ -6025,20 +6113,19 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
     }
     w->keys = lunai_sparse_count(&w->s, &w->walk);
     w->limit = lunai_sparse_limit(w->keys);
-    w->cursor.run = w->cursor.at = 0;
+    w->cursor = lunai_keys_from(w->walk.block, w->walk.low, w->walk.high);
   }
 }
-/* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
-LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q,
-                                 float *lse, float *delta) {
+/* of each query of a tile: its log-sum-exp, delta = dO . O - the gradient of that, and 0 */
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse_tile *q, float *stats) {
   const lunai_attention *a = w->a;
   int64_t i;
-  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
+  memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (i = 0; i < q->t.width; i++) {
-    const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->log_sum_exp[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
-               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
+    const int64_t at = q->s->row + q->row[i] * a->heads, out = q->s->out + q->row[i] * a->out_row;
+    stats[i] = a->log_sum_exp[at];
+    stats[LUNAI_TILE + i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+                            (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -6048,45 +6135,48 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const lunai_sparse *s = &part->s;
   const lunai_sparse_run *r = &part->run;
   const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
-  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first, i;
-  const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
-  const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
-  const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
-  const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
-  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
+  const lunai_list queries = lunai_list_of_run(r), list = lunai_list_of_keys(part->key, n);
+  const lunai_key_part keys = lunai_key_part_of(part->key, n);
+  const lunai_matrix all = lunai_listed(queries, a->q + s->q, d, a->q_row, m->q);
+  const lunai_matrix grad = lunai_listed(queries, a->grad_out + s->out, dv, a->out_row, m->grad);
+  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const bool finite = kernels->all_finite(k);
+  float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
   const int64_t to_row = part->direct ? a->q_row : d;
+  lunai_panels values;
+  int64_t first, i;
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
-  if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
-  kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
+  if (!finite) kernels->finite_copy(k, m->clean); /* a query may not see it, and 0 * NaN is NaN */
+  values = lunai_panels_of(kernels, finite ? k : lunai_dense(m->clean, n, d), m->values);
   for (first = 0; first < r->width; first += w->wide) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->wide, n, part->key, in_order);
-    const lunai_tile *t = &q.t;
-    const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
+    const lunai_sparse_tile tile = lunai_sparse_tile_of(s, r, keys, first, w->wide);
+    const lunai_tile *t = &tile.t;
+    const int64_t key = tile.key, last = key + t->depth;
+    const lunai_matrix q = lunai_lines(all, first, first + t->width), g = lunai_lines(grad, first, first + t->width);
+    const lunai_matrix p = lunai_scores(t, m->scores), ds = lunai_scores(t, m->slopes);
     if (t->depth == 0) continue;
-    kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
-    kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
-    lunai_sparse_product(w, s, r, &q, d, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
-    lunai_sparse_product(w, s, r, &q, dv, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
-    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
-    lunai_sparse_stats(w, s, &q, lse, delta);
-    kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
-    lunai_sparse_hide(kernels, s, &q, m->scores, 0);
-    lunai_sparse_hide(kernels, s, &q, m->slopes, 0);
+    lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+    lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
+    lunai_sparse_product(w, &tile, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
+    lunai_sparse_product(w, &tile, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
+    if (mask) lunai_sparse_mask(kernels, &tile, m->mask_row, mask);
+    lunai_sparse_stats(w, &tile, stats);
+    kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
+    lunai_sparse_hide(kernels, &tile, m->scores, 0);
+    lunai_sparse_hide(kernels, &tile, m->slopes, 0);
     if (a->grad_v)
-      lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
-                                 true);
+      lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part->v + key * dv, dv, true), m->product);
     if (a->grad_k)
-      lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
-                                 true);
+      lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(part->k + key * d, d, true), m->product);
     for (i = 0; a->grad_q && i < t->width; i += w->tile) {
-      const lunai_sparse_tile c = lunai_sparse_narrower(s, r, &q, i, w->tile);
-      lunai_matmul_blocks(kernels, c.t.width, d, c.t.depth, m->slopes + c.key * t->k_step + i, 1, t->k_step,
-                          m->values + (q.key + c.key) * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
-                          to + (first + i) * to_row, to_row, part->direct);
+      const lunai_sparse_tile c = lunai_sparse_narrower(&tile, i, w->tile);
+      lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->k_step + i),
+                          lunai_panels_from(values, key + c.key),
+                          lunai_into(to + (first + i) * to_row, to_row, part->direct));
     }
   }
 }
@@ -6098,13 +6188,13 @@ LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t thr
   for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
-LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n,
-                               const int32_t *row, int64_t apart, int64_t width,
-                               const float *from, float *to, int64_t to_row) {
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, lunai_list list,
+                               lunai_matrix from, lunai_out to) {
   int64_t i;
-  for (i = 0; to && i < n; i++) {
-    const int64_t at = row[i * apart];
-    if (at / 16 % threads == thread) w->kernels->add(width, to + at * to_row, from + i * width, to + at * to_row);
+  for (i = 0; to.at && i < list.n; i++) {
+    const int64_t at = list.row[i * list.apart];
+    float *row = to.at + at * to.row;
+    if (at / 16 % threads == thread) w->kernels->add(from.columns, row, from.at + i * from.row, row);
   }
 }
 LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
@@ -6113,13 +6203,14 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
+    const lunai_list queries = lunai_list_of_run(&p->run), keys = lunai_list_of_keys(p->key, p->n);
     if (!p->direct)
-      lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
-                       lunai_offset(a->grad_q, p->s.q), a->q_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
-                     lunai_offset(a->grad_k, p->s.k), a->k_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
-                     lunai_offset(a->grad_v, p->s.v), a->v_row);
+      lunai_sparse_add(w, thread, threads, queries, lunai_dense(p->q, queries.n, a->head_dim),
+                       lunai_into(lunai_offset(a->grad_q, p->s.q), a->q_row, true));
+    lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->k, p->n, a->head_dim),
+                     lunai_into(lunai_offset(a->grad_k, p->s.k), a->k_row, true));
+    lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->v, p->n, a->value_dim),
+                     lunai_into(lunai_offset(a->grad_v, p->s.v), a->v_row, true));
   }
 }
 LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
@@ -6132,7 +6223,6 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
     lunai_run(parallel, lunai_sparse_gather_task, &w);
   } while (w.count == w.wave);
 }
-#undef LUNAI_KEYS_APART
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
@@ -6236,14 +6326,15 @@ LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-/* the same for [rows, groups] of them, all dense; lse [rows, groups] or null */
-LUNAI_FN void LUNAI_K(unpack_softmax)(int64_t rows, int64_t groups, int64_t n, const float *bias, float *s,
-                                      float *lse) {
+/* the same for each head of `rows` rows from `row` on, counted over the batch */
+LUNAI_FN void LUNAI_K(unpack_softmax)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows) {
+  const int64_t n = m->slots;
+  float *s = m->scores;
   int64_t i, h;
-  for (i = 0; i < rows; i++)
-    for (h = 0; h < groups; h++, s += n) {
-      const float natural = n ? LUNAI_K(group_softmax)(n, bias + h * n, s) : 0;
-      if (lse) lse[i * groups + h] = natural;
+  for (i = row; i < row + rows; i++)
+    for (h = 0; h < u->heads; h++, s += n) {
+      const float natural = n ? LUNAI_K(group_softmax)(n, m->bias + h * n, s) : 0;
+      if (u->lse) u->lse[i * u->heads + h] = natural;
     }
 }
 
@@ -6268,14 +6359,13 @@ LUNAI_INLINE void LUNAI_K(group_slopes)(int64_t n, const float *bias, const floa
   }
 }
 
-LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t rows, int64_t groups, int64_t n, const float *bias, const float *mask,
-                                     const float *lse, float *s, float *slopes) {
-  int64_t i, h;
-  for (i = 0; i < rows; i++)
-    for (h = 0; h < groups; h++, s += n, slopes += n) {
-      LUNAI_K(group_slopes)(n, bias + h * n, mask, lse[i * groups + h], s, slopes);
-      if (mask) mask += n;
-    }
+LUNAI_FN void LUNAI_K(unpack_slopes)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows) {
+  const int64_t n = m->slots;
+  int64_t i, h, at = 0;
+  for (i = row; i < row + rows; i++)
+    for (h = 0; h < u->heads; h++, at += n)
+      LUNAI_K(group_slopes)(n, m->bias + h * n, u->dropout.threshold ? m->mask + at : NULL, u->lse[i * u->heads + h],
+                            m->scores + at, m->slopes + at);
 }
 
 #elif !defined(LUNAI_PASS)
@@ -6290,13 +6380,6 @@ typedef struct lunai_unpack_work {
   float *partial;
   uint32_t taken;                       /* pieces */
 } lunai_unpack_work;
-
-/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
-typedef struct lunai_unpack_space {
-  int64_t slots, n;                     /* real slots; heads of them */
-  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
-  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-} lunai_unpack_space;
 
 LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unpack *u, bool backward, char *scratch,
                                    lunai_unpack_space *m) {
@@ -6354,11 +6437,11 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
     k = m->k;
     v = m->v;
   }
-  kernels->fill_panels(m->n, d, k, 1, d, m->score_panels);
-  if (!backward) kernels->fill_panels(d, m->n, v, d, 1, m->out_panels);
+  lunai_panels_of(kernels, lunai_transposed(lunai_dense(k, m->n, d)), m->score_panels);
+  if (!backward) lunai_panels_of(kernels, lunai_dense(v, m->n, d), m->out_panels);
   else {
-    kernels->fill_panels(d, m->n, k, d, 1, m->dx_panels);
-    kernels->fill_panels(m->n, d, v, 1, d, m->slope_panels);
+    lunai_panels_of(kernels, lunai_dense(k, m->n, d), m->dx_panels);
+    lunai_panels_of(kernels, lunai_transposed(lunai_dense(v, m->n, d)), m->slope_panels);
   }
 }
 
@@ -6374,22 +6457,24 @@ LUNAI_FN void lunai_unpack_mask(const lunai_kernels *kernels, const lunai_unpack
 
 LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
                                  int64_t b, int64_t first, int64_t rows) {
-  const int64_t d = u->dim, row = b * u->rows + first;
+  const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
+  const bool starts = u->out_bias || (u->residual && !u->last.threshold); /* out has a value before the product */
   float *out = u->out + row * d;
   int64_t i;
-  lunai_matmul_panels(kernels, rows, m->n, d, u->x + row * d, d, 1, m->score_panels, 1, m->scores, m->n, false);
-  kernels->unpack_softmax(rows, u->heads, m->slots, m->bias, m->scores, u->lse ? u->lse + row * u->heads : NULL);
+  lunai_matmul_panels(kernels, 1, lunai_dense(u->x + row * d, rows, d),
+                      lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
+  kernels->unpack_softmax(u, m, row, rows);
   if (u->dropout.threshold) {
     lunai_unpack_mask(kernels, u, m, b, first, rows);
-    kernels->mul(rows * m->n, m->scores, m->mask, m->scores);
+    kernels->mul(rows * n, m->scores, m->mask, m->scores);
   }
   for (i = 0; i < rows; i++) {
     const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
     if (residual && u->out_bias) kernels->add(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  lunai_matmul_panels(kernels, rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias ||
-                      (u->residual && !u->last.threshold));
+  lunai_matmul_panels(kernels, 1, lunai_dense(m->scores, rows, n), lunai_panels_in(kernels, m->out_panels, d, n),
+                      lunai_into(out, d, starts));
   if (!u->last.threshold) return;
   kernels->dropout(&u->last, row * d, rows * d, out, out, false);
   if (u->residual) kernels->add(rows * d, u->residual + row * d, out, out);
@@ -6420,30 +6505,33 @@ LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack 
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lunai_unpack *u,
-                                          const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows,
-                                          float *part) {
+LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const lunai_unpack_space *m, int64_t b,
+                                          int64_t first, int64_t rows, float *part) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_unpack *u = w->u;
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
-  const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
+  const lunai_matrix x = lunai_dense(u->x + row * d, rows, d), p = lunai_dense(m->scores, rows, n);
+  const lunai_matrix ds = lunai_dense(m->slopes, rows, n);
+  lunai_matrix g = lunai_dense(u->grad_out + row * d, rows, d);
   float *bias = part + 2 * n * d;
   int64_t i;
   if (u->last.threshold) {
-    kernels->dropout(&u->last, row * d, rows * d, grad, m->grad, false);
-    grad = m->grad;
+    kernels->dropout(&u->last, row * d, rows * d, g.at, m->grad, false);
+    g.at = m->grad;
   }
-  lunai_matmul_panels(kernels, rows, n, d, x, d, 1, m->score_panels, 1, m->scores, n, false);
-  lunai_matmul_panels(kernels, rows, n, d, grad, d, 1, m->slope_panels, 1, m->slopes, n, false);
-  if (mask) lunai_unpack_mask(kernels, u, m, b, first, rows);
-  kernels->unpack_slopes(rows, u->heads, m->slots, m->bias, mask, u->lse + row * u->heads, m->scores, m->slopes);
+  lunai_matmul_panels(kernels, 1, x, lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
+  lunai_matmul_panels(kernels, 1, g, lunai_panels_in(kernels, m->slope_panels, n, d), lunai_into(m->slopes, n, false));
+  if (u->dropout.threshold) lunai_unpack_mask(kernels, u, m, b, first, rows);
+  kernels->unpack_slopes(u, m, row, rows);
   for (i = 0; i < rows; i++) {
     kernels->add(n, bias, m->slopes + i * n, bias);
-    kernels->add(d, bias + n, grad + i * d, bias + n);
+    kernels->add(d, bias + n, g.at + i * d, bias + n);
   }
-  if (u->grad_k) lunai_matmul(kernels, n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
-  if (u->grad_v) lunai_matmul(kernels, n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
-  /* last: it may be grad_out */
-  if (u->grad_x) lunai_matmul_panels(kernels, rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d,
-                                     true);
+  if (u->grad_k) lunai_matmul(kernels, 1, lunai_transposed(ds), x, lunai_into(part, d, true), m->product);
+  if (u->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product);
+  if (!u->grad_x) return;            /* last: it may be grad_out */
+  lunai_matmul_panels(kernels, 1, ds, lunai_panels_in(kernels, m->dx_panels, d, n),
+                      lunai_into(u->grad_x + row * d, d, true));
 }
 
 LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
@@ -6460,7 +6548,7 @@ LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t thr
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
     for (row = first; row < end; row += LUNAI_TILE)
-      lunai_unpack_backward_panel(kernels, u, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
+      lunai_unpack_backward_panel(w, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
 
@@ -6550,19 +6638,26 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
 LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
-/* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
-                              double *mean, int64_t mean_row, double factor, float *result) {
+/* M += (y^T z - M) / t, result = factor x M */
+LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
+                              float *result) {
   int64_t i, j;
-  for (j = 0; j < n; j++) {
+  for (j = 0; j < m.columns; j++) {
     double sum = 0;
-    for (i = 0; i < dim; i++) {
-      double *m = mean + i * mean_row + j;
-      *m += ((double)y[i] * (double)z[j] - *m) / (double)t;
-      sum += (double)x[i] * *m;
+    for (i = 0; i < m.rows; i++) {
+      double *at = m.at + i * m.row + j;
+      *at += ((double)y[i] * (double)z[j] - *at) / m.t;
+      sum += (double)x[i] * *at;
     }
     result[j] = (float)(factor * sum);
   }
+}
+LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns, int64_t row, lunai_int64 t) {
+  lunai_mean m;
+  m.at = at;
+  m.rows = rows; m.columns = columns; m.row = row;
+  m.t = (double)t;
+  return m;
 }
 /* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
@@ -6580,10 +6675,11 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     for (t = 0; t < a->rows; t++) {
       const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
                     narrow = row * a->slots;
+      const lunai_int64 now = a->position + t + 1;
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
-      lunai_mean_step(a->position + t + 1, d, real, a->k + wide, omega, a->q + wide, ka, a->slots, (double)a->scale, w);
+      lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
-      lunai_mean_step(a->position + t + 1, real, d, omega, a->v + wide, w, av, d, 1, a->out + wide);
+      lunai_mean_step(lunai_mean_of(av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
       for (l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
     }
   }
@@ -6593,8 +6689,9 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
        dk_j += (h_t . A_j) q_t,
    dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
 LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
-                                             const float *omega, float *domega, float *dw, float *h) {
+                                             float *scratch) {
   const int64_t d = a->head_dim, row = first + t * a->heads;
+  float *omega = scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots, *h = dw + a->slots;
   const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
   const double share = 1 / (double)(t + 1);
   int64_t j, l;
@@ -6617,8 +6714,7 @@ LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t
 }
 LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
                                                    void *scratch) {
-  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots,
-      *h = dw + a->slots;
+  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
   int64_t item, t;
   (void)parallel;
   for (item = 0; item < a->batch * a->heads; item++) {
@@ -6627,7 +6723,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
     for (t = 0; t < a->rows; t++) lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
-    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega, domega, dw, h);
+    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega);
     for (t = 0; a->grad_s && t < a->rows; t++)
       lunai_activate_backward_reference(a->activation, real, s + t * step, domega + t * a->slots,
                                         a->grad_s + first * a->slots + t * step);
@@ -6660,60 +6756,60 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
   if (i < n) LUNAI_K(scan_strip)(n - i, joins, leaves, state + i, carried + i);
 }
 
-LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
+LUNAI_FN bool LUNAI_K(all_finite)(lunai_matrix x) {
   const vf zero = vf_zero();
+  const float *at = x.at;
+  const int64_t n = x.columns;
   vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row) {
+  for (t = 0; t < x.rows; t++, at += x.row) {
     for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
-      sum0 = vf_fma(vf_load(x + i), zero, sum0);
-      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
-      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
-      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+      sum0 = vf_fma(vf_load(at + i), zero, sum0);
+      sum1 = vf_fma(vf_load(at + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(at + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(at + i + 3 * VF), zero, sum3);
     }
-    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(at + i, n - i), zero, sum0);
   }
   return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
-LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
+LUNAI_FN void LUNAI_K(copy_rows)(lunai_matrix x, float *y, int64_t y_row) {
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row, y += y_row)
-    for (i = 0; i < n; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x + i, n - i), n - i);
+  for (t = 0; t < x.rows; t++, x.at += x.row, y += y_row)
+    for (i = 0; i < x.columns; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x.at + i, x.columns - i), x.columns - i);
 }
 
 /* y = diag(factors) x + 0, which makes -0 to 0 */
-LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row,
-                                  float *y, int64_t y_row) {
+LUNAI_FN void LUNAI_K(scale_rows)(lunai_matrix x, const float *factors, float *y, int64_t y_row) {
+  const int64_t n = x.columns;
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row, y += y_row) {
+  for (t = 0; t < x.rows; t++, x.at += x.row, y += y_row) {
     const vf factor = vf_set(factors[t]);
     for (i = 0; i < n; i += VF)
-      LUNAI_K(put)(y + i, vf_add(vf_mul(LUNAI_K(get)(x + i, n - i), factor), vf_zero()), n - i);
+      LUNAI_K(put)(y + i, vf_add(vf_mul(LUNAI_K(get)(x.at + i, n - i), factor), vf_zero()), n - i);
   }
 }
 
 /* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
-LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z,
-                                      const float *x, double *mean,
-                                      int64_t mean_row, double *result) {
-  double wide[8], sum[8];
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, lunai_mean m, const float *y, const float *z, const float *x,
+                                      double *result) {
+  const double share = 1 / m.t;
+  double wide[8], sum[8], *mean = m.at;
   int64_t i, j;
   for (j = 0; j < n; j++) sum[j] = 0;
   for (j = 0; j < n; j++) wide[j] = (double)z[j];
-  for (i = 0; i < dim; i++, mean += mean_row) {
+  for (i = 0; i < m.rows; i++, mean += m.row) {
     const double yi = (double)y[i], xi = (double)x[i];
     for (j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
     for (j = 0; j < n; j++) sum[j] += xi * mean[j];
   }
   for (j = 0; j < n; j++) result[j] = sum[j];
 }
-LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x,
-                                  double *mean,
-                                  int64_t mean_row, double *result) {
+LUNAI_FN void LUNAI_K(step_mean)(lunai_mean m, const float *y, const float *z, const float *x, double *result) {
   int64_t j;
-  for (j = 0; j + 8 <= n; j += 8) LUNAI_K(step_block)(8, dim, share, y, z + j, x, mean + j, mean_row, result + j);
-  for (; j < n; j++) LUNAI_K(step_block)(1, dim, share, y, z + j, x, mean + j, mean_row, result + j);
+  for (j = 0; j + 8 <= m.columns; j += 8, m.at += 8) LUNAI_K(step_block)(8, m, y, z + j, x, result + j);
+  for (; j < m.columns; j++, m.at++) LUNAI_K(step_block)(1, m, y, z + j, x, result + j);
 }
 
 #elif !defined(LUNAI_PASS)
@@ -6941,41 +7037,43 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
 
 /* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written
    nor read */
-LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, int64_t depth, const float *x, int64_t x_row,
-                                 const float *y, int64_t y_row) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  float *below = c->scores + head * LUNAI_CHUNK;
+LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
+  lunai_panels b = lunai_panels_of(c->kernels, lunai_transposed(y), c->panels);
   int64_t t, end;
-  c->kernels->fill_panels(c->rows, depth, y, 1, y_row, c->panels);
-  lunai_matmul_panels(c->kernels, head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
-  if (tail > 0)
-    lunai_matmul_panels(c->kernels, tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK,
-                        false);
+  if (head < c->rows)
+    lunai_matmul_panels(c->kernels, 1, lunai_lines(x, head, c->rows), b,
+                        lunai_into(c->scores + head * LUNAI_CHUNK, LUNAI_CHUNK, false));
+  b.n = head;
+  lunai_matmul_panels(c->kernels, 1, lunai_lines(x, 0, head), b, lunai_into(c->scores, LUNAI_CHUNK, false));
   for (t = 0; t < c->rows; t++) {
     end = t < head ? head : c->rows;
     memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
   }
 }
+/* rows and columns [first, last) of the scores, and from `column` on */
+LUNAI_FN lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t first, int64_t last, int64_t column,
+                                       int64_t end) {
+  return lunai_strided(c->scores + first * LUNAI_CHUNK + column, last - first, end - column, LUNAI_CHUNK);
+}
 
 /* out = alpha scores Z (+ out) */
-LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, int64_t n, float alpha, const float *z, int64_t z_row,
-                                 float *out, int64_t out_row, bool accumulate) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  lunai_matmul(c->kernels, c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate,
-               c->panels);
-  if (tail > 0)
-    lunai_matmul(c->kernels, tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row,
-                 z_row, 1, alpha, out + head * out_row, out_row, true, c->panels);
+LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai_matrix z, lunai_out out) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
+  lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, 0, c->rows, 0, head), lunai_lines(z, 0, head), out, c->panels);
+  if (head < c->rows)
+    lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, head, c->rows, head, c->rows), lunai_lines(z, head, c->rows),
+                 lunai_into(out.at + head * out.row, out.row, true), c->panels);
 }
 
 /* out += scores^T X */
-LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, int64_t n, const float *x, int64_t x_row,
-                                            float *out, int64_t out_row) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  lunai_matmul(c->kernels, head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->panels);
-  if (tail > 0)
-    lunai_matmul(c->kernels, c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row,
-                 1, 1, out, out_row, true, c->panels);
+LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_matrix x, lunai_out out) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
+  lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, 0, head, 0, head)), lunai_lines(x, 0, head), out,
+               c->panels);
+  if (head < c->rows)
+    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, head, c->rows, 0, c->rows)),
+                 lunai_lines(x, head, c->rows), out, c->panels);
 }
 
 /* factor base / t of each row */
@@ -6986,61 +7084,60 @@ LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, do
 
 /* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite
    z changes no bit but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product,
-   and added from its own row on. */
-LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, int64_t dim, int64_t n, float factor, const float *x,
-                               int64_t x_row, const float *mean, const float *z, int64_t z_row, float *out,
-                               int64_t out_row, float *buffer) {
-  float factors[LUNAI_CHUNK];
+   and added from its own row on. Uses buffer[1]. */
+LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_matrix x, const float *mean,
+                               lunai_matrix z, lunai_out out) {
+  float factors[LUNAI_CHUNK], *buffer = c->buffer[1];
+  const int64_t n = z.columns;
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
-  const bool clean = c->kernels->all_finite(c->rows, n, z, z_row);
-  const float *finite = clean ? z : buffer;
+  const bool clean = c->kernels->all_finite(z);
   int64_t t, i, j;
   if (!clean)
     for (t = 0; t < c->rows; t++)
-      for (i = 0; i < n; i++) buffer[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
-  if (!c->begins) lunai_matmul(c->kernels, c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
-  lunai_causal_apply(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
+      for (i = 0; i < n; i++) buffer[t * n + i] = lunai_is_finite(z.at[t * z.row + i]) ? z.at[t * z.row + i] : 0;
+  out.add = !c->begins;
+  if (!c->begins)
+    lunai_matmul(c->kernels, 1, x, lunai_dense(mean, x.columns, n), lunai_into(out.at, out.row, false), c->panels);
+  lunai_causal_apply(c, (float)(1 / base), clean ? z : lunai_dense(buffer, c->rows, n), out);
   if (!clean)
     for (j = 0; j < c->rows; j++)
       for (i = 0; i < n; i++)
-        if (!(z[j * z_row + i] - z[j * z_row + i] == 0))
-          for (t = j; t < c->rows; t++) out[t * out_row + i] += c->scores[t * LUNAI_CHUNK + j] * z[j * z_row + i];
+        if (!lunai_is_finite(z.at[j * z.row + i]))
+          for (t = j; t < c->rows; t++) out.at[t * out.row + i] += c->scores[t * LUNAI_CHUNK + j] * z.at[j * z.row + i];
   lunai_causal_factors(c, factor, base, factors);
-  c->kernels->scale_rows(c->rows, n, factors, out, out_row, out, out_row);
+  c->kernels->scale_rows(lunai_strided(out.at, c->rows, n, out.row), factors, out.at, out.row);
 }
 
 /* y = diag(factor / t) x, dense */
-LUNAI_FN void lunai_causal_divide(const lunai_causal_chunk *c, int64_t n, float factor, const float *x, int64_t x_row,
-                                  float *y) {
+LUNAI_FN lunai_matrix lunai_causal_divide(const lunai_causal_chunk *c, float factor, lunai_matrix x, float *y) {
   float factors[LUNAI_CHUNK];
   lunai_causal_factors(c, factor, 1, factors);
-  c->kernels->scale_rows(c->rows, n, factors, x, x_row, y, n);
+  c->kernels->scale_rows(x, factors, y, x.columns);
+  return lunai_dense(y, x.rows, x.columns);
 }
 
-/* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
-LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *g, int64_t g_row,
-                                  const float *mean, const float *y, int64_t y_row, float *grad, int64_t grad_row,
-                                  bool accumulate) {
-  if (!c->begins)
-    lunai_matmul(c->kernels, c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row,
-                 accumulate, c->panels);
-  lunai_causal_apply(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
+/* grad (+)= G S^T + scores Y, S = before M: the gradient of the causal product's X */
+LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, const float *mean, lunai_matrix y,
+                                  lunai_out grad) {
+  if (!c->begins) {
+    lunai_matmul(c->kernels, (float)c->before, g, lunai_transposed(lunai_dense(mean, y.columns, g.columns)), grad,
+                 c->panels);
+    grad.add = true;
+  }
+  lunai_causal_apply(c, 1, y, grad);
 }
 
-/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B =
-   R^T) and of Z (A = Y, B = R, X = G) */
-LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *a, int64_t a_row,
-                                   const float *b, int64_t b_row, int64_t b_column, const float *x, int64_t x_row,
-                                   float *grad, int64_t grad_row) {
-  if (!c->begins) lunai_matmul(c->kernels, c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true,
-                               c->panels);
-  lunai_causal_apply_transposed(c, n, x, x_row, grad, grad_row);
+/* grad += A B + scores^T X: the gradient of Y (A = Z, B = R^T) and of Z (A = Y, B = R, X = G) */
+LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix a, lunai_matrix b, lunai_matrix x,
+                                   lunai_out grad) {
+  if (!c->begins) lunai_matmul(c->kernels, 1, a, b, grad, c->panels);
+  lunai_causal_apply_transposed(c, x, grad);
 }
 
 /* state = Y^T Z */
-LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, int64_t dim, int64_t n, const float *y, int64_t y_row,
-                               const float *z, int64_t z_row, float *state) {
-  if (!c->last) lunai_matmul(c->kernels, dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->panels);
+LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, lunai_matrix y, lunai_matrix z, float *state) {
+  if (!c->last)
+    lunai_matmul(c->kernels, 1, lunai_transposed(y), z, lunai_into(state, z.columns, false), c->panels);
 }
 
 /* ---- the causal product ---- */
@@ -7051,47 +7148,55 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *a, const lunai_causal_ch
   return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
 }
 
+/* the chunk's rows of a tensor with x's strides, or z's */
+LUNAI_FN lunai_matrix lunai_causal_at_x(const lunai_causal *a, const lunai_causal_chunk *c, const float *x) {
+  return lunai_strided(x + lunai_causal_xy(a, c), c->rows, a->dim, a->xy_row);
+}
+LUNAI_FN lunai_matrix lunai_causal_at_z(const lunai_causal *a, const lunai_causal_chunk *c, const float *z) {
+  return lunai_strided(z + lunai_causal_z(a, c), c->rows, a->value_dim, a->z_row);
+}
+
 LUNAI_FN void lunai_causal_sum_yz(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c);
-  lunai_causal_sum(c, a->dim, a->value_dim, a->y + xy, a->xy_row, a->z + z, a->z_row, c->state);
+  lunai_causal_sum(c, lunai_causal_at_x(a, c, a->y), lunai_causal_at_z(a, c, a->z), c->state);
 }
 
 LUNAI_FN void lunai_causal_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c);
-  lunai_chunk_scores(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-  lunai_causal_mix(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z, a->z_row,
-                   c->buffer[0]);
+  const lunai_matrix x = lunai_causal_at_x(a, c, a->x);
+  lunai_chunk_scores(c, x, lunai_causal_at_x(a, c, a->y));
+  lunai_causal_mix(c, 1, x, c->state, lunai_causal_at_z(a, c, a->z),
+                   lunai_into(a->out + lunai_causal_z(a, c), a->z_row, false));
 }
 
 LUNAI_FN void lunai_causal_out_x(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c), n = a->value_dim;
-  float *g = c->buffer[0];
-  lunai_causal_divide(c, n, 1, a->grad_out + z, a->z_row, g);
-  lunai_chunk_scores(c, n, g, n, a->z + z, a->z_row);
-  lunai_causal_grad_x(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_causal_at_z(a, c, a->grad_out), c->buffer[0]);
+  lunai_chunk_scores(c, g, lunai_causal_at_z(a, c, a->z));
+  lunai_causal_grad_x(c, g, c->state, lunai_causal_at_x(a, c, a->y),
+                      lunai_into(a->grad_x + lunai_causal_xy(a, c), a->xy_row, true));
 }
 
 /* reverse: kept = G, the state is R */
 LUNAI_FN void lunai_causal_sum_xg(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  lunai_causal_divide(c, a->value_dim, 1, a->grad_out + lunai_causal_z(a, c), a->z_row, c->kept);
-  lunai_causal_sum(c, a->dim, a->value_dim, a->x + lunai_causal_xy(a, c), a->xy_row, c->kept, a->value_dim, c->state);
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_causal_at_z(a, c, a->grad_out), c->kept);
+  lunai_causal_sum(c, lunai_causal_at_x(a, c, a->x), g, c->state);
 }
 
 LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c), n = a->value_dim;
+  const lunai_matrix g = lunai_dense(c->kept, c->rows, a->value_dim), r = lunai_dense(c->state, a->dim, a->value_dim);
+  const lunai_matrix x = lunai_causal_at_x(a, c, a->x), y = lunai_causal_at_x(a, c, a->y);
+  const lunai_matrix z = lunai_causal_at_z(a, c, a->z);
   if (a->grad_y) {
-    lunai_chunk_scores(c, n, c->kept, n, a->z + z, a->z_row);
-    lunai_causal_grad_yz(c, a->dim, n, a->z + z, a->z_row, c->state, 1, n, a->x + xy, a->xy_row, a->grad_y + xy,
-                         a->xy_row);
+    lunai_chunk_scores(c, g, z);
+    lunai_causal_grad_yz(c, z, lunai_transposed(r), x,
+                         lunai_into(a->grad_y + lunai_causal_xy(a, c), a->xy_row, true));
   }
   if (a->grad_z) {
-    lunai_chunk_scores(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-    lunai_causal_grad_yz(c, n, a->dim, a->y + xy, a->xy_row, c->state, n, 1, c->kept, n, a->grad_z + z, a->z_row);
+    lunai_chunk_scores(c, x, y);
+    lunai_causal_grad_yz(c, y, r, g, lunai_into(a->grad_z + lunai_causal_z(a, c), a->z_row, true));
   }
 }
 
@@ -7159,31 +7264,47 @@ LUNAI_FN lunai_luna_place lunai_luna_at(const lunai_causal_luna *a, const lunai_
   return p;
 }
 
+/* the chunk's rows of q, k, v or out; of s or w, without the masked slots */
+LUNAI_FN lunai_matrix lunai_luna_wide(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
+  const lunai_luna_place p = lunai_luna_at(a, c);
+  return lunai_strided(x + p.wide, c->rows, a->head_dim, p.wide_row);
+}
+LUNAI_FN lunai_matrix lunai_luna_narrow(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
+  const lunai_luna_place p = lunai_luna_at(a, c);
+  return lunai_strided(x + p.narrow, c->rows, p.slots, p.narrow_row);
+}
+/* A = omega(s), into kept */
+LUNAI_FN lunai_matrix lunai_luna_omega(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  const lunai_matrix s = lunai_luna_narrow(a, c, a->s);
+  c->kernels->copy_rows(s, c->kept, s.columns);
+  c->kernels->activate(a->activation, s.rows * s.columns, c->kept, c->kept);
+  return lunai_dense(c->kept, s.rows, s.columns);
+}
+
 /* kept = A [rows, slots]; the states are k^T A and A^T v */
 LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
-  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
-  c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
-  lunai_causal_sum(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
-  lunai_causal_sum(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
+  const lunai_matrix omega = lunai_luna_omega(a, c);
+  lunai_causal_sum(c, lunai_luna_wide(a, c, a->k), omega, c->state);
+  lunai_causal_sum(c, omega, lunai_luna_wide(a, c, a->v), c->state + a->head_dim * omega.columns);
 }
 
 LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *w = c->buffer[0];
+  const int64_t l = p.slots;
+  const lunai_matrix q = lunai_luna_wide(a, c, a->q), omega = lunai_dense(c->kept, c->rows, l);
+  const lunai_matrix w = lunai_dense(c->buffer[0], c->rows, l);
   int64_t t;
-  lunai_chunk_scores(c, d, a->q + p.wide, row, a->k + p.wide, row);
-  lunai_causal_mix(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
-  c->kernels->softmax(c->rows, l, w, w);
-  if (a->w) c->kernels->copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
+  lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
+  lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
+  c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
+  if (a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
   for (t = 0; a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
-  lunai_chunk_scores(c, l, w, l, c->kept, l);
-  lunai_causal_mix(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->buffer[1]);
+  lunai_chunk_scores(c, w, omega);
+  lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
+                   lunai_into(a->out + p.wide, p.wide_row, false));
 }
 
 LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
@@ -7210,7 +7331,6 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_luna_steps *s = (const lunai_luna_steps *)work;
   const lunai_causal_luna *a = s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
-  const double share = 1 / (double)(a->position + 1);
   char *scratch = s->scratch + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
@@ -7224,10 +7344,10 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
       memset(av, 0, (size_t)(l * d) * sizeof(double));
     }
     s->kernels->activate(a->activation, l, a->s + narrow, omega);
-    s->kernels->step_state(d, l, share, a->k + wide, omega, a->q + wide, ka, a->slots, sum);
+    s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, a->position + 1), a->k + wide, omega, a->q + wide, sum);
     for (i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
     s->kernels->softmax(1, l, w, w);
-    s->kernels->step_state(l, d, share, omega, a->v + wide, w, av, d, sum);
+    s->kernels->step_mean(lunai_mean_of(av, l, d, d, a->position + 1), omega, a->v + wide, w, sum);
     for (i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
     for (i = 0; a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
@@ -7248,61 +7368,60 @@ LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
   const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *g = c->buffer[0], *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2], *h = lunai_luna_h(grads, c);
-  lunai_causal_divide(c, d, 1, a->grad_out + p.wide, row, g);
-  lunai_chunk_scores(c, d, g, d, a->v + p.wide, row);
-  lunai_causal_grad_x(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
-  c->kernels->copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
+  const int64_t l = p.slots;
+  const lunai_matrix omega = lunai_dense(c->kept, c->rows, l);
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->buffer[0]);
+  float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
+  lunai_matrix h;
+  lunai_chunk_scores(c, g, lunai_luna_wide(a, c, a->v));
+  lunai_causal_grad_x(c, g, c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
+  c->kernels->copy_rows(lunai_luna_narrow(a, c, a->w), w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
-  lunai_causal_divide(c, l, a->scale, du, l, h);
+  h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), lunai_luna_h(grads, c));
   if (!a->grad_q) return;
-  lunai_chunk_scores(c, l, h, l, c->kept, l);
-  lunai_causal_grad_x(c, d, l, h, l, c->state, a->k + p.wide, row, a->grad_q + p.wide, row, true);
+  lunai_chunk_scores(c, h, omega);
+  lunai_causal_grad_x(c, h, c->state, lunai_luna_wide(a, c, a->k), lunai_into(a->grad_q + p.wide, p.wide_row, true));
 }
 
 /* kept = A, then G; the states are q^T H and W^T G */
 LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c) {
   const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
-  float *g = c->kept + LUNAI_CHUNK * l;
-  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
-  c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
-  lunai_causal_divide(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
-  lunai_causal_sum(c, d, l, a->q + p.wide, p.wide_row, lunai_luna_h(grads, c), l, c->state);
-  lunai_causal_sum(c, l, d, a->w + p.narrow, p.narrow_row, g, d, c->state + d * l);
+  const int64_t l = lunai_luna_omega(a, c).columns;
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->kept + LUNAI_CHUNK * l);
+  lunai_causal_sum(c, lunai_luna_wide(a, c, a->q), lunai_dense(lunai_luna_h(grads, c), c->rows, l), c->state);
+  lunai_causal_sum(c, lunai_luna_narrow(a, c, a->w), g, c->state + a->head_dim * l);
 }
 
 LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c) {
   const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
   const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row, narrow_row = p.narrow_row;
-  const float *omega = c->kept, *g = c->kept + LUNAI_CHUNK * l, *h = lunai_luna_h(grads, c), *r = c->state,
-              *r2 = c->state + d * l;
-  const float *q = a->q + p.wide, *k = a->k + p.wide, *v = a->v + p.wide, *w = a->w + p.narrow;
+  const int64_t d = a->head_dim, l = p.slots;
+  const lunai_matrix omega = lunai_dense(c->kept, c->rows, l), g = lunai_dense(c->kept + LUNAI_CHUNK * l, c->rows, d);
+  const lunai_matrix h = lunai_dense(lunai_luna_h(grads, c), c->rows, l), w = lunai_luna_narrow(a, c, a->w);
+  const lunai_matrix r = lunai_dense(c->state, d, l), r2 = lunai_dense(c->state + d * l, l, d);
+  const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
   if (a->grad_k) {
-    lunai_chunk_scores(c, l, h, l, omega, l);
-    lunai_causal_grad_yz(c, d, l, omega, l, r, 1, l, q, row, a->grad_k + p.wide, row);
+    lunai_chunk_scores(c, h, omega);
+    lunai_causal_grad_yz(c, omega, lunai_transposed(r), q, lunai_into(a->grad_k + p.wide, p.wide_row, true));
   }
   if (a->grad_v) {
-    lunai_chunk_scores(c, l, w, narrow_row, omega, l);
-    lunai_causal_grad_yz(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
+    lunai_chunk_scores(c, w, omega);
+    lunai_causal_grad_yz(c, omega, r2, g, lunai_into(a->grad_v + p.wide, p.wide_row, true));
   }
   if (a->grad_s) {
     float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
-    lunai_chunk_scores(c, d, q, row, k, row);
-    lunai_causal_grad_yz(c, l, d, k, row, r, l, 1, h, l, domega, l);
-    lunai_chunk_scores(c, d, g, d, v, row);
-    lunai_causal_grad_yz(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
-    c->kernels->copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
-    c->kernels->copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
+    lunai_chunk_scores(c, q, k);
+    lunai_causal_grad_yz(c, k, r, h, lunai_into(domega, l, true));
+    lunai_chunk_scores(c, g, v);
+    lunai_causal_grad_yz(c, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
+    c->kernels->copy_rows(lunai_luna_narrow(a, c, a->s), s, l);
+    c->kernels->copy_rows(lunai_luna_narrow(a, c, a->grad_s), ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
-    c->kernels->copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
+    c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + p.narrow, p.narrow_row);
   }
 }
 
@@ -8916,13 +9035,27 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t persistent_bytes, step_bytes, step_peak;
 } lunai_arena;
 
-/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
-   began. */
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
+   A step of single rows reads and writes the same memory each time: its ops are recorded, with their tensors, and later
+   steps run them again. */
 typedef struct lunai_bump {
   struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
                                                                are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
+  bool records;                      /* ops run now are recorded */
+  luna_op *ops;                      /* those that are recorded */
+  size_t count, room, kept;          /* of ops; bytes of small things that they need */
 } lunai_bump;
+#ifdef LUNA_ONLY_STREAM              /* memory is short there */
+#define LUNAI_REPLAYS false
+#else
+#define LUNAI_REPLAYS true
+#endif
+#define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
+LUNAI_FN void lunai_bump_begin(lunai_bump *b) {
+  b->part[0].used = b->kept;
+  b->part[1].used = 0;
+}
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
@@ -10039,8 +10172,8 @@ LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
+  const lunai_matrix dy = lunai_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0]));
+  lunai_k(op)->sum_rows(dy, 1.0f, op->in[0]->grad);
   return LUNA_OK;
 }
 #define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
@@ -10059,8 +10192,8 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
   int64_t o;
   for (o = 0; w->inner > 1 && o < w->outer; o++)
-    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner,
-        w->y + o * w->inner);
+    w->kernels->sum_rows(lunai_columns(lunai_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
+                         w->factor, w->y + o * w->inner + first);
   for (o = first; w->inner == 1 && o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
@@ -10133,24 +10266,24 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
-  int64_t step[3], at, n;
+  int64_t at;
+  lunai_each e;
   int k;
-  for (at = first; at < last; at += n) {
+  e.kind = (int)op->kind;
+  for (at = first; at < last; at += e.n) {
     const int64_t i = at % shape[3], row = at / shape[3];
-    const float *x[3];
-    n = lunai_min(shape[3] - i, last - at);
+    e.n = lunai_min(shape[3] - i, last - at);
     for (k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
       const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
-      step[k] = there ? stride[3] : 0;
-      x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
-                     row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+      e.step[k] = there ? stride[3] : 0;
+      e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+                       row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
     }
-    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at,
-        add);
-    else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
-    else if (op->kind == LUNA_OP_MUL && step[0] && step[1]) lunai_k(op)->mul(n, x[0], x[1], y + at);
-    else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
+    if (input >= 0) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at, add);
+    else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) lunai_k(op)->add(e.n, e.x[0], e.x[1], y + at);
+    else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) lunai_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
+    else lunai_k(op)->elementwise(&e, y + at);
   }
 }
 LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
@@ -10439,17 +10572,13 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
 #define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
-LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                           int64_t b_row, int64_t b_column,
-                           float *c, int64_t m, int64_t n, int64_t k) {
-  g->bias = g->b_panels = g->residual = NULL;
-  g->pre = NULL;
-  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
-  g->activation = LUNA_ACTIVATION_NONE;
-  g->accumulate = g->dots = false;
-  g->a = a; g->b = b; g->c = c;
-  g->m = m; g->n = n; g->k = k;
-  g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
+/* C = A B, dense */
+LUNAI_FN void lunai_gemm_set(lunai_gemm *g, lunai_matrix a, lunai_matrix b, float *c) {
+  lunai_clear(g, sizeof *g);
+  g->a = a.at; g->b = b.at; g->c = c;
+  g->m = a.rows; g->n = g->c_row = b.columns; g->k = a.columns;
+  g->a_row = a.row; g->a_column = a.column;
+  g->b_row = b.row; g->b_column = b.column;
   g->batch[0] = g->batch[1] = 1;
   g->alpha = 1;
 }
@@ -10464,33 +10593,33 @@ LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, in
 LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1,
-      br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
+  const bool at = op->arg.matmul.transpose_a, bt = op->arg.matmul.transpose_b;
+  const lunai_matrix a = at ? lunai_transposed(lunai_dense(x->data, k, m)) : lunai_dense(x->data, m, k);
+  const lunai_matrix b = bt ? lunai_transposed(lunai_dense(w->data, n, k)) : lunai_dense(w->data, k, n);
+  const lunai_matrix dc = lunai_dense(y->grad, m, n);
   if (which == 0) {
-    lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
+    lunai_gemm_set(g, a, b, y->data);
     g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    /* dA^T = B dC^T */
-    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n);
-    else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
+    if (at) lunai_gemm_set(g, b, lunai_transposed(dc), x->grad);  /* dA^T = B dC^T */
+    else lunai_gemm_set(g, dc, lunai_transposed(b), x->grad);     /* dA = dC B^T */
     lunai_matmul_batch(op, g, m * n, k * n, m * k);
-    if (op->arg.matmul.transpose_a) {
+    if (at) {
       g->a_batch[0] = 0; g->a_batch[1] = k * n;
       g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    /* dB^T = dC^T A */
-    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m);
-    else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
+    if (bt) lunai_gemm_set(g, lunai_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
+    else lunai_gemm_set(g, lunai_transposed(a), dc, w->grad);     /* dB = A^T dC */
     g->batch[1] = op->arg.matmul.inner;
-    g->a_batch[1] = op->arg.matmul.transpose_b ? m * n : m * k;
-    g->b_batch[1] = op->arg.matmul.transpose_b ? m * k : m * n;
+    g->a_batch[1] = bt ? m * n : m * k;
+    g->b_batch[1] = bt ? m * k : m * n;
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
   /* one b for all: the batch is more rows */
-  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) {
+  if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
     if (which < 2) g->m *= op->arg.matmul.outer;
     else g->k *= op->arg.matmul.outer;
     g->batch[0] = 1;
@@ -10533,15 +10662,17 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
+  const lunai_matrix X = lunai_dense(x->data, rows, in), W = lunai_dense(w->data, out, in);
+  const lunai_matrix dY = lunai_dense(dy, rows, out);
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, w->data, 1, in, y->data, rows, out, in);
+    lunai_gemm_set(g, X, lunai_transposed(W), y->data);
     g->bias = op->in[2] ? op->in[2]->data : NULL;
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
     g->dots = op->dots;
-  } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
-  else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
+  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
+  else lunai_gemm_set(g, lunai_transposed(dY), X, w->grad);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
 /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
@@ -10600,8 +10731,8 @@ LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
   return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
 }
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
-  const int64_t out = lunai_last(op->out[0]);
-  lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
+  const lunai_matrix dy = lunai_dense(lunai_linear_dy(op), lunai_rows(op->in[0]), lunai_last(op->out[0]));
+  lunai_k(op)->sum_rows(lunai_columns(dy, first, last), 1.0f, op->in[2]->grad + first);
 }
 /* a residual input's gradient, unless it shares out[0]'s */
 LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
@@ -10653,25 +10784,16 @@ typedef struct lunai_ffn_work {
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
+  const lunai_matrix X = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), A = lunai_dense(w->a, n, f);
+  const lunai_matrix W1 = lunai_dense(op->in[1]->data, f, in), W2 = lunai_dense(op->in[3]->data, out, f);
+  const lunai_matrix dH = lunai_dense(w->dh, n, f), dY = lunai_dense(w->dy, n, out);
   switch (which) {
-    case 0:                          /* h = x W1^T + b1 */
-      lunai_matrix(g, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->data, 1, in, w->active, n, f, in);
-      break;
-    case 1:                          /* y = a W2^T + b2 */
-      lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, lunai_offset(op->out[0]->data, y), n, out, f);
-      break;
-    case 2:                          /* dW2 = dy^T a */
-      lunai_matrix(g, w->dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n);
-      break;
-    case 3:                          /* da = dy W2 */
-      lunai_matrix(g, w->dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out);
-      break;
-    case 4:                          /* dW1 = dh^T x */
-      lunai_matrix(g, w->dh, 1, f, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->grad, f, in, n);
-      break;
-    default:                         /* dx = dh W1 */
-      lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, lunai_offset(op->in[0]->grad, x), n, in, f);
-      break;
+    case 0: lunai_gemm_set(g, X, lunai_transposed(W1), w->active); break;                            /* h */
+    case 1: lunai_gemm_set(g, A, lunai_transposed(W2), lunai_offset(op->out[0]->data, y)); break;    /* y */
+    case 2: lunai_gemm_set(g, lunai_transposed(dY), A, op->in[3]->grad); break;                      /* dW2 */
+    case 3: lunai_gemm_set(g, dY, W2, w->dh); break;                                                 /* da */
+    case 4: lunai_gemm_set(g, lunai_transposed(dH), X, op->in[1]->grad); break;                      /* dW1 */
+    default: lunai_gemm_set(g, dH, W1, lunai_offset(op->in[0]->grad, x)); break;                     /* dx */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
   if (which == 0) {
@@ -10820,13 +10942,14 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
     memset(sums, 0, (size_t)(f + out) * sizeof(float));
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(rows, f, f, 0, f, 1.0f, dh, sums);
-    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(rows, out, out, 0, out, 1.0f, w->dy + row * out, sums + f);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_dense(dh, rows, f), 1.0f, sums);
+    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(lunai_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
   }
 }
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
+  lunai_matrix sums;
   lunai_ffn_work w;
   int64_t first;
   int which;
@@ -10838,11 +10961,10 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
       lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    if (lunai_grad(op, 2))
-      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
+    sums = lunai_dense(w.sums, LUNAI_FFN_PARTS, w.hidden + w.out);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_columns(sums, 0, w.hidden), 1.0f, op->in[2]->grad);
     if (lunai_grad(op, 4))
-      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden,
-                            op->in[4]->grad);
+      lunai_k(op)->sum_rows(lunai_columns(sums, w.hidden, w.hidden + w.out), 1.0f, op->in[4]->grad);
     for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
@@ -10891,39 +11013,52 @@ LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
                                          lunai_last(op->in[0])) * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
-LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+/* the norm of rows [first, last) */
+LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  float *kept = (float *)op->kept, *mean = kept ? kept + first : NULL, *rstd = kept ? kept + rows + first : NULL;
-  if (op->arg.norm.rms)
-    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON,
-        op->out[0]->data + first * n, mean, rstd);
-  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2),
-      LUNAI_NORM_EPSILON,
-                          op->out[0]->data + first * n, mean, rstd);
+  float *kept = (float *)op->kept;
+  lunai_layer_norm a;
+  memset(&a, 0, sizeof a);
+  a.rms = op->arg.norm.rms;
+  a.epsilon = LUNAI_NORM_EPSILON;
+  a.rows = last - first;
+  a.n = n;
+  a.x = op->in[0]->data + first * n;
+  a.weight = lunai_data(op, 1);
+  a.bias = lunai_data(op, 2);
+  a.y = op->out[0]->data + first * n;
+  a.mean = kept ? kept + first : NULL;
+  a.rstd = kept ? kept + rows + first : NULL;
+  a.dy = lunai_offset(op->out[0]->grad, first * n);
+  a.dx = lunai_offset(op->in[0]->grad, first * n);
+  a.add = !(op->sets & 1);
+  return a;
+}
+LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+  const lunai_layer_norm a = lunai_layer_norm_of(op, first, last);
+  lunai_k(op)->layer_norm(&a);
 }
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  const float *kept = (const float *)op->kept;
   for (; first < last; first++) {
-    const int64_t row = first * LUNAI_NORM_ROWS, count = lunai_min(LUNAI_NORM_ROWS, rows - row);
-    const float *x = op->in[0]->data + row * n, *dy = op->out[0]->grad + row * n;
-    float *sums = (float *)op->workspace + first * 2 * n;
-    if (lunai_grad(op, 1) || lunai_grad(op, 2)) {
-      memset(sums, 0, (size_t)(2 * n) * sizeof(float));
-      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy,
-                                      lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
+    const int64_t row = first * LUNAI_NORM_ROWS;
+    lunai_layer_norm a = lunai_layer_norm_of(op, row, lunai_min(row + LUNAI_NORM_ROWS, lunai_rows(op->in[0])));
+    float *sums = (float *)op->workspace + first * 2 * a.n;
+    if (lunai_grad(op, 1)) a.dweight = sums;
+    if (lunai_grad(op, 2)) a.dbias = sums + a.n;
+    if (a.dweight || a.dbias) {
+      memset(sums, 0, (size_t)(2 * a.n) * sizeof(float));
+      lunai_k(op)->layer_norm_weights(&a, 0, a.n);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
-        kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
+    if (a.dx) lunai_k(op)->layer_norm_backward(&a);
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
-  const float *sums = (const float *)op->workspace;
+  const lunai_matrix sums = lunai_dense((const float *)op->workspace, blocks, 2 * n);
   int i;
   for (i = 0; i < 2; i++)
     if (lunai_grad(op, 1 + i))
-      lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
+      lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
 LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
@@ -11102,14 +11237,15 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
   const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
   const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
       stride = w->part.grad_row;
+  const lunai_matrix X = lunai_dense(x->data, rows, in), dY = lunai_strided(w->panel, rows, columns, stride);
+  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), columns, in);
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, lunai_offset(weight->data, first * in), 1, in, w->panel, rows, columns, in);
+    lunai_gemm_set(g, X, lunai_transposed(W), w->panel);
     g->c_row = stride;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad,
-                                      rows, in, columns);
+  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
   else {
-    lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, lunai_offset(weight->grad, first * in), columns, in, rows);
+    lunai_gemm_set(g, lunai_transposed(dY), X, lunai_offset(weight->grad, first * in));
     g->b_panels = w->panels;
   }
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
@@ -11180,10 +11316,10 @@ LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads)
 }
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
-  const int64_t n = w->part.columns;
-  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads),
-                           lunai_share(n, thread + 1, threads), 1.0f, w->panel,
-                           w->op->in[2]->grad + w->part.first);
+  const int64_t n = w->part.columns, first = lunai_share(n, thread, threads);
+  const lunai_matrix dy = lunai_strided(w->panel, w->part.rows, n, w->part.grad_row);
+  lunai_k(w->op)->sum_rows(lunai_columns(dy, first, lunai_share(n, thread + 1, threads)), 1.0f,
+                           w->op->in[2]->grad + w->part.first + first);
 }
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   const lunai_parallel *parallel = &op->ctx->parallel;
@@ -11394,31 +11530,41 @@ LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 #define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
-LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = lunai_last(op->in[0]), rows = op->in[0]->shape[1], width = lunai_last(op->in[1]);
-  int64_t b;
-  for (b = first; b < last; b++) {
-    const float *x = op->in[0]->data + b * rows * n;
-    float *history = op->history ? op->history + b * (width - 1) * n : NULL;
-    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2),
-                                   op->out[0]->data + b * rows * n);
-    if (history) lunai_history_move(history, width - 1, x, rows, n);
+  lunai_convolution a;
+  a.rows = rows; a.n = n; a.width = width;
+  a.x = op->in[0]->data + b * rows * n;
+  a.history = lunai_offset(op->history, b * (width - 1) * n);
+  a.weight = op->in[1]->data;
+  a.bias = lunai_data(op, 2);
+  a.y = op->out[0]->data + b * rows * n;
+  a.dy = lunai_offset(op->out[0]->grad, b * rows * n);
+  a.dx = lunai_offset(op->in[0]->grad, b * rows * n);
+  a.dweight = lunai_grad(op, 1);
+  a.dbias = lunai_grad(op, 2);
+  return a;
+}
+LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+  for (; first < last; first++) {
+    const lunai_convolution a = lunai_convolution_of(op, first);
+    lunai_k(op)->short_convolution(&a);
+    if (a.history)
+      lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
   }
 }
 LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
-  int64_t b;
-  for (b = first; b < last; b++)
-    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data,
-                                            op->out[0]->grad + b * size, op->in[0]->grad + b * size);
+  for (; first < last; first++) {
+    const lunai_convolution a = lunai_convolution_of(op, first);
+    lunai_k(op)->short_convolution_backward(&a);
+  }
 }
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
-  for (b = 0; b < op->in[0]->shape[0]; b++)
-    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last,
-                                           op->in[0]->data + b * size, op->out[0]->grad + b * size,
-                                           lunai_grad(op, 1), lunai_grad(op, 2));
+  for (b = 0; b < op->in[0]->shape[0]; b++) {
+    const lunai_convolution a = lunai_convolution_of(op, b);
+    lunai_k(op)->short_convolution_weights(&a, first, last);
+  }
 }
 LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
@@ -11435,17 +11581,18 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
-  op->workspace_size = op->backward_workspace_size = op->custom.workspace_size;
+  op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
 LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
   op->ctx->custom = op;
-  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
+                         (void *)(uintptr_t)op->arg.custom.state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = op;
-  op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->arg.custom.state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
@@ -11763,7 +11910,8 @@ LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
   float *c = lunai_take(&memory, k->mr * k->nr);
   (void)threads;
   for (int i = 0; i < LUNAI_PEAK_TILES; i++)
-    lunai_matmul_panels(k, k->mr, k->nr, LUNAI_PEAK_K, a, LUNAI_PEAK_K, 1, b, 1.0f, c, k->nr, false);
+    lunai_matmul_panels(k, 1.0f, lunai_dense(a, k->mr, LUNAI_PEAK_K), lunai_panels_in(k, b, k->nr, LUNAI_PEAK_K),
+                        lunai_into(c, k->nr, false));
 }
 /* flops a second of all threads, in memory of the step that is given back */
 LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
@@ -12098,28 +12246,32 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
   }
   if (first) scope.ctx->tape->recompute_from = first;
 }
-/* of a stream on the host: on a device the move would be work of its own */
+/* Of a stream. What runs on a device or is recorded moves only at the ends of scopes from the step's beginning on.
+   Its recorded op, the newest, makes it at its new place from then on, and reads nothing there or is elementwise. */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
-  const float *data;
-  luna_tensor *moved;
-  void *memory;
-  if (!x || lunai_on_device(scope.ctx)) return x;
-  data = x->data;
-  b->part[0].used = scope.used[0];
+  const bool device = lunai_on_device(scope.ctx), records = LUNAI_RECORDS(b);
+  void *memory, *data;
+  if (!x || ((device || records) && scope.used[1] > 0)) return x;
   b->part[1].used = scope.used[1];
-  /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
-  moved = (luna_tensor *)(void *)start;
-  memmove(moved, x, sizeof *x);
-  (void)lunai_bump_take(b, false, sizeof *x, &memory);
+  if (!records) {
+    b->part[0].used = scope.used[0];
+    /* from outside */
+    if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
+    (void)lunai_bump_take(b, false, sizeof *x, &memory);
+    x = (luna_tensor *)memmove(memory, x, sizeof *x);
+    x->base = NULL;
+  }
+  data = x->data;
   (void)lunai_bump_take(b, true, bytes, &memory);
-  if (memory) memmove(memory, data, bytes);
-  moved->data = (float *)memory;
-  moved->base = NULL;
-  return moved;
+  x->data = (float *)memory;
+  if (!memory || memory == data) return x;
+  if (device) return lunai_backend_result(scope.ctx, "luna_stream", scope.ctx->backend->copy(scope.ctx, memory, data,
+                         bytes, 0)) == LUNA_OK ? x : NULL;
+  memmove(memory, data, bytes);
+  return x;
 }
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
@@ -12512,6 +12664,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
 
 /* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
 LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
+  lunai_bump *b = s->op.ctx->bump;
   luna_op *op = &s->op;
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
@@ -12522,10 +12675,15 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->part[1].used;
-  if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
+  used = b->part[1].used;
+  if (op->workspace_size > 0 && !lunai_bump_take(b, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->part[1].used = used;
+  b->part[1].used = used;
+  if (LUNAI_RECORDS(b)) {
+    if (b->count == b->room) return lunai_op_no_memory(s, sizeof *op);
+    if (b->ops) b->ops[b->count] = *op;
+    b->count++;
+  }
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
@@ -13104,8 +13262,7 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, drops, sizeof drops);
   lunai_graph_mix(g, pointers, sizeof pointers);
   lunai_graph_mix(g, &op->arg, sizeof op->arg);
-  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
-  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+  if (op->kind == LUNA_OP_CUSTOM) lunai_graph_mix(g, op->arg.custom.state, op->arg.custom.state_size);
 }
 /* a copy of an op, with its tensors from `next` on; what is left of them */
 LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
@@ -13130,7 +13287,7 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   const luna_op_functions *device = &g->device->op[op->kind];
   const luna_op *loss = op->loss;
   const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
-  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+  if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
   lunai_call *c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
@@ -14753,23 +14910,26 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 
 /* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
 LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  const int64_t n = lunai_last(op->in[0]);
   float part[256], number;
+  lunai_each less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
   int64_t r, i, at;
+  less.n = n;
+  less.x[1] = less.x[2] = &number;
   for (r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
-    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
     double sum = 0;
-    (void)lunai_first_max(in[0], n, 1, &at);
-    number = in[0][at];
-    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    less.x[0] = op->in[0]->data + r * n;
+    (void)lunai_first_max(less.x[0], n, 1, &at);
+    number = less.x[0][at];
+    lunai_k(op)->elementwise(&less, y);
     for (i = 0; i < n; i += 256) {
       lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
       sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
     }
     number = lunai_log1_scalar((float)sum);
-    in[0] = y;
-    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    less.x[0] = y;
+    lunai_k(op)->elementwise(&less, y);
   }
 }
 LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
@@ -15221,8 +15381,8 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
-  s.op.custom = *custom;
-  s.op.custom.state = memory;
+  s.op.arg.custom = *custom;
+  s.op.arg.custom.state = memory;
   return lunai_finish(&s, rank, shape);
 }
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
@@ -18563,6 +18723,7 @@ struct luna_stream {
   lunai_lm_sizes sizes;
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
   lunai_bump bump;
+  size_t body;                       /* of its recorded ops those before the logits */
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
   lunai_beside model;
@@ -18661,65 +18822,78 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
 }
 
 /* --- a step: the layers' forward --- */
-/* x = y, and what was made since the mark is gone */
-LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const luna_tensor *y, lunai_mark mark) {
-  if (!x || !y) return NULL;
-  if (x != y && !lunai_stream_move(s, x->data, y->data, (size_t)luna_count(x) * sizeof(float), 0)) return NULL;
-  lunai_step_rewind(&s->ctx, mark);
-  return x;
+/* a tensor of the step on memory that is there */
+LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
+  void *memory;
+  if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
+  *(luna_tensor *)memory = lunai_stream_tensor(s, data, rank, a, b, c, 1);
+  return (luna_tensor *)memory;
 }
 /* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const luna_positions positions = (luna_positions)s->sizes.positions;
-  luna_tensor angles, features, *x, *y;
-  int64_t shape[2], i;
-  lunai_mark mark;
-  s->bump.part[0].used = s->bump.part[1].used = 0;
+  const int64_t d = s->sizes.dim, k = s->sizes.features;
+  luna_scope scope;
+  luna_tensor *x;
+  int64_t i;
+  lunai_bump_begin(&s->bump);
   s->bump.single = rows == 1;
-  if (s->sizes.features) {
-    features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear_layer_forward(&s->model.input.projection, &features);
-  } else x = y = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
-  mark = lunai_step_mark(&s->ctx);
-  if (s->scale != 1) y = luna_scale(y, s->scale);
-  shape[0] = rows;
-  shape[1] = s->sizes.dim;
-  lunai_tensor_set(&angles, &s->ctx, 2, shape);
-  angles.data = in.angles;
-  if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
+  scope = luna_scope_begin(&s->ctx);
+  x = k ? luna_linear_layer_forward(&s->model.input.projection,
+                                    lunai_stream_view(s, in.features, 3, s->batch, rows, k)) :
+      luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
+  if (s->scale != 1) x = luna_scale(x, s->scale);
+  if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, lunai_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, shape));
-  x = lunai_stream_keep(s, x, y, mark);
+    x = luna_add(x, lunai_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
     if (s->cross) {
       lunai_flow f = lunai_flow_of(x, NULL, NULL);
       f.past = &layer->past;
-      y = lunai_decoder_layer(&layer->of.decoder, &f);
+      x = lunai_decoder_layer(&layer->of.decoder, &f);
     } else
 #endif
-      y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
-    x = lunai_stream_keep(s, x, y, mark);
+      x = lunai_causal_layer(&layer->of.causal, x, &layer->past);
+    x = lunai_result_so_far(scope, x);
   }
+  s->body = s->bump.count;
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
   if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
   return luna_linear_layer_forward(&s->model.output, x);
 }
+/* the same, of single rows by the ops that the first of them has recorded */
+LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
+  lunai_bump *b = &s->bump;
+  luna_status status = LUNA_OK;
+  luna_tensor *y;
+  size_t i;
+  if (!LUNAI_REPLAYS) return lunai_stream_forward(s, rows, last);
+  if (rows > 1 || b->count == 0) {
+    b->count = b->kept = 0;
+    b->records = rows == 1;
+    y = lunai_stream_forward(s, rows, last || b->records);
+    if (b->records) b->kept = b->part[0].used;
+    b->records = false;
+    if (!y) b->count = b->kept = 0;
+    return y;
+  }
+  for (i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
+    status = s->ctx.backend->op[b->ops[i].kind].forward(&b->ops[i]);
+  if (status == LUNA_OK) return b->ops[b->count - 1].out[0];
+  return lunai_fail_backend(&s->ctx, false, "luna_stream", status);
+}
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
-  luna_tensor table, *y;
-  int64_t shape[2];
-  shape[0] = s->batch;
-  shape[1] = width;
-  lunai_tensor_set(&table, &s->ctx, 2, shape);
-  table.data = (float *)state;
-  s->bump.part[0].used = s->bump.part[1].used = 0;
-  y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
+  const luna_tensor *y;
+  lunai_bump_begin(&s->bump);
+  y = luna_embedding(lunai_stream_view(s, (float *)state, 2, s->batch, width, 1),
+                     lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
 LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
@@ -18757,7 +18931,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.part[0].used = s->bump.part[1].used = 0;
+    lunai_bump_begin(&s->bump);
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -18936,7 +19110,8 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   const int64_t layers = s->sizes.layers;
   luna_tensor small[40];
   lunai_stream_layer layer;
-  int64_t rows;
+  size_t count[2] = { 0, 0 }, kept[2] = { 0, 0 }, peak;
+  int64_t rows, i;
   bool good;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = &s->bump;
@@ -18946,14 +19121,25 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   layer.past.history = (float *)(void *)s;
   s->bump.part[0].start = (char *)small;
   s->bump.part[0].size = sizeof small;
-  s->bump.part[1].size = SIZE_MAX / 2;
-  s->sizes.layers = 1;
+  s->bump.part[1].size = s->bump.room = SIZE_MAX / 2;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
-    good = lunai_stream_forward(s, rows, true) != NULL;
+    for (i = LUNAI_REPLAYS ? 0 : 1; good && i < 2; i++) {
+      s->sizes.layers = i;
+      s->bump.count = 0;
+      good = lunai_stream_rows(s, rows, true) != NULL;
+      count[i] = s->bump.count;
+      kept[i] = s->bump.kept;
+    }
+  s->bump.room = !LUNAI_REPLAYS ? 0 : count[0] + (count[1] - count[0]) * (size_t)layers;
+  s->bump.count = s->bump.kept = 0;
   good = good && lunai_stream_fold(s, &layer, NULL);
+  peak = s->bump.part[0].peak;
+  s->bump.part[0].peak = 0;
   if (good) lunai_stream_reorder_all(s);
+  if (LUNAI_REPLAYS) s->bump.part[0].peak += kept[0] + (kept[1] - kept[0]) * (size_t)layers;
+  if (s->bump.part[0].peak < peak) s->bump.part[0].peak = peak;
   s->ctx.reserving = false;
   s->sizes.layers = layers;
   s->inputs = NULL;
@@ -18982,9 +19168,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
   s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
-  if (device) {
-    s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
-  }
+  s->bump.ops = (luna_op *)lunai_stream_take(base, &used, (int64_t)s->bump.room, sizeof(luna_op));
+  if (device) s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   if (device) base = s->device_memory;
@@ -19220,7 +19405,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
     LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
-                            lunai_stream_forward(s, rows, at + rows == n));
+                            lunai_stream_rows(s, rows, at + rows == n));
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
