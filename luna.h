@@ -8386,9 +8386,14 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
   return !j->wrong && (seen == 7 || lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets"));
 }
 
+/* elements of a shape; -1: too many, or a negative size */
+LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
+  int64_t count = 1;
+  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
+  return count;
+}
 LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
-  t->count = 1;
-  for (int i = 0; i < t->rank && t->count >= 0; i++) t->count = lunai_checked(t->count, t->shape[i]);
+  t->count = lunai_st_count(t->rank, t->shape);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
@@ -8410,12 +8415,7 @@ LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lu
 }
 
 LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
-  lunai_st_json j;
-  j.at = st->header + offset;
-  j.end = st->header + st->header_size;
-  j.wrong = NULL;
-  j.meta = NULL;
-  j.pairs = 0;
+  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0 };
   return j;
 }
 
@@ -8717,9 +8717,8 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
 
 /* elements of a tensor to be written; -1: invalid */
 LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
-  int64_t count = 1;
   if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
-  for (int i = 0; i < source->rank && count >= 0; i++) count = lunai_checked(count, source->shape[i]);
+  const int64_t count = lunai_st_count(source->rank, source->shape);
   return count > 0 && !source->data ? -1 : count;
 }
 
@@ -9921,6 +9920,9 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
   return !lunai_computes(ctx) || count == 0 ||
          lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
 }
+LUNAI_FN luna_isa lunai_isa_of(const luna_ctx *ctx) {
+  return ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+}
 /* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
@@ -9959,20 +9961,12 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
-  int64_t mine[LUNAI_LENGTH(what)], *all;
+  const int64_t mine[LUNAI_LENGTH(what)] = {
+    ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
+    ctx->collective.ranks, ctx->collective.mode, lunai_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
+    ctx->training, (int64_t)state.step, ctx->failure.status, (int64_t)lunai_models_hash(ctx) };
+  int64_t *all;
   ctx->status = LUNA_OK;
-  mine[0] = ctx->collective.rank;
-  mine[1] = LUNA_VERSION_NUMBER;
-  mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
-  mine[3] = ctx->collective.ranks;
-  mine[4] = ctx->collective.mode;
-  mine[5] = ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
-  mine[6] = ctx->options.form;
-  mine[7] = (int64_t)ctx->options.seed;
-  mine[8] = ctx->training;
-  mine[9] = (int64_t)state.step;
-  mine[10] = ctx->failure.status;
-  mine[11] = (int64_t)lunai_models_hash(ctx);
   bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
   for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
     if (all[r * LUNAI_LENGTH(what)] != r)
@@ -12111,7 +12105,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   w.write = write;
   w.user = user;
   w.json = format == LUNA_PROFILE_JSON;
-  const char *isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  const char *isa = luna_isa_name(lunai_isa_of(ctx));
   lunai_profile_row rest = lunai_profile_sum(w.p, 0);
   rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
   if (w.json) {
@@ -13746,28 +13740,29 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   return status;
 }
 
+/* whether the shapes are the same */
+LUNAI_FN bool lunai_is_like(const luna_tensor *a, const luna_tensor *b) {
+  return a->rank == b->rank && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
+  return t->rank == tensor->rank && memcmp(t->shape, tensor->shape, (size_t)t->rank * sizeof t->shape[0]) == 0;
+}
 /* the address of a borrowed parameter's values; null, and *wrong says why */
 LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
                                      const lunai_st *st, luna_error_id *wrong) {
-  lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
+  const luna_params *from = params->shared;
+  const lunai_param *other = lunai_param_find(from, name);
+  const float *values = NULL;
   lunai_st_tensor t;
-  int rank = other ? other->tensor.rank : 0;
-  *wrong = LUNA_ERROR_NONE;
-  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx))
-    *wrong = LUNA_ERROR_BORROW_DEVICE;
-  if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
-  if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
-  if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
-  if (*wrong) return NULL;
-  if (!other) rank = t.rank;
-  if (rank != like->rank) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  for (int a = 0; a < rank && !*wrong; a++)
-    if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  if (*wrong) return NULL;
-  if (other) return other->tensor.data;
-  if (!lunai_st_borrow(&t)) *wrong = LUNA_ERROR_BORROW_FORMAT;
-  return lunai_st_borrow(&t);
+  *wrong = LUNA_ERROR_NONE;
+  if (from && luna_backend_of(from->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  else if (!from && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
+  else if (from ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
+  else if (from ? !lunai_is_like(&other->tensor, like) : !lunai_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
+  else if ((values = from ? other->tensor.data : lunai_st_borrow(&t)) == NULL && !from)
+    *wrong = LUNA_ERROR_BORROW_FORMAT;
+  return values;
 }
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
@@ -13795,11 +13790,6 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
 
 LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
   return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
-}
-LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
-  if (t->rank != tensor->rank) return false;
-  for (int a = 0; a < t->rank; a++) if (t->shape[a] != tensor->shape[a]) return false;
-  return true;
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
@@ -16463,7 +16453,7 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   f->p = call.next_p;
   for (int i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
-  if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
+  if (lunai_is_like(y, x)) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
@@ -17778,11 +17768,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   luna_step_state state = lunai_state_of(ctx, ctx->state);
   luna_status status = LUNA_OK;
   const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[4], *all, n;
+  int64_t mine[4] = { o->attempts, 0, 0, state.nonfinite != 0 }, *all, n;
   void *bucket;
-  mine[0] = o->attempts;
-  mine[1] = mine[2] = 0;
-  mine[3] = state.nonfinite != 0;
   bool good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
               lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
   for (int64_t at = 0; at < o->size && good; at++) {
@@ -18186,9 +18173,6 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
 
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
    name and shape; then the file may have no more. False: a sentence says why. */
-LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
-  if (!params->borrowing) params->filling = st;
-}
 LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
   const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
   s->params->filling = NULL;
@@ -18208,11 +18192,6 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
   if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
   return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
-}
-/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
-   memory comes first, are at most as many as tensors. */
-LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
-  return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -18242,10 +18221,13 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
       !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
       !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
     return false;
-  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+     memory comes first, are at most as many as tensors. */
+  const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
+  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > lunai_st_tensors(st, NULL))
+    return lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
+  if (!s->params->borrowing) s->params->filling = st;
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
 /* into setup's struct, its bytes of the member of luna_model at `at` */
