@@ -9928,14 +9928,14 @@ LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted
   return true;
 }
 #ifndef LUNA_ONLY_STREAM
-LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* names and shapes of all parameters */
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
 /* at each begin */
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
                                       "number of steps", "outcome of its inits",
-                                      "set of parameters' names and shapes" };
+                                      "set of parameters' names and shapes, or config" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -13583,11 +13583,14 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
 }
 LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
-  for (const luna_params *set = ctx->newest; set; set = set->older)
+  for (const luna_params *set = ctx->newest; set; set = set->older) {
     for (const lunai_param *p = set->first; p; p = p->next) {
       hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
       hash += p->tensor.needs_grad;
     }
+    for (const lunai_meta *m = set->metas; m; m = m->next) /* the configs, as files have them */
+      if (lunai_is_ours(m->key)) hash += lunai_hash_bytes(lunai_hash(m->key), m->value, strlen(m->value));
+  }
   return hash;
 }
 
