@@ -486,7 +486,7 @@ static void sent(void) {
 /* ---- what fails: every rank gets a sentence, and nothing is corrupted (make sanitize) ---- */
 typedef enum unlike {
   NOTHING, SEED, FORM, MODE, SIZE, FROZEN, INFERENCE, FAILED_INIT, VALUES, OTHER_BATCH, OTHER_LENGTHS, HEADS, DROPOUT,
-  ISA, VERSION, BUILD, RANKS, UNLIKE_COUNT
+  ISA, RATE, VERSION, BUILD, RANKS, UNLIKE_COUNT
 } unlike;
 typedef struct trial {
   kind kind;
@@ -530,7 +530,7 @@ static void trial_main(void *user, const luna_collective *collective) {
   r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, r.with_lengths = rows;
   model_init(&net, params, &r);
   if (what == FAILED_INIT) luna_param(params, "layers.0.fc1.bias", 1, (int64_t[]){1}, (luna_init){0}); /* once more */
-  luna_optimizer *sgd = luna_sgd(params, NULL);
+  luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = what == RATE ? 0.02f : 0.01f });
   if (what == FROZEN) luna_params_freeze(params, "fc1", true);
   if (what == VALUES) {
     luna_tensor *p = luna_params_at(params, 0, NULL);
@@ -560,7 +560,7 @@ static void differ(void) {
   static const char *const names[UNLIKE_COUNT] = { "", "options.seed", "options.form", "collective.mode",
       "set of parameters", "set of parameters", "call to begin a step", "outcome of its inits",
       "value of some parameter", "", "set of lengths", "or config", "or config", "instruction set",
-      "version of luna.h", "build", "number of ranks" };
+      "config of its optimiser", "version of luna.h", "build", "number of ranks" };
   for (int mode = 0; mode < 2; mode++)
     for (int what = 0; what < UNLIKE_COUNT; what++) {
       trial t = trial_of(what == OTHER_LENGTHS ? MASKED : LM);
