@@ -1056,15 +1056,26 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
    [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
-   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
+   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums);
+typedef struct luna_unpack_config {
+  luna_tensor *out_bias;             /* [d], or null */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float dropout;                     /* of the attention matrix */
+} luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  luna_tensor *out_bias, const int32_t *lengths, float dropout);
+                                  const luna_unpack_config *config);
+typedef struct luna_causal_nested_config {
+  int64_t heads;                     /* 0 = 1 */
+  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2; LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1 */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float dropout;                     /* of the unpack matrix */
+} luna_causal_nested_config;
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
    scaled by 1/sqrt(d_h) here */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
+                                                   const luna_causal_nested_config *config);
 
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
    state is copied. */
@@ -1985,37 +1996,46 @@ typedef struct luna_update {
   bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
-struct luna_backend {
-  uint32_t version, size;            /* 1, sizeof(luna_backend) */
-  int device;
-  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
+/* A backend's entries beside its ops, V(type, name) and F(result, name, parameters) */
+#define LUNA_BACKEND_ENTRIES(V, F) \
+  V(uint32_t, version)               /* 1 */ \
+  V(uint32_t, size)                  /* sizeof(luna_backend) */ \
+  V(int, device) \
+  V(size_t, opened)                  /* bytes that `open` takes of the device, for luna_memory */ \
   /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
-     and every call in it fails with that sentence */
-  luna_status (*open)(luna_ctx *ctx, int device, void **self);
-  void (*close)(void *self);
-  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
-  void *(*allocate)(void *self, size_t bytes);
-  void (*release)(void *self, void *pointer, size_t bytes);
-  /* 0 within (never overlapping), 1 to the device, 2 to the host */
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
-  luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
-  luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
-                                        what `other` has queued; null: work is done when a call returns */
-  /* counts a training step; `stepped`: clears nonfinite */
-  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
-  /* sets nonfinite when the loss is */
-  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
-  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
-  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
-                      int64_t count);
-  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
-                        int64_t count);
+     and every call in it fails with that sentence */ \
+  F(luna_status, open, (luna_ctx *ctx, int device, void **self)) \
+  F(void, close, (void *self)) \
+  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */ \
+  F(void *, allocate, (void *self, size_t bytes)) \
+  F(void, release, (void *self, void *pointer, size_t bytes)) \
+  /* 0 within (never overlapping), 1 to the device, 2 to the host */ \
+  F(luna_status, copy, (luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction)) \
+  F(luna_status, zero, (luna_ctx *ctx, void *at, size_t bytes)) \
+  /* of one device: what ctx queues from now on runs after what `other` has queued; null: work is done when a call
+     returns */ \
+  F(luna_status, wait, (luna_ctx *ctx, const luna_ctx *other)) \
+  /* counts a training step; `stepped`: clears nonfinite */ \
+  F(luna_status, begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped)) \
+  /* sets nonfinite when the loss is */ \
+  F(luna_status, check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state)) \
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */ \
+  F(luna_status, norm, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
+                        int64_t count)) \
+  F(luna_status, update, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
+                          int64_t count)) \
   /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
-     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
-  luna_status (*record)(luna_ctx *ctx);
-  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
-  luna_status (*run)(luna_ctx *ctx, void *graph);
-  void (*forget)(void *self, void *graph);
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */ \
+  F(luna_status, record, (luna_ctx *ctx)) \
+  F(luna_status, recorded, (luna_ctx *ctx, void **graph)) /* null: what was kept is forgotten */ \
+  F(luna_status, run, (luna_ctx *ctx, void *graph)) \
+  F(void, forget, (void *self, void *graph))
+struct luna_backend {
+#define LUNAI_ENTRY(type, name) type name;
+#define LUNAI_ENTRY_CALL(result, name, parameters) result (*name) parameters;
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -8366,9 +8386,14 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
   return !j->wrong && (seen == 7 || lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets"));
 }
 
+/* elements of a shape; -1: too many, or a negative size */
+LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
+  int64_t count = 1;
+  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
+  return count;
+}
 LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
-  t->count = 1;
-  for (int i = 0; i < t->rank && t->count >= 0; i++) t->count = lunai_checked(t->count, t->shape[i]);
+  t->count = lunai_st_count(t->rank, t->shape);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
@@ -8390,12 +8415,7 @@ LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lu
 }
 
 LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
-  lunai_st_json j;
-  j.at = st->header + offset;
-  j.end = st->header + st->header_size;
-  j.wrong = NULL;
-  j.meta = NULL;
-  j.pairs = 0;
+  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0 };
   return j;
 }
 
@@ -8697,9 +8717,8 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
 
 /* elements of a tensor to be written; -1: invalid */
 LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
-  int64_t count = 1;
   if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
-  for (int i = 0; i < source->rank && count >= 0; i++) count = lunai_checked(count, source->shape[i]);
+  const int64_t count = lunai_st_count(source->rank, source->shape);
   return count > 0 && !source->data ? -1 : count;
 }
 
@@ -9901,6 +9920,9 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
   return !lunai_computes(ctx) || count == 0 ||
          lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
 }
+LUNAI_FN luna_isa lunai_isa_of(const luna_ctx *ctx) {
+  return ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+}
 /* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
@@ -9939,20 +9961,12 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
-  int64_t mine[LUNAI_LENGTH(what)], *all;
+  const int64_t mine[LUNAI_LENGTH(what)] = {
+    ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
+    ctx->collective.ranks, ctx->collective.mode, lunai_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
+    ctx->training, (int64_t)state.step, ctx->failure.status, (int64_t)lunai_models_hash(ctx) };
+  int64_t *all;
   ctx->status = LUNA_OK;
-  mine[0] = ctx->collective.rank;
-  mine[1] = LUNA_VERSION_NUMBER;
-  mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
-  mine[3] = ctx->collective.ranks;
-  mine[4] = ctx->collective.mode;
-  mine[5] = ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
-  mine[6] = ctx->options.form;
-  mine[7] = (int64_t)ctx->options.seed;
-  mine[8] = ctx->training;
-  mine[9] = (int64_t)state.step;
-  mine[10] = ctx->failure.status;
-  mine[11] = (int64_t)lunai_models_hash(ctx);
   bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
   for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
     if (all[r * LUNAI_LENGTH(what)] != r)
@@ -10203,15 +10217,14 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   for (o = first; w->inner == 1 && o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
-LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor,
-    const float *x, float *y) {
+LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
   lunai_sum_work w;
   w.kernels = lunai_k(op);
-  w.outer = outer; w.axis = axis; w.inner = inner;
+  w.outer = shape[0]; w.axis = shape[1]; w.inner = shape[2];
   w.factor = factor;
   w.x = x;
   w.y = y;
-  lunai_run(outer * axis * inner > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
+  lunai_run(shape[0] * shape[1] * shape[2] > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
@@ -10326,21 +10339,22 @@ LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   const float *from = lunai_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
   float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
   float *next = (float *)op->workspace + (lunai_gives_grad(op) ? 0 : luna_count(op->out[0]));
-  int64_t shape[LUNA_MAX_RANK], outer, inner, left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
   int a, b;
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (a = 0; a < LUNA_MAX_RANK; a++) {
+    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
     float *to;
     if (stride[a] != 0 || shape[a] == 1) continue;
-    for (outer = inner = 1, b = 0; b < LUNA_MAX_RANK; b++) *(b < a ? &outer : &inner) *= b == a ? 1 : shape[b];
+    for (b = 0; b < LUNA_MAX_RANK; b++) sums[b < a ? 0 : b == a ? 1 : 2] *= shape[b];
     left /= shape[a];
     to = left == 1 ? op->in[k]->grad : next;
-    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(outer * inner) * sizeof(float));
-    lunai_sum_axis(op, outer, shape[a], inner, factor, from, to);
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
+    lunai_sum_axis(op, sums, factor, from, to);
     shape[a] = 1;
     factor = 1;
     from = to;
-    next += outer * inner;
+    next += sums[0] * sums[2];
   }
 }
 LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
@@ -10426,9 +10440,9 @@ LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, inner = op->arg.reduce.inner;
-  memset(op->out[0]->data, 0, (size_t)(outer * inner) * sizeof(float));
-  lunai_sum_axis(op, outer, op->arg.reduce.axis, inner, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
+  const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
+  memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
+  lunai_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
@@ -12091,7 +12105,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   w.write = write;
   w.user = user;
   w.json = format == LUNA_PROFILE_JSON;
-  const char *isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
+  const char *isa = luna_isa_name(lunai_isa_of(ctx));
   lunai_profile_row rest = lunai_profile_sum(w.p, 0);
   rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
   if (w.json) {
@@ -13729,28 +13743,29 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   return status;
 }
 
+/* whether the shapes are the same */
+LUNAI_FN bool lunai_is_like(const luna_tensor *a, const luna_tensor *b) {
+  return a->rank == b->rank && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
+  return t->rank == tensor->rank && memcmp(t->shape, tensor->shape, (size_t)t->rank * sizeof t->shape[0]) == 0;
+}
 /* the address of a borrowed parameter's values; null, and *wrong says why */
 LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
                                      const lunai_st *st, luna_error_id *wrong) {
-  lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
+  const luna_params *from = params->shared;
+  const lunai_param *other = lunai_param_find(from, name);
+  const float *values = NULL;
   lunai_st_tensor t;
-  int rank = other ? other->tensor.rank : 0;
-  *wrong = LUNA_ERROR_NONE;
-  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx))
-    *wrong = LUNA_ERROR_BORROW_DEVICE;
-  if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
-  if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
-  if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
-  if (*wrong) return NULL;
-  if (!other) rank = t.rank;
-  if (rank != like->rank) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  for (int a = 0; a < rank && !*wrong; a++)
-    if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  if (*wrong) return NULL;
-  if (other) return other->tensor.data;
-  if (!lunai_st_borrow(&t)) *wrong = LUNA_ERROR_BORROW_FORMAT;
-  return lunai_st_borrow(&t);
+  *wrong = LUNA_ERROR_NONE;
+  if (from && luna_backend_of(from->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  else if (!from && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
+  else if (from ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
+  else if (from ? !lunai_is_like(&other->tensor, like) : !lunai_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
+  else if ((values = from ? other->tensor.data : lunai_st_borrow(&t)) == NULL && !from)
+    *wrong = LUNA_ERROR_BORROW_FORMAT;
+  return values;
 }
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
@@ -13778,11 +13793,6 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
 
 LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
   return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
-}
-LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
-  if (t->rank != tensor->rank) return false;
-  for (int a = 0; a < t->rank; a++) if (t->shape[a] != tensor->shape[a]) return false;
-  return true;
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
@@ -14403,6 +14413,9 @@ typedef struct lunai_rank_op {
   const lunai_cut *part;
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
+  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+  int64_t kept_size, room;           /* floats of `kept`, and of the workspace while it runs */
 } lunai_rank_op;
 LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
@@ -14420,15 +14433,12 @@ LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const l
   if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
   for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
 }
-typedef void (*lunai_rank_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-typedef void (*lunai_rank_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
-/* One of these ops, on the CPU; `kept` floats for backward, `room` floats while it runs. Its result is whole. */
-LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, lunai_rank_forward forward,
-                                       lunai_rank_backward backward, int rank, const int64_t *shape, int64_t kept,
-                                       int64_t room) {
+/* One of these ops, on the CPU. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
+                                       const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  const size_t bytes = (size_t)(floats + kept) * sizeof(float);
+  const size_t bytes = (size_t)(floats + op->kept_size) * sizeof(float);
   luna_custom custom;
   luna_tensor *y;
   void *memory;
@@ -14438,11 +14448,11 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   op->ctx = ctx;
   op->result = (float *)memory;
   op->kept = op->result ? op->result + floats : NULL;
-  custom.forward = forward;
-  custom.backward = backward;
+  custom.forward = op->forward;
+  custom.backward = op->backward;
   custom.state = op;
   custom.state_size = sizeof *op;
-  custom.workspace_size = (size_t)room * sizeof(float);
+  custom.workspace_size = (size_t)op->room * sizeof(float);
   y = luna_custom_op(in, count, rank, shape, &custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
   y->part = NULL;
@@ -14454,7 +14464,9 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
   memset(&op, 0, sizeof op);
   op.name = name;
   op.alone = alone;
-  return lunai_rank_op_of(&op, &x, 1, lunai_rank_sum_forward, lunai_rank_sum_backward, x->rank, x->shape, 0, 0);
+  op.forward = lunai_rank_sum_forward;
+  op.backward = lunai_rank_sum_backward;
+  return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
 }
 
 /* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
@@ -14517,10 +14529,13 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   op.part = part;
   op.lengths = lengths;
   op.heads = heads;
+  op.forward = lunai_rank_merge_forward;
+  op.backward = lunai_rank_merge_backward;
+  op.kept_size = luna_count(lse);
+  op.room = (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1);
   in[0] = y;
   in[1] = lse;
-  return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
-                          luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
+  return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
@@ -14575,10 +14590,12 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
   op.part = x->part;
+  op.forward = lunai_rank_border_forward;
+  op.backward = lunai_rank_border_backward;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  op.room = shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1);
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
-                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, 3, shape) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -15329,9 +15346,9 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *const in[6], const int32_t 
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  luna_tensor *out_bias, const int32_t *lengths, float dropout) {
-  luna_tensor *const in[6] = { x, k, bias, v, out_bias, NULL };
-  return lunai_unpack_with(in, lengths, dropout, 0);
+                                  const luna_unpack_config *config) {
+  luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
+  return lunai_unpack_with(in, config ? config->lengths : NULL, config ? config->dropout : 0, 0);
 }
 
 /* in: q, k, v, s */
@@ -15377,9 +15394,12 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t head
   return lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+                                                   const luna_causal_nested_config *config) {
+  static const luna_causal_nested_config none = { 0, LUNA_ACTIVATION_NONE, NULL, 0 };
+  const luna_causal_nested_config *c = config ? config : &none;
   luna_tensor *const in[4] = { q, k, v, s };
-  return lunai_causal_nested(in, heads, omega, lengths, dropout, NULL);
+  return lunai_causal_nested(in, c->heads ? c->heads : 1, c->omega ? c->omega : LUNA_ACTIVATION_SOFTPLUS2, c->lengths,
+                             c->dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
@@ -15412,10 +15432,32 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
+#define LUNAI_CPU_version 1
+#define LUNAI_CPU_size sizeof(luna_backend)
+#define LUNAI_CPU_device 0
+#define LUNAI_CPU_opened 0
+#define LUNAI_CPU_open NULL
+#define LUNAI_CPU_close NULL
+#define LUNAI_CPU_allocate NULL
+#define LUNAI_CPU_release NULL
+#define LUNAI_CPU_copy lunai_cpu_copy
+#define LUNAI_CPU_zero lunai_cpu_zero
+#define LUNAI_CPU_wait NULL
+#define LUNAI_CPU_begin lunai_cpu_begin
+#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
+#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
+#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
+#define LUNAI_CPU_record NULL
+#define LUNAI_CPU_recorded NULL
+#define LUNAI_CPU_run NULL
+#define LUNAI_CPU_forget NULL
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
+#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -16414,7 +16456,7 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   f->p = call.next_p;
   for (int i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
-  if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
+  if (lunai_is_like(y, x)) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
@@ -17740,12 +17782,8 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   luna_step_state state = lunai_state_of(ctx, ctx->state);
   luna_status status = LUNA_OK;
   const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[5], *all, n;
+  int64_t mine[5] = { o->attempts, (int64_t)lunai_optimizer_hash(o), 0, 0, state.nonfinite != 0 }, *all, n;
   void *bucket;
-  mine[0] = o->attempts;
-  mine[1] = (int64_t)lunai_optimizer_hash(o);
-  mine[2] = mine[3] = 0;
-  mine[4] = state.nonfinite != 0;
   bool good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
               lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
   for (int64_t at = 0; at < o->size && good; at++) {
@@ -18149,9 +18187,6 @@ LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *b
 
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
    name and shape; then the file may have no more. False: a sentence says why. */
-LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
-  if (!params->borrowing) params->filling = st;
-}
 LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
   const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
   s->params->filling = NULL;
@@ -18171,11 +18206,6 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
   if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
   return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
-}
-/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
-   memory comes first, are at most as many as tensors. */
-LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
-  return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -18205,10 +18235,13 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
       !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
       !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
     return false;
-  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+     memory comes first, are at most as many as tensors. */
+  const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
+  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > lunai_st_tensors(st, NULL))
+    return lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
+  if (!s->params->borrowing) s->params->filling = st;
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
 /* into setup's struct, its bytes of the member of luna_model at `at` */

@@ -3,9 +3,9 @@
 
    A program says in a `struct samples` what there is, and for a sample's number writes its tokens and returns its
    label:
-     batch_open(&s)                                  memory for batches: 0, or 2 after a sentence. batch_close() at the end
-     batch_random(&s, step)                          the batch of a training step: from --seed and the step alone
-     batch_at(&s, first, count, at)                  the batch at `at` of samples first .. first + count - 1 */
+     batch_open(&s)                    memory for batches: 0, or 2 after a sentence. batch_close() at the end
+     batch_random(&s, step)            the batch of a training step: from --seed and the step alone
+     batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1 */
 #define QUICK 500                    /* samples that validations during a training look at, at most */
 /* batches fetched at once and sorted by length, so that little of a batch is padding */
 #define POOL 16

@@ -4,10 +4,12 @@
 
      cc -O2 -I. examples/listops.c -o listops -lm -lpthread
 
-     listops train [--attention luna|softmax|linear|linformer] [--plot loss.svg] ...     short lists, about a minute
-     listops train --shortest 500 --longest 2000 --batch 32 --lr 1e-3 --steps 1000       the Arena's lengths, 5 to 10 minutes
-     listops eval M [--data FILE]                                                        accuracy, on new lists or on a file's
-     listops write [--count 1000] >lists.tsv                                             lines: answer TAB list
+     listops train [--attention luna|softmax|linear|linformer] [--plot loss.svg] ...
+       short lists, about a minute
+     listops train --shortest 500 --longest 2000 --batch 32 --lr 1e-3 --steps 1000
+       the Arena's lengths, 5 to 10 minutes
+     listops eval M [--data FILE]                 accuracy, on new lists or on a file's
+     listops write [--count 1000] >lists.tsv      lines: answer TAB list
 
    Lists to learn from are made as they are needed, or come from --data. Ctrl-C ends the training early and keeps what
    has been learnt. */

@@ -2,12 +2,14 @@
 
      cc -O2 -I. examples/lm.c -o lm -lm -lpthread
 
-     lm train FILE [--out M] [--steps N] [--plot loss.svg] ...          learns FILE, all but its last tenth, and writes M; a minute
-     lm train FILE --save-every N ...                                   saves the training in M as it goes, and
-     lm train FILE --resume M                                           goes on from there, to the same bits as if it had never stopped
-     mpirun -n 4 build/mpi/lm train FILE --parallel sequence            4 processes, of several machines if need be: make mpi
-     lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...   writes on from the prompt, in constant memory
-     lm eval M FILE                                                     how well M foretells FILE, in bits per byte
+     lm train FILE [--out M] [--steps N] [--plot loss.svg] ...
+       learns FILE, all but its last tenth, and writes M; a minute
+     lm train FILE --save-every N ...                           saves the training in M as it goes, and
+     lm train FILE --resume M                                   goes on from there, to the same bits as if never stopped
+     mpirun -n 4 build/mpi/lm train FILE --parallel sequence    4 processes, of several machines if need be: make mpi
+     lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...
+       writes on from the prompt, in constant memory
+     lm eval M FILE                                             how well M foretells FILE, in bits per byte
 
    Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION

@@ -1,7 +1,8 @@
 /* scored.h: softmax attention over scores of any kind, forward and backward: the kernel of synthesizer.h and
    relative.h.
 
-     y_i = sum_j softmax_j(s_ij) v_j over the keys that query i sees:  all;  causal: j <= past + i;  window: past + i - j < window
+     y_i = sum_j softmax_j(s_ij) v_j over the keys that query i sees
+     these are: all; causal: j <= past + i; window: past + i - j < window
    v [batch,m,d], of which the first past + length rows are real. By blocks of 64 queries: a system fills a block's
    scores and takes their gradients, so that no [n,m] matrix is stored. Heads are shared out to threads. */
 #ifndef ATTENTION_SCORED_H
