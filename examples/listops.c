@@ -46,6 +46,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
+  FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }
 };
@@ -72,6 +73,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = s->longest,
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+      .recompute = (luna_recompute_kind)set.recompute,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) return failed(ctx);

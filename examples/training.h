@@ -191,7 +191,7 @@ TOOL int plot(const progress *p, const char *title) {
 /* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result. */
 TOOL bool shapes_training(const flag *f) {
   return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.parallel &&
-      f->whole != &set.save_every;
+      f->whole != &set.recompute && f->whole != &set.save_every;
 }
 
 /* Puts these flags and `step` in the set's text pairs, so that luna_save_training() writes them too. */

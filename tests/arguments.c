@@ -1004,16 +1004,21 @@ static void case_luna_unpack(void) {
   const int64_t b = small(), n = small(), d = small(), h = small(), l = small();
   luna_tensor *x = tensor(3, b, n, d, 1), *k = tensor(4, b, h, l, d), *bias = tensor(3, b, h, l, 1),
       *v = tensor(4, b, h, l, d);
-  got_tensor(luna_unpack(x, k, bias, v, optional(1, d, 1, 1, 1), lengths_of(x ? x->shape[0] : b, l), probability()),
-             x || k || bias);
+  luna_unpack_config c = {0};
+  c.out_bias = optional(1, d, 1, 1, 1);
+  c.lengths = lengths_of(x ? x->shape[0] : b, l);
+  c.dropout = probability();
+  got_tensor(luna_unpack(x, k, bias, v, coin() ? NULL : &c), x || k || bias);
 }
 static void case_luna_causal_nested_attention(void) {
   const int64_t b = small(), n = small(), h = size(1 + pick(2)), d = product(h, small()), l = product(h, small());
   luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1),
       *s = tensor(3, b, n, l, 1);
   const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ACTIVATION_ELU1 + pick(3));
-  got_tensor(luna_causal_nested_attention(q, k, v, s, h, omega, lengths_of(q ? q->shape[0] : b, l), probability()), q ||
-             k || v);
+  luna_causal_nested_config c = {h, omega, NULL, 0};
+  c.lengths = lengths_of(q ? q->shape[0] : b, l);
+  c.dropout = probability();
+  got_tensor(luna_causal_nested_attention(q, k, v, s, coin() ? NULL : &c), q || k || v);
 }
 static void double_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
@@ -2109,7 +2114,7 @@ static void known_slots_unpack(void) {
   const int64_t heads[4] = {1, HUGE_SIZE, 0, 4};
   luna_begin_inference(w->ctx);
   fails(luna_unpack(shaped(3, 1, 2, 4), luna_tensor_new(w->ctx, NULL, 4, heads), shaped(3, 1, HUGE_SIZE, 0),
-                    luna_tensor_new(w->ctx, NULL, 4, heads), NULL, NULL, 0));
+                    luna_tensor_new(w->ctx, NULL, 4, heads), NULL));
 }
 static void known_batch(void) {       /* training on a batch of no sequences, with one head */
   luna_lm model;
