@@ -5,7 +5,7 @@
 cd "$(dirname "$0")/.." || exit 1
 name=lra_sh program=lra
 . tests/cli_checks.sh
-small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 2"
+small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --validations 10 --threads 2"
 # an awk program that prints octal numbers
 bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; }
 
