@@ -12,8 +12,9 @@
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
 #   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; about 10 minutes
 #   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
-#   make mpi                 lm, classify and listops with mpicc, for several processes or machines: build/mpi/lm
+#   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines: build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
+#   make mpi-bench           time and memory of 4 million tokens forward and a training step of a million, cut over 1, 2 and 4 ranks; 20 minutes, 12 GB
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
@@ -28,11 +29,11 @@ FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
-NAMES = $(filter-out bench_% cuda mpi,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda mpi%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
@@ -78,7 +79,7 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
-$(BUILD)/arena $(BUILD)/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
+$(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
 $(BUILD)/tests/lra: $(wildcard examples/*.h)
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
@@ -182,9 +183,9 @@ cuda-bench:
 
 MPICC ?= mpicc
 MPIRUN ?= mpirun
-MPI_EXAMPLES = $(BUILD)/mpi/lm $(BUILD)/mpi/classify $(BUILD)/mpi/listops
+MPI_EXAMPLES = $(addprefix $(BUILD)/mpi/,lm classify listops series lra)
 
-$(BUILD)/mpi/tests/mpi: tests/mpi.c $(BUILD)/luna.o examples/mpi.h $(wildcard tests/*.h)
+$(BUILD)/mpi/tests/%: tests/%.c $(BUILD)/luna.o examples/mpi.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/mpi/tests && rm -f $@
 	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
@@ -199,7 +200,11 @@ mpi-test:
 	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
 	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/run.sh tests/mpi.sh
 
+mpi-bench:
+	@$(MAKE) $(BUILD)/mpi/tests/mpi_bench
+	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/mpi_bench.sh
+
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench mpi mpi-test clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench mpi mpi-test mpi-bench clean

@@ -248,15 +248,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_STREAM_ERRORS(X) \
   X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, \
-    "luna_stream_step or luna_stream_prefill: there are no tokens, which this stream's model reads") \
+  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens, which this " \
+    "stream's model reads") \
   X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
     "which this stream's model reads in place of tokens") \
   X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
     "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
-  X(STREAM_TOKEN, BAD_ARGUMENT, \
-    "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was read") \
+  X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
+    "read") \
   X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
   X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
   X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
@@ -268,17 +268,15 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
-  X(NO_CONTEXT, BAD_ARGUMENT, \
-    "there is no context: luna_open failed (out of memory, a block that is too small or given with " \
-    "a device, threads below 0, an isa that this build or machine lacks, allocate without release or the reverse, an " \
-    "unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of another " \
-    "version)") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or " \
+    "given with a device, threads below 0, an isa that this build or machine lacks, allocate without release or the " \
+    "reverse, an unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of " \
+    "another version)") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, BAD_ARGUMENT, \
-    "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time in a " \
-    "context") \
+  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time " \
+    "in a context") \
   X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
     "new step began (make it again after luna_begin_step or luna_begin_inference)") \
   X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
@@ -324,8 +322,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
   X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, BAD_ARGUMENT, \
-    "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of them 1") \
+  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
+    "them 1") \
   X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
   X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
     "the first") \
@@ -333,12 +331,11 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(PATTERNS, BAD_ARGUMENT, \
-    "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), with " \
-    "ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside them") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, \
-    "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets and " \
-    "key_offsets say where sequences end") \
+  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
+    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
+    "them") \
+  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
+    "and key_offsets say where sequences end") \
   X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
   X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
     "LUNA_ACTIVATION_ELU1, which are never negative") \
@@ -385,8 +382,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
     "number of steps") \
   X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and " \
-    "max_rank %d (0 = any)") \
+  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
+    "any)") \
   X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
@@ -401,8 +398,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
   X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
-  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder " \
-    "exist, and may it be written to?") \
+  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
+    "be written to?") \
   X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
   X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
@@ -605,7 +602,8 @@ typedef struct luna_attention_args {
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
   const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
   /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
-     dropout_run 0: e + dropout_first */
+     dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
+     queries * keys in it */
   int64_t dropout_first, dropout_run, dropout_skip;
   luna_run run;
 } luna_attention_args;
@@ -1058,15 +1056,26 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 
 /* Folded Luna attention [eqs. 3-5, projections moved to the short memory]. pack: weights [batch,r,d] and context
    [batch,m,d] -> softmax(weights context^T) context [batch,r,d]. unpack: softmax over each head's slots of (x k^T +
-   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l], out_bias [d]. */
+   bias), times v, plus out_bias: x [batch,n,d], k, v [batch,h,l,d], bias [batch,h,l]. */
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums);
+typedef struct luna_unpack_config {
+  luna_tensor *out_bias;             /* [d], or null */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float dropout;                     /* of the attention matrix */
+} luna_unpack_config;
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  luna_tensor *out_bias, const int32_t *lengths, float dropout);
+                                  const luna_unpack_config *config);
+typedef struct luna_causal_nested_config {
+  int64_t heads;                     /* 0 = 1 */
+  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2; LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1 */
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float dropout;                     /* of the unpack matrix */
+} luna_causal_nested_config;
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
    scaled by 1/sqrt(d_h) here */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout);
+                                                   const luna_causal_nested_config *config);
 
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
    state is copied. */
@@ -1903,6 +1912,7 @@ typedef struct luna_op {
       int64_t pattern_count;
     } attention;                     /* softmax attention, sparse attention, pack */
     struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
+    luna_custom custom;
   } arg;
   float dropout;                     /* 0 outside training */
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
@@ -1910,7 +1920,10 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
+  bool kept_again;                   /* kept was released and computed again */
+  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
+  int scope;                         /* of a profile */
   /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
      is asked again; or null */
   struct luna_op *loss;
@@ -1920,19 +1933,15 @@ typedef struct luna_op {
   double *mean_ka, *mean_av;
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
-  bool dots;                         /* a stream's single rows: products by the decoding kernels */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
-  luna_custom custom;
   luna_ctx *ctx;
   struct luna_op *previous, *next;   /* the tape */
   int64_t number;                    /* on the tape */
-  int scope;                         /* of a profile */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
-  bool kept_again;                   /* kept was released and computed again */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
@@ -1987,37 +1996,46 @@ typedef struct luna_update {
   bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
-struct luna_backend {
-  uint32_t version, size;            /* 1, sizeof(luna_backend) */
-  int device;
-  size_t opened;                     /* bytes that `open` takes of the device, for luna_memory */
+/* A backend's entries beside its ops, V(type, name) and F(result, name, parameters) */
+#define LUNA_BACKEND_ENTRIES(V, F) \
+  V(uint32_t, version)               /* 1 */ \
+  V(uint32_t, size)                  /* sizeof(luna_backend) */ \
+  V(int, device) \
+  V(size_t, opened)                  /* bytes that `open` takes of the device, for luna_memory */ \
   /* what one context needs of the device; null: nothing. When it fails (luna_backend_fail says why) the context exists
-     and every call in it fails with that sentence */
-  luna_status (*open)(luna_ctx *ctx, int device, void **self);
-  void (*close)(void *self);
-  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */
-  void *(*allocate)(void *self, size_t bytes);
-  void (*release)(void *self, void *pointer, size_t bytes);
-  /* 0 within (never overlapping), 1 to the device, 2 to the host */
-  luna_status (*copy)(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction);
-  luna_status (*zero)(luna_ctx *ctx, void *at, size_t bytes);
-  luna_status (*wait)(luna_ctx *ctx, const luna_ctx *other); /* of one device: what ctx queues from now on runs after
-                                        what `other` has queued; null: work is done when a call returns */
-  /* counts a training step; `stepped`: clears nonfinite */
-  luna_status (*begin)(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped);
-  /* sets nonfinite when the loss is */
-  luna_status (*check)(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state);
-  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */
-  luna_status (*norm)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
-                      int64_t count);
-  luna_status (*update)(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table,
-                        int64_t count);
+     and every call in it fails with that sentence */ \
+  F(luna_status, open, (luna_ctx *ctx, int device, void **self)) \
+  F(void, close, (void *self)) \
+  /* memory the host cannot read, aligned to 256 bytes; null: the context's allocator serves */ \
+  F(void *, allocate, (void *self, size_t bytes)) \
+  F(void, release, (void *self, void *pointer, size_t bytes)) \
+  /* 0 within (never overlapping), 1 to the device, 2 to the host */ \
+  F(luna_status, copy, (luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction)) \
+  F(luna_status, zero, (luna_ctx *ctx, void *at, size_t bytes)) \
+  /* of one device: what ctx queues from now on runs after what `other` has queued; null: work is done when a call
+     returns */ \
+  F(luna_status, wait, (luna_ctx *ctx, const luna_ctx *other)) \
+  /* counts a training step; `stepped`: clears nonfinite */ \
+  F(luna_status, begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped)) \
+  /* sets nonfinite when the loss is */ \
+  F(luna_status, check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state)) \
+  /* of `count` parts, in host memory and in backend memory: sets norm, factor and nonfinite; updates */ \
+  F(luna_status, norm, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
+                        int64_t count)) \
+  F(luna_status, update, (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, \
+                          int64_t count)) \
   /* Between record and recorded, calls of ctx's thread are kept instead of run: forward, backward, begin, check, norm,
-     update, zero, and copies within the device. run queues what was kept. Null: a device without. */
-  luna_status (*record)(luna_ctx *ctx);
-  luna_status (*recorded)(luna_ctx *ctx, void **graph); /* null: what was kept is forgotten */
-  luna_status (*run)(luna_ctx *ctx, void *graph);
-  void (*forget)(void *self, void *graph);
+     update, zero, and copies within the device. run queues what was kept. Null: a device without. */ \
+  F(luna_status, record, (luna_ctx *ctx)) \
+  F(luna_status, recorded, (luna_ctx *ctx, void **graph)) /* null: what was kept is forgotten */ \
+  F(luna_status, run, (luna_ctx *ctx, void *graph)) \
+  F(void, forget, (void *self, void *graph))
+struct luna_backend {
+#define LUNAI_ENTRY(type, name) type name;
+#define LUNAI_ENTRY_CALL(result, name, parameters) result (*name) parameters;
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   luna_op_functions op[LUNA_OP_COUNT];
 };
 LUNA_API const luna_backend *luna_cpu_backend(void);
@@ -2236,6 +2254,49 @@ LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32
   return d;
 }
 
+/* A matrix to read: element (i, j) is at[i * row + j * column] */
+typedef struct lunai_matrix { const float *at; int64_t rows, columns, row, column; } lunai_matrix;
+LUNAI_INLINE lunai_matrix lunai_strided(const float *at, int64_t rows, int64_t columns, int64_t row) {
+  lunai_matrix a;
+  a.at = at;
+  a.rows = rows; a.columns = columns;
+  a.row = row; a.column = 1;
+  return a;
+}
+LUNAI_INLINE lunai_matrix lunai_dense(const float *at, int64_t rows, int64_t columns) {
+  return lunai_strided(at, rows, columns, columns);
+}
+LUNAI_INLINE lunai_matrix lunai_transposed(lunai_matrix a) {
+  const lunai_matrix b = a;
+  a.rows = b.columns; a.columns = b.rows;
+  a.row = b.column; a.column = b.row;
+  return a;
+}
+/* its columns, or rows, [first, last) */
+LUNAI_INLINE lunai_matrix lunai_columns(lunai_matrix a, int64_t first, int64_t last) {
+  a.at += first * a.column;
+  a.columns = last - first;
+  return a;
+}
+LUNAI_INLINE lunai_matrix lunai_lines(lunai_matrix a, int64_t first, int64_t last) {
+  a.at += first * a.row;
+  a.rows = last - first;
+  return a;
+}
+/* Where a matrix goes, its rows `row` floats apart; add: to what is there */
+typedef struct lunai_out { float *at; int64_t row; bool add; } lunai_out;
+LUNAI_INLINE lunai_out lunai_into(float *at, int64_t row, bool add) {
+  lunai_out c;
+  c.at = at;
+  c.row = row;
+  c.add = add;
+  return c;
+}
+/* n columns of B in panels of nr: row p of panel j is at[j * step + p * row] */
+typedef struct lunai_panels { const float *at; int64_t n, step, row; } lunai_panels;
+/* The running mean M [rows, columns] of y^T z over t tokens */
+typedef struct lunai_mean { double *at; int64_t rows, columns, row; double t; } lunai_mean;
+
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
@@ -2281,6 +2342,32 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_rows(const lunai_cross_entropy 
   return a;
 }
 
+/* An op of LUNA_ELEMENTWISE on n elements; step: 1, or 0 of an input that repeats */
+typedef struct lunai_each { int kind; int64_t n; const float *x[3]; int64_t step[3]; } lunai_each;
+
+/* y = (x - mean) rstd weight + bias of each row, rstd = 1 / sqrt(variance + epsilon); rms: mean 0 and no bias, rstd =
+   1 / sqrt(mean(x^2) + epsilon) [arXiv 1910.07467] */
+typedef struct lunai_layer_norm {
+  bool rms;
+  float epsilon;
+  int64_t rows, n;
+  const float *x, *weight, *bias;    /* [rows, n]; [n] or null */
+  float *y, *mean, *rstd;            /* mean, rstd [rows]: forward writes them unless null, backward reads them */
+  const float *dy;
+  float *dx, *dweight, *dbias;       /* backward adds to dweight and dbias, where not null, */
+  bool add;                          /* and to what is in dx, which is else set */
+} lunai_layer_norm;
+
+/* The short convolution over time, each of n channels alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) */
+typedef struct lunai_convolution {
+  int64_t rows, n, width;
+  const float *x, *history;          /* [rows, n]; the width - 1 rows before them, null: zeros */
+  const float *weight, *bias;        /* [n, width]; [n] or null */
+  float *y;
+  const float *dy;
+  float *dx, *dweight, *dbias;       /* backward adds; dweight and dbias may be null */
+} lunai_convolution;
+
 /* Attention, eq. 1, and the causal product, eq. 7: the public arguments, whose sizes, strides and scale are resolved: a
    batch stride 0 shares. Rows: q, out and the [row, head] arrays index row = b * queries + i, or query_offsets[b] + i
    when ragged. grad_k may equal grad_v. */
@@ -2294,6 +2381,14 @@ LUNAI_FN lunai_dropout lunai_attention_dropout(const lunai_attention *a) {
   return d;
 }
 LUNAI_FN bool lunai_drops(const lunai_attention *a) { return lunai_dropout_threshold(a->dropout) > 0; }
+
+/* The scores of some queries by some keys. `across`: those of a query are contiguous, else those of a key */
+typedef struct lunai_tile {
+  int64_t query, key, width, depth;     /* first query and key; how many */
+  int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
+  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
+  bool across;
+} lunai_tile;
 
 /* Folded unpack: S = X K^T + bias, softmax over each group of l columns (one group a head), out = sum_h softmax_h V_h +
    out_bias. x [batch, rows, dim], k and v [batch, heads, slots, dim], bias [batch, heads, slots], out [batch, rows,
@@ -2310,6 +2405,13 @@ typedef struct lunai_unpack {
   /* backward adds; any may be null; grad_x may be grad_out: added in place */
   float *grad_x, *grad_k, *grad_bias, *grad_v, *grad_out_bias;
 } lunai_unpack;
+
+/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
+typedef struct lunai_unpack_space {
+  int64_t slots, n;                     /* real slots; heads of them */
+  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
+  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
+} lunai_unpack_space;
 
 /* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
    sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
@@ -2408,9 +2510,8 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   T(void, activate_slope, (int kind, int64_t n, const float *x, const float *dy, float *y)) \
   K(void, add, (int64_t n, const float *a, const float *b, float *y)) \
   K(void, mul, (int64_t n, const float *a, const float *b, float *y)) \
-  R(void, elementwise, (int kind, const float *const *x, const int64_t *step, int64_t n, float *y)) \
-  T(void, elementwise_slope, (int kind, int input, const float *const *x, const int64_t *step, int64_t n, \
-      const float *dy, float *y, bool add)) \
+  R(void, elementwise, (const lunai_each *e, float *y)) \
+  T(void, elementwise_slope, (const lunai_each *e, int input, const float *dy, float *y, bool add)) \
   K(void, scale, (int64_t n, float factor, const float *x, float *y)) \
   R(void, scale_add, (int64_t n, float factor, const float *x, float *y)) \
   R(double, sum, (int64_t n, const float *x)) \
@@ -2418,24 +2519,15 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(float, dot, (int64_t n, const float *a, const float *b)) \
   K(void, softmax, (int64_t rows, int64_t n, const float *x, float *y)) \
   T(void, softmax_backward, (int64_t rows, int64_t n, const float *y, const float *dy, float *dx)) \
-  K(void, layer_norm, (int64_t rows, int64_t n, const float *x, const float *weight, const float *bias, float epsilon, \
-                       float *y, float *mean, float *rstd)) \
-  K(void, rms_norm, (int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y, \
-      float *mean, float *rstd)) \
-  T(void, layer_norm_backward, (bool rms, int64_t rows, int64_t n, const float *x, const float *weight, \
-      const float *mean, const float *rstd, const float *dy, float *dx, bool add)) \
-  T(void, layer_norm_weights, (int64_t rows, int64_t n, int64_t first, int64_t last, const float *x, \
-                               const float *mean, const float *rstd, const float *dy, float *dweight, float *dbias)) \
-  R(void, sum_rows, (int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor, \
-                     const float *x, float *y)) \
+  K(void, layer_norm, (const lunai_layer_norm *a)) \
+  T(void, layer_norm_backward, (const lunai_layer_norm *a)) \
+  T(void, layer_norm_weights, (const lunai_layer_norm *a, int64_t first, int64_t last)) \
+  R(void, sum_rows, (lunai_matrix x, float factor, float *y)) \
   R(void, cross_entropy, (const lunai_cross_entropy *a)) \
   T(void, cross_entropy_backward, (const lunai_cross_entropy *a)) \
-  K(void, short_convolution, (int64_t rows, int64_t n, int64_t width, const float *x, const float *history, \
-                              const float *weight, const float *bias, float *y)) \
-  T(void, short_convolution_backward, (int64_t rows, int64_t n, int64_t width, const float *weight, const float *dy, \
-                                       float *dx)) \
-  T(void, short_convolution_weights, (int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last, \
-                                      const float *x, const float *dy, float *dweight, float *dbias)) \
+  K(void, short_convolution, (const lunai_convolution *a)) \
+  T(void, short_convolution_backward, (const lunai_convolution *a)) \
+  T(void, short_convolution_weights, (const lunai_convolution *a, int64_t first, int64_t last)) \
   R(void, dropout, (const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y, \
                     bool accumulate)) \
   T(void, sgd, (const lunai_update *update)) \
@@ -2462,25 +2554,19 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   K(void, dot_rows, (int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, const float *b, int64_t b_column, \
                      const lunai_target *t)) \
   R(void, dropout_mask, (const lunai_dropout *d, int64_t first, int64_t n, float *mask)) \
-  R(void, tile_softmax, (bool across, int64_t lines, int64_t length, int64_t step, float *s, const float *mask, \
-                         float *stats)) \
-  T(void, tile_slopes, (bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes, \
-                        const float *mask, const float *lse, const float *delta, const float *add)) \
-  R(void, tile_hide, (int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value, float *x)) \
-  R(bool, finite_copy, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y)) \
-  R(void, attention_merge, (int64_t width, int64_t dim, const float *stats, const float *part, float *state, \
-                            float *out, int64_t out_row)) \
+  R(void, tile_softmax, (const lunai_tile *t, float *s, const float *mask, float *stats)) \
+  T(void, tile_slopes, (const lunai_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
+  R(void, tile_hide, (int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x)) \
+  R(bool, finite_copy, (lunai_matrix x, float *y)) \
+  R(void, attention_merge, (lunai_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
   R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
-  R(void, unpack_softmax, (int64_t rows, int64_t groups, int64_t n, const float *bias, float *s, float *lse)) \
-  T(void, unpack_slopes, (int64_t rows, int64_t groups, int64_t n, const float *bias, const float *mask, \
-                          const float *lse, float *s, float *slopes)) \
+  R(void, unpack_softmax, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
+  T(void, unpack_slopes, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
   K(void, scan, (int64_t n, double joins, double leaves, float *state, double *carried)) \
-  K(bool, all_finite, (int64_t rows, int64_t n, const float *x, int64_t x_row)) \
-  K(void, copy_rows, (int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row)) \
-  K(void, scale_rows, (int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row, float *y, \
-                       int64_t y_row)) \
-  K(void, step_state, (int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x, \
-                       double *mean, int64_t mean_row, double *result))
+  K(bool, all_finite, (lunai_matrix x)) \
+  K(void, copy_rows, (lunai_matrix x, float *y, int64_t y_row)) \
+  K(void, scale_rows, (lunai_matrix x, const float *factors, float *y, int64_t y_row)) \
+  K(void, step_mean, (lunai_mean m, const float *y, const float *z, const float *x, double *result))
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
@@ -3523,41 +3609,46 @@ LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int6
   return lunai_divide_up(n, kernels->nr) * kernels->nr * k;
 }
 
-/* C = alpha A B (+ C) with n columns of B in panels: copied ones (b_row NR), or B's own columns where n is a
-   multiple of NR */
-LUNAI_FN void lunai_matmul_blocks(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a,
-                                  int64_t a_row, int64_t a_column, const float *panel, int64_t panel_step,
-                                  int64_t b_row, float alpha, float *c, int64_t c_row, bool accumulate) {
+LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
+  lunai_panels b;
+  b.at = at;
+  b.n = n;
+  b.step = kernels->nr * k;
+  b.row = kernels->nr;
+  return b;
+}
+LUNAI_FN lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
+  kernels->fill_panels(b.columns, b.rows, b.at, b.row, b.column, room);
+  return lunai_panels_in(kernels, room, b.columns, b.rows);
+}
+/* C = alpha A B (+ C) */
+LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_panels b,
+                                  lunai_out c) {
   lunai_target t;
   int64_t p = 0;
   memset(&t, 0, sizeof t);
-  t.sum = c;
-  t.sum_row = t.from_row = c_row;
+  t.sum = c.at;
+  t.sum_row = t.from_row = c.row;
   t.alpha = alpha;
-  t.from = accumulate ? c : NULL;
+  t.from = c.add ? c.at : NULL;
   do {
-    kernels->panels(m, n, lunai_min(k - p, LUNAI_KC), a + p * a_column, a_row, a_column, NULL, panel + p * b_row,
-                    panel_step, b_row, &t);
-    t.from = c;
+    kernels->panels(a.rows, b.n, lunai_min(a.columns - p, LUNAI_KC), a.at + p * a.column, a.row, a.column, NULL,
+                    b.at + p * b.row, b.step, b.row, &t);
+    t.from = c.at;
     p += LUNAI_KC;
-  } while (p < k);
+  } while (p < a.columns);
 }
-LUNAI_FN void lunai_matmul_panels(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a,
-                                  int64_t a_row, int64_t a_column, const float *panels, float alpha, float *c,
-                                  int64_t c_row, bool accumulate) {
-  lunai_matmul_blocks(kernels, m, n, k, a, a_row, a_column, panels, kernels->nr * k, kernels->nr, alpha, c, c_row,
-                      accumulate);
-}
-LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row,
-                           int64_t a_column, const float *b, int64_t b_row, int64_t b_column, float alpha, float *c,
-                           int64_t c_row, bool accumulate, float *panels) {
+/* panels: room for those of B */
+LUNAI_FN void lunai_matmul(const lunai_kernels *kernels, float alpha, lunai_matrix a, lunai_matrix b, lunai_out c,
+                           float *panels) {
   const int64_t nr = kernels->nr;
-  /* copying pays when a panel is read more than twice */
-  const int64_t whole = b_column == 1 && m <= 2 * kernels->mr ? n / nr * nr : 0;
-  if (whole) lunai_matmul_blocks(kernels, m, whole, k, a, a_row, a_column, b, nr, b_row, alpha, c, c_row, accumulate);
-  if (whole == n) return;
-  kernels->fill_panels(n - whole, k, b + whole * b_column, b_row, b_column, panels);
-  lunai_matmul_panels(kernels, m, n - whole, k, a, a_row, a_column, panels, alpha, c + whole, c_row, accumulate);
+  /* copying pays when a panel is read more than twice; else B's own columns, as far as they are whole panels */
+  const int64_t whole = b.column == 1 && a.rows <= 2 * kernels->mr ? b.columns / nr * nr : 0;
+  const lunai_panels own = { b.at, whole, nr, b.row };
+  if (whole) lunai_matmul_panels(kernels, alpha, a, own, c);
+  if (whole == b.columns) return;
+  c.at += whole;
+  lunai_matmul_panels(kernels, alpha, a, lunai_panels_of(kernels, lunai_columns(b, whole, b.columns), panels), c);
 }
 
 /* How a gemm is shared out: each batch item in row_parts x column_parts, each part with panels of its own, so that
@@ -3815,17 +3906,18 @@ LUNAI_MAP_REFERENCE(mul, (int64_t n, const float *a, const float *b, float *y), 
 LUNAI_MAP_REFERENCE(scale, (int64_t n, float factor, const float *x, float *y), y, factor * x[i])
 LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *y), y, y[i] + factor * x[i])
 #undef LUNAI_MAP_REFERENCE
-/* LUNA_ELEMENTWISE; step: 1, or 0 of an input that repeats */
-LUNAI_FN void lunai_elementwise_reference(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+LUNAI_FN void lunai_elementwise_reference(const lunai_each *e, float *y) {
+  const float *const *x = e->x;
   int64_t i;
-  for (i = 0; i < n; i++) y[i] = lunai_each_scalar(kind, x[0][i * step[0]], x[1][i * step[1]], x[2][i * step[2]]);
+  for (i = 0; i < e->n; i++)
+    y[i] = lunai_each_scalar(e->kind, x[0][i * e->step[0]], x[1][i * e->step[1]], x[2][i * e->step[2]]);
 }
-LUNAI_FN void lunai_elementwise_slope_reference(int kind, int input, const float *const *x, const int64_t *step,
-                                                int64_t n, const float *dy, float *y, bool add) {
+LUNAI_FN void lunai_elementwise_slope_reference(const lunai_each *e, int input, const float *dy, float *y, bool add) {
+  const float *const *x = e->x;
   int64_t i;
-  for (i = 0; i < n; i++)
-    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(kind, input, x[0][i * step[0]], x[1][i * step[1]],
-                                                      x[2][i * step[2]], dy[i]);
+  for (i = 0; i < e->n; i++)
+    y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
+                                                      x[2][i * e->step[2]], dy[i]);
 }
 
 LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
@@ -3859,77 +3951,77 @@ LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const fl
   }
 }
 
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
-LUNAI_FN void lunai_layer_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight,
-                                         const float *bias, float epsilon, float *y, float *mean, float *rstd) {
+/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
+LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const double center = lunai_sum_reference(n, x) / (double)n;
-    double variance = 0, r;
-    for (i = 0; i < n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / (double)n;
-    r = 1 / sqrt(variance + (double)epsilon);
-    for (i = 0; i < n; i++) {
-      const double normal = ((double)x[i] - center) * r;
-      y[i] = (float)(normal * (weight ? (double)weight[i] : 1) + (bias ? (double)bias[i] : 0));
-    }
-    if (mean) mean[row] = (float)center;
-    if (rstd) rstd[row] = (float)r;
+  for (row = 0; row < a->rows && a->n > 0; row++) {
+    const float *x = a->x + row * a->n;
+    const double r = 1 / sqrt(lunai_sum_squares_reference(a->n, x) / (double)a->n + (double)a->epsilon);
+    for (i = 0; i < a->n; i++)
+      a->y[row * a->n + i] = (float)((double)x[i] * r * (a->weight ? (double)a->weight[i] : 1));
+    if (a->mean) a->mean[row] = 0;
+    if (a->rstd) a->rstd[row] = (float)r;
   }
 }
-/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void lunai_rms_norm_reference(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon,
-                                       float *y, float *mean, float *rstd) {
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
+LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const double r = 1 / sqrt(lunai_sum_squares_reference(n, x) / (double)n + (double)epsilon);
-    for (i = 0; i < n; i++) y[i] = (float)((double)x[i] * r * (weight ? (double)weight[i] : 1));
-    if (mean) mean[row] = 0;
-    if (rstd) rstd[row] = (float)r;
+  if (a->rms) lunai_rms_norm_reference(a);
+  for (row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
+    const float *x = a->x + row * a->n;
+    const double n = (double)a->n, center = lunai_sum_reference(a->n, x) / n;
+    double variance = 0, r;
+    for (i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    r = 1 / sqrt(variance + (double)a->epsilon);
+    for (i = 0; i < a->n; i++) {
+      const double normal = ((double)x[i] - center) * r;
+      a->y[row * a->n + i] = (float)(normal * (a->weight ? (double)a->weight[i] : 1) +
+                                     (a->bias ? (double)a->bias[i] : 0));
+    }
+    if (a->mean) a->mean[row] = (float)center;
+    if (a->rstd) a->rstd[row] = (float)r;
   }
 }
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void lunai_layer_norm_backward_reference(bool rms, int64_t rows, int64_t n, const float *x,
-                                                  const float *weight,
-                                                  const float *mean, const float *rstd, const float *dy, float *dx,
-                                                  bool add) {
+LUNAI_FN void lunai_layer_norm_backward_reference(const lunai_layer_norm *a) {
   int64_t row, i;
-  for (row = 0; row < rows; row++, x += n, dy += n, dx += n) {
-    const double center = (double)mean[row], r = (double)rstd[row];
+  for (row = 0; row < a->rows; row++) {
+    const float *x = a->x + row * a->n, *dy = a->dy + row * a->n;
+    const double n = (double)a->n, center = (double)a->mean[row], r = (double)a->rstd[row];
     double mean_g = 0, mean_gx = 0;
-    for (i = 0; i < n; i++) {
-      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1);
-      mean_g += rms ? 0 : g / (double)n;
-      mean_gx += g * ((double)x[i] - center) * r / (double)n;
+    for (i = 0; i < a->n; i++) {
+      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1);
+      mean_g += a->rms ? 0 : g / n;
+      mean_gx += g * ((double)x[i] - center) * r / n;
     }
-    for (i = 0; i < n; i++) {
-      const double g = (double)dy[i] * (weight ? (double)weight[i] : 1), xhat = ((double)x[i] - center) * r;
-      dx[i] = (float)(r * (g - mean_g - xhat * mean_gx)) + (add ? dx[i] : 0);
+    for (i = 0; i < a->n; i++) {
+      const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1), xhat = ((double)x[i] - center) * r;
+      float *dx = a->dx + row * a->n + i;
+      *dx = (float)(r * (g - mean_g - xhat * mean_gx)) + (a->add ? *dx : 0);
     }
   }
 }
 /* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
-LUNAI_FN void lunai_layer_norm_weights_reference(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
-                                                 const float *mean, const float *rstd, const float *dy, float *dweight,
-                                                 float *dbias) {
+LUNAI_FN void lunai_layer_norm_weights_reference(const lunai_layer_norm *a, int64_t first, int64_t last) {
   int64_t row, i;
   for (i = first; i < last; i++) {
     double scaled = 0, sum = 0;
-    for (row = 0; row < rows; row++) {
-      const double g = (double)dy[row * n + i];
-      scaled += g * ((double)x[row * n + i] - (double)mean[row]) * (double)rstd[row];
+    for (row = 0; row < a->rows; row++) {
+      const double g = (double)a->dy[row * a->n + i];
+      scaled += g * ((double)a->x[row * a->n + i] - (double)a->mean[row]) * (double)a->rstd[row];
       sum += g;
     }
-    if (dweight) dweight[i] += (float)scaled;
-    if (dbias) dbias[i] += (float)sum;
+    if (a->dweight) a->dweight[i] += (float)scaled;
+    if (a->dbias) a->dbias[i] += (float)sum;
   }
 }
-LUNAI_FN void lunai_sum_rows_reference(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last,
-                                       float factor, const float *x, float *y) {
-  int64_t row, i;
-  for (i = first; i < lunai_min(last, n); i++) {
+/* y_j += factor sum_i x_ij */
+LUNAI_FN void lunai_sum_rows_reference(lunai_matrix x, float factor, float *y) {
+  int64_t i, j;
+  for (j = 0; j < x.columns; j++) {
     double sum = 0;
-    for (row = 0; row < rows; row++) sum += (double)x[row * row_stride + i];
-    y[i] += (float)((double)factor * sum);
+    for (i = 0; i < x.rows; i++) sum += (double)x.at[i * x.row + j];
+    y[j] += (float)((double)factor * sum);
   }
 }
 
@@ -3974,43 +4066,41 @@ LUNAI_FN void lunai_cross_entropy_backward_reference(const lunai_cross_entropy *
 }
 
 /* y_t = bias + sum_i weight_i x_(t - width + 1 + i); rows before the first are history's, or 0 */
-LUNAI_FN float lunai_tap(int64_t row, int64_t n, int64_t width, int64_t channel, const float *x, const float *history) {
-  return row >= 0 ? x[row * n + channel] : history ? history[(row + width - 1) * n + channel] : 0;
+LUNAI_FN float lunai_tap(const lunai_convolution *a, int64_t row, int64_t channel) {
+  return row >= 0 ? a->x[row * a->n + channel] :
+         a->history ? a->history[(row + a->width - 1) * a->n + channel] : 0;
 }
-LUNAI_FN void lunai_short_convolution_reference(int64_t rows, int64_t n, int64_t width, const float *x,
-                                                const float *history, const float *weight, const float *bias,
-                                                float *y) {
+LUNAI_FN void lunai_short_convolution_reference(const lunai_convolution *a) {
   int64_t t, c, i;
-  for (t = 0; t < rows; t++)
-    for (c = 0; c < n; c++) {
-      float sum = bias ? bias[c] : 0;
-      for (i = 0; i < width; i++)
-        sum += weight[c * width + i] * lunai_tap(t - width + 1 + i, n, width, c, x, history);
-      y[t * n + c] = sum;
+  for (t = 0; t < a->rows; t++)
+    for (c = 0; c < a->n; c++) {
+      float sum = a->bias ? a->bias[c] : 0;
+      for (i = 0; i < a->width; i++) sum += a->weight[c * a->width + i] * lunai_tap(a, t - a->width + 1 + i, c);
+      a->y[t * a->n + c] = sum;
     }
 }
-LUNAI_FN void lunai_short_convolution_backward_reference(int64_t rows, int64_t n, int64_t width, const float *weight,
-                                                         const float *dy, float *dx) {
+LUNAI_FN void lunai_short_convolution_backward_reference(const lunai_convolution *a) {
   int64_t t, c, i;
-  for (t = 0; t < rows; t++)
-    for (c = 0; c < n; c++)
-      for (i = 0; i < width; i++)
-        if (t + width - 1 - i < rows) dx[t * n + c] += weight[c * width + i] * dy[(t + width - 1 - i) * n + c];
+  for (t = 0; t < a->rows; t++)
+    for (c = 0; c < a->n; c++)
+      for (i = 0; i < a->width; i++) {
+        const int64_t later = t + a->width - 1 - i;
+        if (later < a->rows) a->dx[t * a->n + c] += a->weight[c * a->width + i] * a->dy[later * a->n + c];
+      }
 }
-LUNAI_FN void lunai_short_convolution_weights_reference(int64_t rows, int64_t n, int64_t width, int64_t first,
-                                                        int64_t last, const float *x, const float *dy, float *dweight,
-                                                        float *dbias) {
+/* of channels [first, last) */
+LUNAI_FN void lunai_short_convolution_weights_reference(const lunai_convolution *a, int64_t first, int64_t last) {
+  const int64_t n = a->n, width = a->width;
   int64_t t, c, i;
-  for (c = first; c < last; c++) {
-    for (i = 0; dweight && i < width; i++) {
+  for (c = first; c < last; c++)
+    for (i = 0; a->dweight && i < width; i++) {
       double sum = 0;
-      for (t = lunai_min(rows, width - 1 - i); t < rows; t++) sum += (double)dy[t * n +
-                                                                                c] * (double)x[(t - width + 1 + i) * n +
-                                                                                               c];
-      dweight[c * width + i] += (float)sum;
+      for (t = lunai_min(a->rows, width - 1 - i); t < a->rows; t++)
+        sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
+      a->dweight[c * width + i] += (float)sum;
     }
-    if (dbias) lunai_sum_rows_reference(rows, n, n, c, c + 1, 1, dy, dbias);
-  }
+  if (a->dbias) lunai_sum_rows_reference(lunai_columns(lunai_dense(a->dy, a->rows, n), first, last), 1,
+                                         a->dbias + first);
 }
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
@@ -4125,15 +4215,20 @@ LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
 #undef LUNAI_INPUT
 #define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
-LUNAI_FN void LUNAI_K(elementwise)(int kind, const float *const *x, const int64_t *step, int64_t n, float *y) {
+LUNAI_FN void LUNAI_K(elementwise)(const lunai_each *e, float *y) {
+  const float *const *x = e->x;
+  const int64_t *step = e->step, n = e->n;
+  const int kind = e->kind;
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
     LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
   }
 }
-LUNAI_FN void LUNAI_K(elementwise_slope)(int kind, int input, const float *const *x, const int64_t *step, int64_t n,
-                                         const float *dy, float *y, bool add) {
+LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const float *dy, float *y, bool add) {
+  const float *const *x = e->x;
+  const int64_t *step = e->step, n = e->n;
+  const int kind = e->kind;
   int64_t i;
   for (i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
@@ -4240,52 +4335,51 @@ LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y,
   }
 }
 
-/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) ---- */
-LUNAI_FN void LUNAI_K(layer_norm)(int64_t rows, int64_t n, const float *x, const float *weight, const float *bias,
-                                  float epsilon, float *y,
-                                  float *mean, float *rstd) {
+/* ---- layer norm: y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: mean 0, no bias ---- */
+LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
+  const float *x = a->x, *const weight = a->weight, *const bias = a->bias;
+  const int64_t n = a->n;
+  const bool rms = a->rms;
+  float *y = a->y;
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
+  for (row = 0; row < a->rows && n > 0; row++, x += n, y += n) {
     /* the second pass also computes the rounding error of the mean */
-    const float center = (float)(LUNAI_K(sum)(n, x) / (double)n);
-    double squares, off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
-    const double variance = squares / (double)n - off * off;
-    const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)epsilon));
-    const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
-    for (i = 0; i < n; i += VF) {
+    const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
+    double squares, off = 0, variance;
+    float r;
+    vf vcenter, voff, vr;
+    if (rms) squares = LUNAI_K(sum_squares)(n, x);
+    else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
+    variance = squares / (double)n - off * off;
+    r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
+    vcenter = vf_set(center); voff = vf_set((float)off); vr = vf_set(r);
+    for (i = 0; rms && i < n; i += VF) {
+      const vf v = vf_mul(LUNAI_GET(x), vr);
+      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
+    }
+    for (i = 0; !rms && i < n; i += VF) {
       vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
       if (weight) v = vf_mul(v, LUNAI_GET(weight));
       if (bias) v = vf_add(v, LUNAI_GET(bias));
       LUNAI_PUT(y, v);
     }
-    if (mean) mean[row] = (float)((double)center + off);
-    if (rstd) rstd[row] = r;
-  }
-}
-
-/* RMS norm: y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon); as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void LUNAI_K(rms_norm)(int64_t rows, int64_t n, const float *x, const float *weight, float epsilon, float *y,
-                                float *mean, float *rstd) {
-  int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, y += n) {
-    const float r = (float)(1 / sqrt(LUNAI_K(sum_squares)(n, x) / (double)n + (double)epsilon));
-    for (i = 0; i < n; i += VF) {
-      const vf v = vf_mul(LUNAI_GET(x), vf_set(r));
-      LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
-    }
-    if (mean) mean[row] = 0;
-    if (rstd) rstd[row] = r;
+    if (a->mean) a->mean[row] = (float)((double)center + off);
+    if (a->rstd) a->rstd[row] = r;
   }
 }
 
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
-LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, const float *x, const float *weight,
-                                           const float *mean, const float *rstd, const float *dy, float *dx, bool add) {
+LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
+  const float *x = a->x, *dy = a->dy, *const weight = a->weight;
+  const int64_t n = a->n;
+  const bool add = a->add;
+  float *dx = a->dx;
   int64_t row, i;
-  for (row = 0; row < rows && n > 0; row++, x += n, dy += n, dx += n) {
-    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean[row], rstd[row], &moment);
-    const vf center = vf_set(mean[row]), r = vf_set(rstd[row]);
-    const vf mean_g = vf_set(rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
+  for (row = 0; row < a->rows && n > 0; row++, x += n, dy += n, dx += n) {
+    const float mean = a->mean[row], rstd = a->rstd[row];
+    double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean, rstd, &moment);
+    const vf center = vf_set(mean), r = vf_set(rstd);
+    const vf mean_g = vf_set(a->rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
     for (i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
@@ -4301,19 +4395,20 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(bool rms, int64_t rows, int64_t n, co
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
   if (vectors > i) \
-    sum##i = b ? vf_fma(LUNAI_K(get)(a + i * VF, left - i * VF), \
+    sum##i = b ? vf_fma(LUNAI_K(get)(at + i * VF, left - i * VF), \
                         vf_mul(vf_sub(LUNAI_K(get)(b + i * VF, left - i * VF), center), scale), sum##i) \
-                              : vf_add(sum##i, LUNAI_K(get)(a + i * VF, left - i * VF));
-/* part = the sums of up to LUNAI_FLOAT_ROWS rows, of which `left` columns exist */
-LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, const float *a, int64_t a_row,
-                                       const float *b, int64_t b_row,
-                                       const float *mean, const float *rstd, float *part) {
+                              : vf_add(sum##i, LUNAI_K(get)(at + i * VF, left - i * VF));
+/* part = the sums of up to LUNAI_FLOAT_ROWS rows and LUNAI_SUM_COLUMNS columns, as below */
+LUNAI_INLINE void LUNAI_K(column_part)(int vectors, lunai_matrix a, const float *b, const float *mean,
+                                       const float *rstd, float *part) {
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+  const float *at = a.at;
+  const int64_t left = a.columns;
   int64_t r;
-  for (r = 0; r < rows; r++, a += a_row) {
+  for (r = 0; r < a.rows; r++, at += a.row) {
     const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
     LUNAI_COLUMN(0) LUNAI_COLUMN(1) LUNAI_COLUMN(2) LUNAI_COLUMN(3)
-    if (b) b += b_row;
+    if (b) b += a.row;
   }
   vf_store(part, sum0);
   vf_store(part + VF, sum1);
@@ -4321,41 +4416,37 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, int64_t rows, int64_t left, 
   vf_store(part + 3 * VF, sum3);
 }
 
-/* y[j y_column] += factor * sum over rows of a (b - mean) rstd; null b: of a; null mean and rstd: of a b */
-LUNAI_FN void LUNAI_K(column_sums)(int64_t rows, int64_t columns, const float *a, int64_t a_row, const float *b,
-                                   int64_t b_row,
-                                   const float *mean, const float *rstd, float factor, float *y, int64_t y_column) {
+/* y[j y_column] += factor * sum over rows of a (b - mean) rstd, mean and rstd those of `norm`, or 0 and 1 where it is
+   null; null b: of a. b has a's strides. */
+LUNAI_FN void LUNAI_K(column_sums)(lunai_matrix a, const float *b, const lunai_layer_norm *norm, float factor,
+                                   float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
   int64_t first, n, r, i;
-  for (first = 0; first < columns; first += n) {
-    n = columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(columns - first, VF);
+  for (first = 0; first < a.columns; first += n) {
+    n = a.columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(a.columns - first, VF);
     for (i = 0; i < n; i++) total[i] = 0;
-    for (r = 0; r < rows; r += LUNAI_FLOAT_ROWS) {
-      const float *a_at = a + r * a_row + first, *b_at = b ? b + r * b_row + first : NULL,
-          *means = mean ? mean + r : NULL, *rstds = rstd ? rstd + r : NULL;
-      const int64_t count = lunai_min(rows - r, LUNAI_FLOAT_ROWS);
-      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, count, n, a_at, a_row, b_at, b_row, means, rstds, part);
-      else if (b) LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, b_at, b_row, means, rstds, part);
-      else LUNAI_K(column_part)(4, count, LUNAI_SUM_COLUMNS, a_at, a_row, NULL, 0, NULL, NULL, part);
+    for (r = 0; r < a.rows; r += LUNAI_FLOAT_ROWS) {
+      const int64_t count = lunai_min(a.rows - r, LUNAI_FLOAT_ROWS), at = r * a.row + first;
+      const lunai_matrix rows = lunai_strided(a.at + at, count, n, a.row);
+      const float *mean = norm ? norm->mean + r : NULL, *rstd = norm ? norm->rstd + r : NULL;
+      if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, rows, b ? b + at : NULL, mean, rstd, part);
+      else if (b) LUNAI_K(column_part)(4, rows, b + at, mean, rstd, part);
+      else LUNAI_K(column_part)(4, rows, NULL, NULL, NULL, part);
       for (i = 0; i < n; i++) total[i] += (double)part[i];
     }
     for (i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
   }
 }
 
-LUNAI_FN void LUNAI_K(layer_norm_weights)(int64_t rows, int64_t n, int64_t first, int64_t last, const float *x,
-                                          const float *mean,
-                                          const float *rstd, const float *dy, float *dweight, float *dbias) {
-  if (dweight) LUNAI_K(column_sums)(rows, last - first, dy + first, n, x + first, n, mean, rstd, 1, dweight + first, 1);
-  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+LUNAI_FN void LUNAI_K(layer_norm_weights)(const lunai_layer_norm *a, int64_t first, int64_t last) {
+  const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
+  if (a->dweight) LUNAI_K(column_sums)(dy, a->x + first, a, 1, a->dweight + first, 1);
+  if (a->dbias) LUNAI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
-LUNAI_FN void LUNAI_K(sum_rows)(int64_t rows, int64_t n, int64_t row_stride, int64_t first, int64_t last, float factor,
-                                const float *x,
-                                float *y) {
-  last = lunai_min(last, n);
-  LUNAI_K(column_sums)(rows, last - first, x + first, row_stride, NULL, 0, NULL, NULL, factor, y + first, 1);
+LUNAI_FN void LUNAI_K(sum_rows)(lunai_matrix x, float factor, float *y) {
+  LUNAI_K(column_sums)(x, NULL, NULL, factor, y, 1);
 }
 
 /* ---- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n
@@ -4422,9 +4513,11 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 
 /* y_t = start + sum_i weight_i x_(t - width + 1 + i), or backward: y_t = y_t + sum_i weight_i x_(t + width - 1 - i).
    A row that does not exist has no term: in both directions that is a lower bound on i */
-LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channels, int64_t width, const float *x,
-                                    const float *history,
-                                    const float *weight, const float *bias, float *y) {
+LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
+  const int64_t rows = a->rows, channels = a->n, width = a->width;
+  const float *const x = backward ? a->dy : a->x, *const history = backward ? NULL : a->history;
+  const float *const weight = a->weight, *const bias = backward ? NULL : a->bias;
+  float *const y = backward ? a->dx : a->y;
   float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
   const float *from[LUNAI_TAPS];
   int64_t first, base, t, i, k;
@@ -4467,28 +4560,17 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, int64_t rows, int64_t channel
   }
 }
 
-LUNAI_FN void LUNAI_K(short_convolution)(int64_t rows, int64_t n, int64_t width, const float *x, const float *history,
-                                         const float *weight,
-                                         const float *bias, float *y) {
-  LUNAI_K(convolve)(false, rows, n, width, x, history, weight, bias, y);
-}
-
-LUNAI_FN void LUNAI_K(short_convolution_backward)(int64_t rows, int64_t n, int64_t width, const float *weight,
-                                                  const float *dy, float *dx) {
-  LUNAI_K(convolve)(true, rows, n, width, dy, NULL, weight, NULL, dx);
-}
-
-LUNAI_FN void LUNAI_K(short_convolution_weights)(int64_t rows, int64_t n, int64_t width, int64_t first, int64_t last,
-                                                 const float *x,
-                                                 const float *dy, float *dweight, float *dbias) {
+LUNAI_FN void LUNAI_K(short_convolution)(const lunai_convolution *a) { LUNAI_K(convolve)(false, a); }
+LUNAI_FN void LUNAI_K(short_convolution_backward)(const lunai_convolution *a) { LUNAI_K(convolve)(true, a); }
+LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int64_t first, int64_t last) {
+  const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
   int64_t i;
-  for (i = 0; dweight && i < width; i++) {
-    const int64_t skip = lunai_min(rows, width - 1 - i); /* the first rows have no such term */
-    LUNAI_K(column_sums)(rows - skip, last - first, dy + skip * n + first, n, x + first, n, NULL, NULL, 1,
-                         dweight + first * width + i,
-                         width);
+  for (i = 0; a->dweight && i < a->width; i++) {
+    const int64_t skip = lunai_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
+    const lunai_matrix rest = lunai_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
+    LUNAI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
   }
-  if (dbias) LUNAI_K(column_sums)(rows, last - first, dy + first, n, NULL, 0, NULL, NULL, 1, dbias + first, 1);
+  if (a->dbias) LUNAI_K(column_sums)(dy, NULL, NULL, 1, a->dbias + first, 1);
 }
 
 /* ---- dropout ---- */
@@ -4832,8 +4914,8 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
 
 /* The scores become exp(s - maximum), times the mask. stats: each query's maximum, sum before the mask, sum after it.
    The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
-LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
-                                          float *stats) {
+LUNAI_INLINE void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  const int64_t lines = t->lines, length = t->length, step = t->step;
   int64_t i, j, l;
   for (i = 0; i < lines; i++, s += step) {
     float sum[16] = {0}, kept[16] = {0};
@@ -4849,8 +4931,8 @@ LUNAI_INLINE void LUNAI_K(softmax_across)(int64_t lines, int64_t length, int64_t
   }
 }
 
-LUNAI_INLINE void LUNAI_K(softmax_down)(int64_t lines, int64_t length, int64_t step, float *s, const float *mask,
-                                        float *stats) {
+LUNAI_INLINE void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  const int64_t lines = t->lines, length = t->length, step = t->step;
   int64_t i, j;
   for (i = 0; i < length; i += VF) {
     float sum[16 * VF] = {0}, kept[16 * VF] = {0};
@@ -4865,15 +4947,14 @@ LUNAI_INLINE void LUNAI_K(softmax_down)(int64_t lines, int64_t length, int64_t s
   }
 }
 
-LUNAI_FN void LUNAI_K(tile_softmax)(bool across, int64_t lines, int64_t length, int64_t step, float *s,
-                                    const float *mask, float *stats) {
-  if (across) LUNAI_K(softmax_across)(lines, length, step, s, mask, stats);
-  else LUNAI_K(softmax_down)(lines, length, step, s, mask, stats);
+LUNAI_FN void LUNAI_K(tile_softmax)(const lunai_tile *t, float *s, const float *mask, float *stats) {
+  if (t->across) LUNAI_K(softmax_across)(t, s, mask, stats);
+  else LUNAI_K(softmax_down)(t, s, mask, stats);
 }
 
 /* of line j of x the elements before `from` + j, and from `to` + j on, become `value` */
-LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, int64_t length, int64_t step, int64_t from, int64_t to, float value,
-                                 float *x) {
+LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x) {
+  const int64_t length = t->length, step = t->step;
   static const float lane[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
   int64_t i, j;
   for (j = 0; j < lines; j++, x += step)
@@ -4886,13 +4967,14 @@ LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, int64_t length, int64_t step, in
 
 /* y = x with 0 for NaN and Inf; returns whether there were any. A weight of 0 then masks them, where 0 * NaN would
    be NaN. */
-LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y) {
+LUNAI_FN bool LUNAI_K(finite_copy)(lunai_matrix x, float *y) {
   const vf max = vf_set(INFINITY);
+  const int64_t n = x.columns;
   vf nonfinite = vf_zero();
   int64_t i, j;
-  for (i = 0; i < rows; i++)
+  for (i = 0; i < x.rows; i++)
     for (j = 0; j < n; j += VF) {
-      const vf v = LUNAI_K(get)(x + i * x_row + j, n - j);
+      const vf v = LUNAI_K(get)(x.at + i * x.row + j, n - j);
       const vm finite = vf_lt(vf_abs(v), max);
       LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
       nonfinite = vf_select(finite, nonfinite, vf_set(1));
@@ -4901,9 +4983,9 @@ LUNAI_FN bool LUNAI_K(finite_copy)(int64_t rows, int64_t n, const float *x, int6
 }
 
 /* merges a block's partial result into that of the blocks before it */
-LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *stats, const float *part, float *state,
-                                       float *out,
+LUNAI_FN void LUNAI_K(attention_merge)(lunai_matrix part, const float *stats, float *state, float *out,
                                        int64_t out_row) {
+  const int64_t width = part.rows, dim = part.columns;
   int64_t i, j;
   for (i = 0; i < width; i++) {
     const float top = state[i] > stats[i] ? state[i] : stats[i];
@@ -4914,7 +4996,7 @@ LUNAI_FN void LUNAI_K(attention_merge)(int64_t width, int64_t dim, const float *
       state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
     for (j = 0; j < dim; j += VF) {
       const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
-      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part + i * dim + j, dim - j), vf_set(add), x), dim - j);
+      LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part.at + i * dim + j, dim - j), vf_set(add), x), dim - j);
     }
   }
 }
@@ -4931,9 +5013,13 @@ LUNAI_FN void LUNAI_K(attention_finish)(int64_t width, int64_t dim, float *state
   }
 }
 
-/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale */
-LUNAI_FN void LUNAI_K(tile_slopes)(bool across, int64_t lines, int64_t length, int64_t step, float *s, float *slopes,
-                                   const float *mask, const float *lse, const float *delta, const float *add) {
+/* s: scores become P m; slopes: dP becomes dS = P (dP m - delta), without the scale. stats: each query's log-sum-exp,
+   delta, and what is added to dP before the mask. */
+LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes, const float *mask,
+                                   const float *stats) {
+  const int64_t lines = t->lines, length = t->length, step = t->step;
+  const float *const lse = stats, *const delta = stats + LUNAI_TILE, *const add = stats + 2 * LUNAI_TILE;
+  const bool across = t->across;
   int64_t i, j;
   for (i = 0; i < lines; i++)
     for (j = 0; j < length; j += VF) {
@@ -4964,12 +5050,6 @@ typedef struct lunai_head {
   int64_t queries, keys, q, k, v, out, row, element;
   bool across;
 } lunai_head;
-
-typedef struct lunai_tile {
-  int64_t query, key, width, depth;     /* first query and key; how many */
-  int64_t q_step, k_step;               /* from a query's score to the next query's, from a key's to the next key's */
-  int64_t lines, length, step;          /* the same as memory layout: lines of `length` scores, `step` apart */
-} lunai_tile;
 
 typedef struct lunai_attention_work {
   const lunai_kernels *kernels;
@@ -5018,6 +5098,7 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
   t.key = key;
   t.width = lunai_min(LUNAI_TILE, end - query);
   t.depth = a->causal ? lunai_min(depth, query + t.width - key) : depth;
+  t.across = head->across;
   t.lines = head->across ? t.width : t.depth;
   t.length = head->across ? t.depth : t.width;
   /* no power of two: lines would share cache sets */
@@ -5149,24 +5230,17 @@ LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const luna
   return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
 }
 
-/* s = factor x y^T for the tile's queries x and keys y; `panels` holds y (across) or x */
-LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, int64_t dim, const float *x,
-                                 int64_t x_row, const float *y, int64_t y_row, const float *panels, float factor,
-                                 float *s) {
-  if (t->k_step == 1) lunai_matmul_panels(kernels, t->width, t->depth, dim, x, x_row, 1, panels, factor, s, t->step,
-                                          false);
-  else lunai_matmul_panels(kernels, t->depth, t->width, dim, y, y_row, 1, panels, factor, s, t->step, false);
-  lunai_tile_pad(t, s, t->k_step == 1 ? -INFINITY : 0);
+LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [width, depth] */
+  lunai_matrix a = lunai_strided(s, t->width, t->depth, t->q_step);
+  a.column = t->k_step;
+  return a;
 }
-
-/* c = factor s y [width, n] for the keys' rows y; `panels` holds them, or is room for them where no other tile needs
-   them (`once`) */
-LUNAI_FN void lunai_tile_rows_of_keys(const lunai_kernels *kernels, const lunai_tile *t, int64_t n, const float *s,
-                                      const float *y, int64_t y_row, bool once, float *panels, float factor, float *c,
-                                      int64_t c_row) {
-  if (once) lunai_matmul(kernels, t->width, n, t->depth, s, t->q_step, t->k_step, y, y_row, 1, factor, c, c_row, false,
-                         panels);
-  else lunai_matmul_panels(kernels, t->width, n, t->depth, s, t->q_step, t->k_step, panels, factor, c, c_row, false);
+/* s = factor X Y^T, or its transpose in the tile's layout: X are the rows of its lines, `panels` has those of Y */
+LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile *t, float factor, lunai_matrix x,
+                                 const float *panels, float *s) {
+  lunai_matmul_panels(kernels, factor, x, lunai_panels_in(kernels, panels, t->length, x.columns),
+                      lunai_into(s, t->step, false));
+  lunai_tile_pad(t, s, t->across ? -INFINITY : 0);
 }
 
 /* keep or 0 for each score of the tile */
@@ -5175,22 +5249,23 @@ LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attentio
   const lunai_dropout dropout = lunai_attention_dropout(a);
   int64_t i, j;
   for (i = 0; i < t->width; i++) {
-    float *to = t->k_step == 1 ? mask + i * t->q_step : row;
+    float *to = t->across ? mask + i * t->q_step : row;
     kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
     for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
 }
 
-/* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, int64_t n, const float *v, int64_t v_row,
-                                 float *part, int64_t part_row) {
+/* adds what finite_copy left out of V to the queries that see it */
+LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, lunai_matrix v, lunai_out part) {
   int64_t i, j, c;
   for (j = 0; j < t->depth; j++)
-    for (c = 0; c < n; c++)
-      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
-        for (i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
-          part[i * part_row + c] += s[i * t->q_step + j * t->k_step] * v[j * v_row + c];
+    for (c = 0; c < v.columns; c++) {
+      const float x = v.at[j * v.row + c];
+      if (fabs((double)x) < (double)INFINITY) continue;
+      for (i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
+        part.at[i * part.row + c] += s[i * t->q_step + j * t->k_step] * x;
+    }
 }
 
 /* divides the tile's rows by their sums and writes its statistics; without keys all is 0 */
@@ -5208,45 +5283,50 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
   }
 }
 
-/* queries [first, last) of a head against key blocks [block, end), into out, or into `partial` where split */
-LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m,
-                                   const lunai_head *head, int64_t first, int64_t last, int64_t block, int64_t end,
-                                   float *partial) {
+/* queries from `first` on of a pair, a run of them, against all key blocks, into out; or, where split, against `block`
+   into the partial result */
+LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_attention_space *m, int64_t pair,
+                                   int64_t first, int64_t block) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim,
-                panels_step = head->across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
-  const float *q = a->q + head->q;
+  const lunai_head head = lunai_head_at(a, pair);
+  const int64_t d = a->head_dim, dv = a->value_dim, last = lunai_min(first + w->run, head.queries);
+  const int64_t panels_step = head.across ? 0 : lunai_panels_size(kernels, LUNAI_TILE, d);
+  const int64_t end = w->split ? block + 1 : w->blocks;
+  float *partial = w->split ? w->partial + (pair * w->blocks + block) * w->unit : NULL;
+  const lunai_matrix all = lunai_strided(a->q + head.q, head.queries, d, a->q_row);
   float *mask = lunai_drops(a) ? m->mask : NULL, *panels;
   int64_t query, depth;
   for (query = first, panels = m->score_panels; panels_step && query < last; query += LUNAI_TILE, panels += panels_step)
-    kernels->fill_panels(lunai_min(LUNAI_TILE, last - query), d, q + query * a->q_row, 1, a->q_row, panels);
-  for (; block < end && (depth = lunai_depth(a, head, block, last)) > 0; block++) {
+    lunai_panels_of(kernels, lunai_transposed(lunai_lines(all, query, lunai_min(query + LUNAI_TILE, last))), panels);
+  for (; block < end && (depth = lunai_depth(a, &head, block, last)) > 0; block++) {
     const int64_t key = block * LUNAI_KEY_BLOCK;
-    const float *k = a->k + head->k + key * a->k_row, *v = a->v + head->v + key * a->v_row;
+    const lunai_matrix k = lunai_strided(a->k + head.k + key * a->k_row, depth, d, a->k_row);
+    const lunai_matrix v = lunai_strided(a->v + head.v + key * a->v_row, depth, dv, a->v_row);
     const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
-    const bool nonfinite = edge && kernels->finite_copy(depth, dv, v, a->v_row, m->clean);
-    if (!once) kernels->fill_panels(dv, depth, v, a->v_row, 1, m->values);
-    if (head->across) kernels->fill_panels(depth, d, k, 1, a->k_row, m->score_panels);
+    const bool nonfinite = edge && kernels->finite_copy(v, m->clean);
+    if (!once) lunai_panels_of(kernels, v, m->values);
+    if (head.across) lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
     for (query = first, panels = m->score_panels; query < last; query += LUNAI_TILE, panels += panels_step) {
-      const lunai_tile t = lunai_tile_at(a, head, query, last, key, depth);
+      const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
+      const lunai_matrix q = lunai_lines(all, query, query + t.width), s = lunai_scores(&t, m->scores);
       const bool merge = !partial && block > 0;
-      float *out = a->out + head->out + query * a->out_row, *state = m->state + 3 * (query - first);
+      float *out = a->out + head.out + query * a->out_row, *state = m->state + 3 * (query - first);
       float *stats = partial ? lunai_stats_of(w, partial, query) : merge ? m->stats : state;
       float *part = partial ? partial + query * dv : merge ? m->part : out;
-      const int64_t part_row = part == out ? a->out_row : dv;
-      lunai_tile_product(kernels, &t, d, q + query * a->q_row, a->q_row, k, a->k_row, panels, a->scale, m->scores);
+      const lunai_out to = lunai_into(part, part == out ? a->out_row : dv, false);
+      lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), panels, m->scores);
       if (edge) lunai_tile_hide(&t, m->scores, -INFINITY);
-      if (mask) lunai_tile_mask(kernels, a, head, &t, m->mask_row, mask);
-      kernels->tile_softmax(head->across, t.lines, t.length, t.step, m->scores, mask, stats);
-      lunai_tile_rows_of_keys(kernels, &t, dv, m->scores, edge ? m->clean : v, edge ? dv : a->v_row, once, m->values, 1,
-                              part, part_row);
-      if (nonfinite) lunai_add_infinite(&t, m->scores, dv, v, a->v_row, part, part_row);
-      if (merge) kernels->attention_merge(t.width, dv, stats, part, state, out, a->out_row);
+      if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
+      kernels->tile_softmax(&t, m->scores, mask, stats);
+      if (!once) lunai_matmul_panels(kernels, 1, s, lunai_panels_in(kernels, m->values, dv, depth), to);
+      else lunai_matmul(kernels, 1, s, edge ? lunai_dense(m->clean, t.depth, dv) : v, to, m->values);
+      if (nonfinite) lunai_add_infinite(&t, m->scores, v, to);
+      if (merge) kernels->attention_merge(lunai_dense(part, t.width, dv), stats, state, out, a->out_row);
     }
   }
   for (query = first; !partial && query < last; query += LUNAI_TILE)
-    lunai_attention_finish(kernels, a, head, query, m->state + 3 * (query - first));
+    lunai_attention_finish(kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
 /* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
@@ -5259,13 +5339,8 @@ LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) 
   int64_t item = lunai_claim(&w->taken, -1, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
-    const int64_t pair = item / (runs * blocks), block = item % blocks, first = item / blocks % runs * w->run;
-    const lunai_head head = lunai_head_at(w->a, pair);
-    const int64_t last = lunai_min(first + w->run, head.queries);
-    if (first >= last) continue;
-    if (w->split) lunai_attention_item(w, &space, &head, first, last, block, block + 1,
-                                       w->partial + (pair * blocks + block) * w->unit);
-    else lunai_attention_item(w, &space, &head, first, last, 0, w->blocks, NULL);
+    const int64_t pair = item / (runs * blocks), first = item / blocks % runs * w->run;
+    if (first < lunai_head_at(w->a, pair).queries) lunai_attention_item(w, &space, pair, first, item % blocks);
   }
 }
 
@@ -5286,8 +5361,9 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
     if (width <= 0) continue;
     for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
       const float *part = partial + query * dv;
-      if (block > 0) kernels->attention_merge(width, dv, lunai_stats_of(w, partial, query), part, state, out,
-                                              a->out_row);
+      if (block > 0)
+        kernels->attention_merge(lunai_dense(part, width, dv), lunai_stats_of(w, partial, query), state, out,
+                                 a->out_row);
       for (i = 0; block == 0 && i < width; i++) memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
     }
     lunai_attention_finish(kernels, a, &head, query, state);
@@ -5306,19 +5382,13 @@ LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_atte
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 
-/* c (+)= factor s^T x [depth, n] for the queries' rows x */
-LUNAI_FN void lunai_tile_rows_of_queries(const lunai_kernels *kernels, const lunai_tile *t, int64_t n, const float *s,
-                                         const float *x, int64_t x_row, float *panels, float factor, float *c,
-                                         bool accumulate) {
-  lunai_matmul(kernels, t->depth, n, t->width, s, t->k_step, t->q_step, x, x_row, 1, factor, c, n, accumulate, panels);
-}
-
-/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes
-   that vary) */
+/* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
+   vary), and that gradient */
 LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                                   const lunai_tile *t, float *lse, float *delta, float *add) {
+                                   const lunai_tile *t, float *stats) {
+  float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
   int64_t i;
-  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = add[i] = 0;
+  memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
     lse[i] = a->log_sum_exp[at];
@@ -5346,45 +5416,48 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   const int64_t d = a->head_dim, dv = a->value_dim, block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
   const int64_t first = query_block * LUNAI_KEY_BLOCK, last = lunai_min(first + LUNAI_KEY_BLOCK, head.queries);
   const int64_t depth = lunai_depth(a, &head, block, last);
-  const float *k = a->k + head.k + key * a->k_row, *v = a->v + head.v + key * a->v_row;
+  const lunai_matrix k = lunai_strided(a->k + head.k + key * a->k_row, depth, d, a->k_row);
+  const lunai_matrix v = lunai_strided(a->v + head.v + key * a->v_row, depth, dv, a->v_row);
   const bool edge = a->causal && key + depth > first + 1, once = edge || last - first <= LUNAI_TILE;
   const bool k_direct = lunai_direct(&head, w->k_shared), v_direct = lunai_direct(&head, w->v_shared);
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], add[LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
+  float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
     memset(dvalue, 0, (size_t)(depth * dv) * sizeof(float));
   }
-  if (edge) kernels->finite_copy(depth, d, k, a->k_row, m->clean);
-  if (!once) kernels->fill_panels(d, depth, k, a->k_row, 1, m->values);
+  if (edge) kernels->finite_copy(k, m->clean);
+  if (!once) lunai_panels_of(kernels, k, m->values);
   if (head.across) {
-    kernels->fill_panels(depth, d, k, 1, a->k_row, m->score_panels);
-    kernels->fill_panels(depth, dv, v, 1, a->v_row, m->slope_panels);
+    lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
+    lunai_panels_of(kernels, lunai_transposed(v), m->slope_panels);
   }
   for (query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
     const bool more = query > first || a->causal;
-    const float *q = a->q + head.q + query * a->q_row, *grad = a->grad_out + head.out + query * a->out_row;
+    const lunai_matrix q = lunai_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
+    const lunai_matrix g = lunai_strided(a->grad_out + head.out + query * a->out_row, t.width, dv, a->out_row);
+    const lunai_matrix p = lunai_scores(&t, m->scores), ds = lunai_scores(&t, m->slopes);
+    const lunai_out to = lunai_into(dq + query * d, d, false);
     if (!head.across) {
-      kernels->fill_panels(t.width, d, q, 1, a->q_row, m->score_panels);
-      kernels->fill_panels(t.width, dv, grad, 1, a->out_row, m->slope_panels);
+      lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+      lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
     }
-    lunai_tile_product(kernels, &t, d, q, a->q_row, k, a->k_row, m->score_panels, a->scale, m->scores);
-    lunai_tile_product(kernels, &t, dv, grad, a->out_row, v, a->v_row, m->slope_panels, 1, m->slopes);
-    lunai_attention_rows(kernels, a, &head, &t, lse, delta, add);
+    lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), m->score_panels, m->scores);
+    lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(v, 0, t.depth), m->slope_panels, m->slopes);
+    lunai_attention_rows(kernels, a, &head, &t, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
-    kernels->tile_slopes(head.across, t.lines, t.length, t.step, m->scores, m->slopes, mask, lse, delta, add);
+    kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
     if (edge) lunai_tile_hide(&t, m->scores, 0);
     if (edge) lunai_tile_hide(&t, m->slopes, 0);
-    if (a->grad_v) lunai_tile_rows_of_queries(kernels, &t, dv, m->scores, grad, a->out_row, m->product, 1, dvalue,
-                                              more);
-    if (a->grad_k) lunai_tile_rows_of_queries(kernels, &t, d, m->slopes, q, a->q_row, m->product, a->scale, dk, more);
-    if (a->grad_q)
-      lunai_tile_rows_of_keys(kernels, &t, d, m->slopes, edge ? m->clean : k, edge ? d : a->k_row, once, m->values,
-                              a->scale, dq + query * d, d);
+    if (a->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(dvalue, dv, more), m->product);
+    if (a->grad_k) lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(dk, d, more), m->product);
+    if (!a->grad_q) continue;
+    if (!once) lunai_matmul_panels(kernels, a->scale, ds, lunai_panels_in(kernels, m->values, d, depth), to);
+    else lunai_matmul(kernels, a->scale, ds, edge ? lunai_dense(m->clean, t.depth, d) : k, to, m->values);
   }
   if (a->grad_k && k_direct) lunai_add_rows(kernels, depth, d, dk, a->grad_k + head.k + key * a->k_row, a->k_row);
   if (a->grad_v && v_direct) lunai_add_rows(kernels, depth, dv, dvalue, a->grad_v + head.v + key * a->v_row, a->v_row);
@@ -5480,7 +5553,16 @@ typedef struct lunai_sparse {
   int64_t numbers;
 } lunai_sparse;
 typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
-typedef struct lunai_key_cursor { int64_t run, at; } lunai_key_cursor; /* a block's next key: at `at` of that run */
+/* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
+typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
+LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
+  lunai_key_cursor c;
+  c.block = block;
+  c.low = low;
+  c.high = high;
+  c.run = c.at = 0;
+  return c;
+}
 
 LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
@@ -5501,6 +5583,8 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.row = b * a->queries * a->heads + h;
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.element = pair * a->queries * s.numbers;
+  if (a->dropout_first > 0 && a->dropout_run == 0) /* of pairs before, as many elements as this one has */
+    s.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
   return s;
 }
 /* its first query's number; of s->blocks: the end */
@@ -5517,18 +5601,16 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   }
   return n;
 }
-/* Up to `limit` keys of a block from the cursor on that a query in [low, high] may see; how many. keys may be null:
-   counts them. */
-LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, int64_t block, int64_t low, int64_t high,
-                                   lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
-  const int64_t end = s->p->blocks ? s->p->offsets[block + 1] : 1;
+/* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
+LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
   int64_t n = 0;
-  if (s->p->blocks && at->run < s->p->offsets[block]) at->run = s->p->offsets[block];
+  if (s->p->blocks && at->run < s->p->offsets[at->block]) at->run = s->p->offsets[at->block];
   for (; at->run < end; at->run++, at->at = 0) {
     const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
         last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
     const bool whole = s->p->blocks && s->p->runs[at->run].whole;
-    const int64_t from = whole ? 0 : low - s->left, to = whole ? INT32_MAX : high + s->right;
+    const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
     int64_t f = first + at->at, stop = last;
     if (!s->p->key_order) {
       f = lunai_max(f, from);
@@ -5567,13 +5649,17 @@ LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
 #define LUNAI_KEY_PART 64
 typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
                                    } lunai_sparse_walk;
-/* the next key that a query of a block sees, or null; the walk starts as zeros */
-LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, int64_t block, int64_t query, lunai_sparse_walk *w) {
+LUNAI_FN void lunai_sparse_start_walk(lunai_sparse_walk *w, int64_t block, int64_t query) {
+  w->cursor = lunai_keys_from(block, query, query);
+  w->n = w->i = 0;
+}
+/* the next key that the walk's query sees, or null */
+LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, lunai_sparse_walk *w) {
   for (;;) {
     for (; w->i < w->n; w->i++)
-      if (lunai_sparse_sees(s, query, &w->key[w->i])) return &w->key[w->i++];
+      if (lunai_sparse_sees(s, w->cursor.low, &w->key[w->i])) return &w->key[w->i++];
     w->i = 0;
-    w->n = lunai_sparse_keys(s, block, query, query, &w->cursor, LUNAI_KEY_PART, w->key);
+    w->n = lunai_sparse_keys(s, &w->cursor, LUNAI_KEY_PART, w->key);
     if (w->n == 0) return NULL;
   }
 }
@@ -5589,13 +5675,13 @@ LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t que
   const lunai_key *key;
   lunai_sparse_walk w;
   memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+  lunai_sparse_start_walk(&w, block, query);
+  while ((key = lunai_sparse_next(s, &w)) != NULL) {
     const float score = lunai_sparse_score(s, query, key);
     if (!(score <= max)) max = score;
   }
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+  lunai_sparse_start_walk(&w, block, query);
+  while ((key = lunai_sparse_next(s, &w)) != NULL) {
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
     total += p;
     lunai_scale_add_reference(a->value_dim,
@@ -5616,8 +5702,8 @@ LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
                      (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   const lunai_key *key;
   lunai_sparse_walk w;
-  memset(&w, 0, sizeof w);
-  while ((key = lunai_sparse_next(s, block, query, &w)) != NULL) {
+  lunai_sparse_start_walk(&w, block, query);
+  while ((key = lunai_sparse_next(s, &w)) != NULL) {
     const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
     const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
     const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
@@ -5660,13 +5746,17 @@ typedef struct lunai_sparse_run {
   int32_t row[LUNAI_RUN];
 } lunai_sparse_run;
 
+/* part of a run's keys; in_order: they follow one another, and none is whole */
+typedef struct lunai_key_part { const lunai_key *key; int64_t n; bool in_order; } lunai_key_part;
+
 /* a tile of a run's queries, and those keys of a part that one of them may see */
 typedef struct lunai_sparse_tile {
+  const lunai_sparse *s;
+  const lunai_sparse_run *run;
   const int32_t *row;
   int64_t first, low, high;             /* first: its number in the run */
   int64_t key;                          /* its first key's number in the part */
-  const lunai_key *keys;
-  bool together, in_order;              /* queries, and keys, that follow one another; of such keys none is whole */
+  lunai_key_part keys;
   lunai_tile t;
 } lunai_sparse_tile;
 
@@ -5726,40 +5816,46 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
   return false;
 }
 LUNAI_FN int64_t lunai_sparse_count(const lunai_sparse *s, const lunai_sparse_run *r) {
-  lunai_key_cursor cursor = { 0, 0 };
-  return lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, INT64_MAX, NULL);
+  lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
+  return lunai_sparse_keys(s, &cursor, INT64_MAX, NULL);
 }
 /* how many of a run's keys to take at a time: about equal parts; 0: there are none */
 LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
-LUNAI_FN bool lunai_sparse_in_order(int64_t n, const lunai_key *key) {
+LUNAI_FN lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
+  lunai_key_part k;
   int64_t i;
+  k.key = key;
+  k.n = n;
   for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
-  return i == n;
+  k.in_order = i == n;
+  return k;
 }
-/* of a part's n keys; t.depth 0: it sees none of them */
-LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, int64_t first,
-                                                int64_t width, int64_t n, const lunai_key *key,
-                                                bool in_order) {
+/* of a part's keys; t.depth 0: it sees none of them */
+LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
+                                                int64_t first, int64_t width) {
+  const lunai_key *key = keys.key;
+  int64_t n = keys.n, low, high;
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
-  q.in_order = in_order;
+  q.s = s;
+  q.run = r;
   q.row = r->row + first;
   q.first = first;
-  q.together = r->together;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
-  lunai_sparse_bounds(q.t.width, q.row, q.together, &q.low, &q.high);
-  if (in_order) {
-    q.key = lunai_min(n, lunai_max(0, q.low - s->left - key[0].row));
-    n = lunai_max(q.key, lunai_min(n, q.high + s->right + 1 - key[0].row));
+  lunai_sparse_bounds(q.t.width, q.row, r->together, &q.low, &q.high);
+  low = q.low - s->left;
+  high = q.high + s->right;
+  if (keys.in_order) {
+    q.key = lunai_min(n, lunai_max(0, low - key[0].row));
+    n = lunai_max(q.key, lunai_min(n, high + 1 - key[0].row));
   }
-  while (q.key < n && !key[q.key].whole && (key[q.key].row < q.low - s->left || key[q.key].row > q.high + s->right))
-    q.key++;
-  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < q.low - s->left || key[n - 1].row > q.high + s->right))
-    n--;
-  q.keys = key + q.key;
-  q.t.depth = q.t.lines = n - q.key;
+  while (q.key < n && !key[q.key].whole && (key[q.key].row < low || key[q.key].row > high)) q.key++;
+  while (n > q.key && !key[n - 1].whole && (key[n - 1].row < low || key[n - 1].row > high)) n--;
+  q.keys.key = key + q.key;
+  q.keys.n = q.t.depth = q.t.lines = n - q.key;
+  q.keys.in_order = keys.in_order;
   q.t.k_step = q.t.step = lunai_divide_up(q.t.width, 16) * 16;
   q.t.q_step = 1;
   return q;
@@ -5830,57 +5926,66 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   return (size_t)(at - start);
 }
 
-/* n rows of x, whose numbers are `apart` apart: in place where they follow one another, else copied to `to` */
-LUNAI_FN const float *lunai_sparse_rows_of(int64_t n, const int32_t *row, int64_t apart, int64_t width, const float *x,
-                                           int64_t *x_row, float *to) {
-  int64_t i;
-  for (i = 1; i < n && row[i * apart] == row[0] + i; i++);
-  if (i >= n) return x + row[0] * *x_row;
-  for (i = 0; i < n; i++) memcpy(to + i * width, x + row[i * apart] * *x_row, (size_t)width * sizeof(float));
-  *x_row = width;
-  return to;
+/* Row numbers, `apart` apart */
+typedef struct lunai_list { const int32_t *row; int64_t n, apart; } lunai_list;
+LUNAI_FN lunai_list lunai_list_of_run(const lunai_sparse_run *r) {
+  const lunai_list list = { r->row, r->width, 1 };
+  return list;
 }
-#define LUNAI_KEYS_APART ((int64_t)(sizeof(lunai_key) / sizeof(int32_t)))
+LUNAI_FN lunai_list lunai_list_of_keys(const lunai_key *key, int64_t n) {
+  const lunai_list list = { &key->row, n, (int64_t)(sizeof(lunai_key) / sizeof(int32_t)) };
+  return list;
+}
+/* those rows of x [.., width], in place where they follow one another, else copied to `to` */
+LUNAI_FN lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t width, int64_t x_row, float *to) {
+  int64_t i;
+  for (i = 1; i < list.n && list.row[i * list.apart] == list.row[0] + i; i++);
+  if (i >= list.n) return lunai_strided(x + list.row[0] * x_row, list.n, width, x_row);
+  for (i = 0; i < list.n; i++)
+    memcpy(to + i * width, x + list.row[i * list.apart] * x_row, (size_t)width * sizeof(float));
+  return lunai_dense(to, list.n, width);
+}
 
 /* what a query does not see becomes `value` */
-LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
-                                float *x, float value) {
+LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *x, float value) {
+  const lunai_sparse *s = q->s;
+  const bool together = q->run->together;
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
   int64_t i, j, lines;
   for (j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
-    const lunai_key *key = &q->keys[j];
+    const lunai_key *key = &q->keys.key[j];
     const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
-    lines = !q->in_order || s->p->not_self || !(all || q->together) ? 1 :
+    lines = !q->keys.in_order || s->p->not_self || !(all || together) ? 1 :
             lunai_min(before ? lowest - key->row : all ? highest - key->row + 1 : q->t.depth, q->t.depth - j);
     if (key->whole || all) continue;
-    if (q->together && !s->p->not_self)
-      kernels->tile_hide(lines, width, q->t.k_step, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
+    if (together && !s->p->not_self)
+      kernels->tile_hide(lines, &q->t, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
                          lunai_min(key->row - q->low + s->left + 1, width), value, x);
     else
       for (i = 0; i < width; i++)
         if (!lunai_sparse_sees(s, q->row[i], key)) x[i] = value;
   }
 }
-/* adds what finite_copy left out to the queries that see it */
-LUNAI_FN void lunai_sparse_infinite(const lunai_sparse *s, const lunai_sparse_tile *q, const float *scores, int64_t n,
-                                    const float *v, int64_t v_row, float *part,
-                                    int64_t part_row) {
+/* adds what finite_copy left out of V to the queries that see it */
+LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *scores, lunai_matrix v, lunai_out part) {
   int64_t i, j, c;
   for (j = 0; j < q->t.depth; j++)
-    for (c = 0; c < n; c++)
-      if (!(fabs((double)v[j * v_row + c]) < (double)INFINITY))
-        for (i = 0; i < q->t.width; i++)
-          if (lunai_sparse_sees(s, q->row[i], &q->keys[j]))
-            part[i * part_row + c] += scores[i + j * q->t.k_step] * v[j * v_row + c];
+    for (c = 0; c < v.columns; c++) {
+      const float x = v.at[j * v.row + c];
+      if (fabs((double)x) < (double)INFINITY) continue;
+      for (i = 0; i < q->t.width; i++)
+        if (lunai_sparse_sees(q->s, q->row[i], &q->keys.key[j]))
+          part.at[i * part.row + c] += scores[i + j * q->t.k_step] * x;
+    }
 }
-LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse *s, const lunai_sparse_tile *q,
-                                float *row, float *mask) {
-  const lunai_dropout dropout = lunai_attention_dropout(s->a);
+LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *row, float *mask) {
+  const lunai_dropout dropout = lunai_attention_dropout(q->s->a);
+  const lunai_key *key = q->keys.key;
   int64_t i, j, end;
   for (i = 0; i < q->t.width; i++) {
     for (j = 0; j < q->t.depth; j = end) {
-      for (end = j + 1; end < q->t.depth && q->keys[end].number == q->keys[end - 1].number + 1; end++);
-      kernels->dropout_mask(&dropout, s->element + q->row[i] * s->numbers + q->keys[j].number, end - j, row + j);
+      for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
+      kernels->dropout_mask(&dropout, q->s->element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
     }
     for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5889,24 +5994,21 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
 
 /* Of a tile those queries from i on, `width` of them, and the keys that one of them may see; its scores lie in the
    tile's, `key` rows on and i columns. */
-LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse *s, const lunai_sparse_run *r,
-                                                 const lunai_sparse_tile *q, int64_t i, int64_t width) {
-  lunai_sparse_tile x = lunai_sparse_tile_of(s, r, q->first + i, lunai_min(width, q->t.width - i), q->t.depth, q->keys,
-                                             q->in_order);
+LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int64_t i, int64_t width) {
+  lunai_sparse_tile x = lunai_sparse_tile_of(q->s, q->run, q->keys, q->first + i, lunai_min(width, q->t.width - i));
   x.t.step = x.t.k_step = q->t.step;
   return x;
 }
-/* to = factor x y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. panels: x,
-   from the tile's first query on */
-LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_run *r,
-                                   const lunai_sparse_tile *q, int64_t dim, const float *y, int64_t y_row,
-                                   const float *panels, float factor, float *to) {
+/* to = factor X Y^T of a tile, by narrower ones of whole panels; beside the scores of these it is as it was. Y: the
+   tile's keys; panels: X, from the tile's first query on */
+LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor, lunai_matrix y,
+                                   const float *panels, float *to) {
   const int64_t width = lunai_max(w->tile, w->kernels->nr);
   int64_t i;
   for (i = 0; i < q->t.width; i += width) {
-    const lunai_sparse_tile x = lunai_sparse_narrower(s, r, q, i, width);
+    const lunai_sparse_tile x = lunai_sparse_narrower(q, i, width);
     if (x.t.depth)
-      lunai_tile_product(w->kernels, &x.t, dim, NULL, 0, y + x.key * y_row, y_row, panels + i * dim, factor,
+      lunai_tile_product(w->kernels, &x.t, factor, lunai_lines(y, x.key, x.key + x.t.depth), panels + i * y.columns,
                          to + x.key * x.t.step + i);
   }
 }
@@ -5917,37 +6019,43 @@ typedef struct lunai_sparse_rows_at {
   int64_t out_row;
   bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
 } lunai_sparse_rows_at;
+/* the product's B is rows [key, key + depth) of those in `panels` */
+LUNAI_FN lunai_panels lunai_panels_from(lunai_panels panels, int64_t key) {
+  panels.at += key * panels.row;
+  return panels;
+}
 LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
-                                        const lunai_sparse_run *r, int64_t n,
-                                        lunai_sparse_rows_at *x) {
+                                        const lunai_sparse_run *r, int64_t n, lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
-  int64_t k_row = a->k_row, v_row = a->v_row, first, tile;
-  const float *k = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
-  const float *v = lunai_sparse_rows_of(n, &m->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
-  const bool finite = kernels->all_finite(n, dv, v, v_row), in_order = lunai_sparse_in_order(n, m->key);
+  const lunai_list list = lunai_list_of_keys(m->key, n);
+  const lunai_key_part keys = lunai_key_part_of(m->key, n);
+  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const bool finite = kernels->all_finite(v);
   float *mask = lunai_drops(a) ? m->mask : NULL;
-  if (!finite) kernels->finite_copy(n, dv, v, v_row, m->clean);
-  kernels->fill_panels(dv, n, finite ? v : m->clean, finite ? v_row : dv, 1, m->values);
+  lunai_panels values;
+  int64_t first, tile;
+  if (!finite) kernels->finite_copy(v, m->clean);
+  values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
   for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->tile, n, m->key, in_order);
+    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
+    const int64_t last = q.key + q.t.depth;
     const bool merge = x->seen[tile];
     float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
         *out = x->out + first * x->out_row, *part = merge ? m->part : out;
-    const int64_t part_row = merge ? dv : x->out_row;
+    const lunai_out to = lunai_into(part, merge ? dv : x->out_row, false);
     if (q.t.depth == 0) continue;
     x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, d, NULL, 0, k + q.key * k_row, k_row,
-                       m->score_panels + first / nr * nr * d + first % nr, a->scale, m->scores);
-    lunai_sparse_hide(kernels, s, &q, m->scores, LUNAI_HIDDEN);
-    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
-    kernels->tile_softmax(false, q.t.lines, q.t.length, q.t.step, m->scores, mask, stats);
-    lunai_matmul_blocks(kernels, q.t.width, dv, q.t.depth, m->scores, 1, q.t.k_step, m->values + q.key * kernels->nr,
-                        n * kernels->nr, kernels->nr, 1, part,
-                        part_row, false);
-    if (!finite) lunai_sparse_infinite(s, &q, m->scores, dv, v + q.key * v_row, v_row, part, part_row);
-    if (merge) kernels->attention_merge(q.t.width, dv, stats, part, state, out, x->out_row);
+    lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
+                       m->score_panels + first / nr * nr * d + first % nr, m->scores);
+    lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
+    if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
+    kernels->tile_softmax(&q.t, m->scores, mask, stats);
+    lunai_matmul_panels(kernels, 1, lunai_scores(&q.t, m->scores), lunai_panels_from(values, q.key), to);
+    if (!finite) lunai_sparse_infinite(&q, m->scores, lunai_lines(v, q.key, last), to);
+    if (merge) kernels->attention_merge(lunai_dense(part, q.t.width, dv), stats, state, out, x->out_row);
   }
 }
 LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
@@ -5955,17 +6063,15 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
-  lunai_key_cursor cursor = { 0, 0 };
+  const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->q, d, a->q_row, m->q);
+  lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
   lunai_sparse_rows_at x;
-  const float *q;
-  int64_t q_row, n, i;
+  int64_t n, i;
   memset(x.seen, 0, sizeof x.seen);
-  q_row = a->q_row;
-  q = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
-  kernels->fill_panels(r->width, d, q, 1, q_row, m->score_panels);
-  while (limit && (n = lunai_sparse_keys(s, r->block, r->low, r->high, &cursor, limit, m->key)) > 0)
+  lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+  while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0)
     lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (i = 0; i < r->width; i++) {
     float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
@@ -6014,8 +6120,7 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 /* backward: the next run's next keys; false after the last */
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
-    part->n = w->limit ? lunai_sparse_keys(&w->s, w->walk.block, w->walk.low, w->walk.high, &w->cursor, w->limit,
-                                           part->key) : 0;
+    part->n = w->limit ? lunai_sparse_keys(&w->s, &w->cursor, w->limit, part->key) : 0;
     part->s = w->s;
     part->run = w->walk;
     part->direct = part->n == w->keys && w->walk.together && !w->shared;
@@ -6028,20 +6133,19 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
     }
     w->keys = lunai_sparse_count(&w->s, &w->walk);
     w->limit = lunai_sparse_limit(w->keys);
-    w->cursor.run = w->cursor.at = 0;
+    w->cursor = lunai_keys_from(w->walk.block, w->walk.low, w->walk.high);
   }
 }
-/* of each query of a tile: its log-sum-exp, and delta = dO . O - the gradient of that */
-LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse *s, const lunai_sparse_tile *q,
-                                 float *lse, float *delta) {
+/* of each query of a tile: its log-sum-exp, delta = dO . O - the gradient of that, and 0 */
+LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse_tile *q, float *stats) {
   const lunai_attention *a = w->a;
   int64_t i;
-  for (i = 0; i < LUNAI_TILE; i++) lse[i] = delta[i] = 0;
+  memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (i = 0; i < q->t.width; i++) {
-    const int64_t at = s->row + q->row[i] * a->heads, out = s->out + q->row[i] * a->out_row;
-    lse[i] = a->log_sum_exp[at];
-    delta[i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
-               (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
+    const int64_t at = q->s->row + q->row[i] * a->heads, out = q->s->out + q->row[i] * a->out_row;
+    stats[i] = a->log_sum_exp[at];
+    stats[LUNAI_TILE + i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
+                            (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
   }
 }
 LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
@@ -6051,45 +6155,48 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const lunai_sparse *s = &part->s;
   const lunai_sparse_run *r = &part->run;
   const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
-  int64_t q_row = a->q_row, grad_row = a->out_row, k_row = a->k_row, v_row = a->v_row, first, i;
-  const float *x = lunai_sparse_rows_of(r->width, r->row, 1, d, a->q + s->q, &q_row, m->q);
-  const float *grad = lunai_sparse_rows_of(r->width, r->row, 1, dv, a->grad_out + s->out, &grad_row, m->grad);
-  const float *k = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, d, a->k + s->k, &k_row, m->k);
-  const float *v = lunai_sparse_rows_of(n, &part->key->row, LUNAI_KEYS_APART, dv, a->v + s->v, &v_row, m->v);
-  const bool finite = kernels->all_finite(n, d, k, k_row), in_order = lunai_sparse_in_order(n, part->key);
-  float lse[LUNAI_TILE], delta[LUNAI_TILE], none[LUNAI_TILE] = {0}, *mask = lunai_drops(a) ? m->mask : NULL;
+  const lunai_list queries = lunai_list_of_run(r), list = lunai_list_of_keys(part->key, n);
+  const lunai_key_part keys = lunai_key_part_of(part->key, n);
+  const lunai_matrix all = lunai_listed(queries, a->q + s->q, d, a->q_row, m->q);
+  const lunai_matrix grad = lunai_listed(queries, a->grad_out + s->out, dv, a->out_row, m->grad);
+  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const bool finite = kernels->all_finite(k);
+  float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
   const int64_t to_row = part->direct ? a->q_row : d;
+  lunai_panels values;
+  int64_t first, i;
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
-  if (!finite) kernels->finite_copy(n, d, k, k_row, m->clean); /* a query may not see it, and 0 * NaN is NaN */
-  kernels->fill_panels(d, n, finite ? k : m->clean, finite ? k_row : d, 1, m->values);
+  if (!finite) kernels->finite_copy(k, m->clean); /* a query may not see it, and 0 * NaN is NaN */
+  values = lunai_panels_of(kernels, finite ? k : lunai_dense(m->clean, n, d), m->values);
   for (first = 0; first < r->width; first += w->wide) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, first, w->wide, n, part->key, in_order);
-    const lunai_tile *t = &q.t;
-    const float *tile_x = x + first * q_row, *tile_grad = grad + first * grad_row;
+    const lunai_sparse_tile tile = lunai_sparse_tile_of(s, r, keys, first, w->wide);
+    const lunai_tile *t = &tile.t;
+    const int64_t key = tile.key, last = key + t->depth;
+    const lunai_matrix q = lunai_lines(all, first, first + t->width), g = lunai_lines(grad, first, first + t->width);
+    const lunai_matrix p = lunai_scores(t, m->scores), ds = lunai_scores(t, m->slopes);
     if (t->depth == 0) continue;
-    kernels->fill_panels(t->width, d, tile_x, 1, q_row, m->score_panels);
-    kernels->fill_panels(t->width, dv, tile_grad, 1, grad_row, m->slope_panels);
-    lunai_sparse_product(w, s, r, &q, d, k + q.key * k_row, k_row, m->score_panels, a->scale, m->scores);
-    lunai_sparse_product(w, s, r, &q, dv, v + q.key * v_row, v_row, m->slope_panels, 1, m->slopes);
-    if (mask) lunai_sparse_mask(kernels, s, &q, m->mask_row, mask);
-    lunai_sparse_stats(w, s, &q, lse, delta);
-    kernels->tile_slopes(false, t->lines, t->length, t->step, m->scores, m->slopes, mask, lse, delta, none);
-    lunai_sparse_hide(kernels, s, &q, m->scores, 0);
-    lunai_sparse_hide(kernels, s, &q, m->slopes, 0);
+    lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
+    lunai_panels_of(kernels, lunai_transposed(g), m->slope_panels);
+    lunai_sparse_product(w, &tile, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
+    lunai_sparse_product(w, &tile, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
+    if (mask) lunai_sparse_mask(kernels, &tile, m->mask_row, mask);
+    lunai_sparse_stats(w, &tile, stats);
+    kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
+    lunai_sparse_hide(kernels, &tile, m->scores, 0);
+    lunai_sparse_hide(kernels, &tile, m->slopes, 0);
     if (a->grad_v)
-      lunai_tile_rows_of_queries(kernels, t, dv, m->scores, tile_grad, grad_row, m->product, 1, part->v + q.key * dv,
-                                 true);
+      lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part->v + key * dv, dv, true), m->product);
     if (a->grad_k)
-      lunai_tile_rows_of_queries(kernels, t, d, m->slopes, tile_x, q_row, m->product, a->scale, part->k + q.key * d,
-                                 true);
+      lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(part->k + key * d, d, true), m->product);
     for (i = 0; a->grad_q && i < t->width; i += w->tile) {
-      const lunai_sparse_tile c = lunai_sparse_narrower(s, r, &q, i, w->tile);
-      lunai_matmul_blocks(kernels, c.t.width, d, c.t.depth, m->slopes + c.key * t->k_step + i, 1, t->k_step,
-                          m->values + (q.key + c.key) * kernels->nr, n * kernels->nr, kernels->nr, a->scale,
-                          to + (first + i) * to_row, to_row, part->direct);
+      const lunai_sparse_tile c = lunai_sparse_narrower(&tile, i, w->tile);
+      lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->k_step + i),
+                          lunai_panels_from(values, key + c.key),
+                          lunai_into(to + (first + i) * to_row, to_row, part->direct));
     }
   }
 }
@@ -6101,13 +6208,13 @@ LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t thr
   for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
-LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, int64_t n,
-                               const int32_t *row, int64_t apart, int64_t width,
-                               const float *from, float *to, int64_t to_row) {
+LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, lunai_list list,
+                               lunai_matrix from, lunai_out to) {
   int64_t i;
-  for (i = 0; to && i < n; i++) {
-    const int64_t at = row[i * apart];
-    if (at / 16 % threads == thread) w->kernels->add(width, to + at * to_row, from + i * width, to + at * to_row);
+  for (i = 0; to.at && i < list.n; i++) {
+    const int64_t at = list.row[i * list.apart];
+    float *row = to.at + at * to.row;
+    if (at / 16 % threads == thread) w->kernels->add(from.columns, row, from.at + i * from.row, row);
   }
 }
 LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
@@ -6116,13 +6223,14 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
   int64_t i;
   for (i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
+    const lunai_list queries = lunai_list_of_run(&p->run), keys = lunai_list_of_keys(p->key, p->n);
     if (!p->direct)
-      lunai_sparse_add(w, thread, threads, p->run.width, p->run.row, 1, a->head_dim, p->q,
-                       lunai_offset(a->grad_q, p->s.q), a->q_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->head_dim, p->k,
-                     lunai_offset(a->grad_k, p->s.k), a->k_row);
-    lunai_sparse_add(w, thread, threads, p->n, &p->key->row, LUNAI_KEYS_APART, a->value_dim, p->v,
-                     lunai_offset(a->grad_v, p->s.v), a->v_row);
+      lunai_sparse_add(w, thread, threads, queries, lunai_dense(p->q, queries.n, a->head_dim),
+                       lunai_into(lunai_offset(a->grad_q, p->s.q), a->q_row, true));
+    lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->k, p->n, a->head_dim),
+                     lunai_into(lunai_offset(a->grad_k, p->s.k), a->k_row, true));
+    lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->v, p->n, a->value_dim),
+                     lunai_into(lunai_offset(a->grad_v, p->s.v), a->v_row, true));
   }
 }
 LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
@@ -6135,7 +6243,6 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
     lunai_run(parallel, lunai_sparse_gather_task, &w);
   } while (w.count == w.wave);
 }
-#undef LUNAI_KEYS_APART
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
@@ -6239,14 +6346,15 @@ LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
-/* the same for [rows, groups] of them, all dense; lse [rows, groups] or null */
-LUNAI_FN void LUNAI_K(unpack_softmax)(int64_t rows, int64_t groups, int64_t n, const float *bias, float *s,
-                                      float *lse) {
+/* the same for each head of `rows` rows from `row` on, counted over the batch */
+LUNAI_FN void LUNAI_K(unpack_softmax)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows) {
+  const int64_t n = m->slots;
+  float *s = m->scores;
   int64_t i, h;
-  for (i = 0; i < rows; i++)
-    for (h = 0; h < groups; h++, s += n) {
-      const float natural = n ? LUNAI_K(group_softmax)(n, bias + h * n, s) : 0;
-      if (lse) lse[i * groups + h] = natural;
+  for (i = row; i < row + rows; i++)
+    for (h = 0; h < u->heads; h++, s += n) {
+      const float natural = n ? LUNAI_K(group_softmax)(n, m->bias + h * n, s) : 0;
+      if (u->lse) u->lse[i * u->heads + h] = natural;
     }
 }
 
@@ -6271,14 +6379,13 @@ LUNAI_INLINE void LUNAI_K(group_slopes)(int64_t n, const float *bias, const floa
   }
 }
 
-LUNAI_FN void LUNAI_K(unpack_slopes)(int64_t rows, int64_t groups, int64_t n, const float *bias, const float *mask,
-                                     const float *lse, float *s, float *slopes) {
-  int64_t i, h;
-  for (i = 0; i < rows; i++)
-    for (h = 0; h < groups; h++, s += n, slopes += n) {
-      LUNAI_K(group_slopes)(n, bias + h * n, mask, lse[i * groups + h], s, slopes);
-      if (mask) mask += n;
-    }
+LUNAI_FN void LUNAI_K(unpack_slopes)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows) {
+  const int64_t n = m->slots;
+  int64_t i, h, at = 0;
+  for (i = row; i < row + rows; i++)
+    for (h = 0; h < u->heads; h++, at += n)
+      LUNAI_K(group_slopes)(n, m->bias + h * n, u->dropout.threshold ? m->mask + at : NULL, u->lse[i * u->heads + h],
+                            m->scores + at, m->slopes + at);
 }
 
 #elif !defined(LUNAI_PASS)
@@ -6293,13 +6400,6 @@ typedef struct lunai_unpack_work {
   float *partial;
   uint32_t taken;                       /* pieces */
 } lunai_unpack_work;
-
-/* The K and V of one batch row, its real slots close together; each thread makes panels of its own. */
-typedef struct lunai_unpack_space {
-  int64_t slots, n;                     /* real slots; heads of them */
-  float *k, *v, *bias, *score_panels, *out_panels, *dx_panels, *slope_panels; /* K, V; K, V for backward */
-  float *scores, *slopes, *mask, *product, *grad; /* grad: a panel of out's, through its dropout */
-} lunai_unpack_space;
 
 LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unpack *u, bool backward, char *scratch,
                                    lunai_unpack_space *m) {
@@ -6357,11 +6457,11 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
     k = m->k;
     v = m->v;
   }
-  kernels->fill_panels(m->n, d, k, 1, d, m->score_panels);
-  if (!backward) kernels->fill_panels(d, m->n, v, d, 1, m->out_panels);
+  lunai_panels_of(kernels, lunai_transposed(lunai_dense(k, m->n, d)), m->score_panels);
+  if (!backward) lunai_panels_of(kernels, lunai_dense(v, m->n, d), m->out_panels);
   else {
-    kernels->fill_panels(d, m->n, k, d, 1, m->dx_panels);
-    kernels->fill_panels(m->n, d, v, 1, d, m->slope_panels);
+    lunai_panels_of(kernels, lunai_dense(k, m->n, d), m->dx_panels);
+    lunai_panels_of(kernels, lunai_transposed(lunai_dense(v, m->n, d)), m->slope_panels);
   }
 }
 
@@ -6377,22 +6477,24 @@ LUNAI_FN void lunai_unpack_mask(const lunai_kernels *kernels, const lunai_unpack
 
 LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
                                  int64_t b, int64_t first, int64_t rows) {
-  const int64_t d = u->dim, row = b * u->rows + first;
+  const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
+  const bool starts = u->out_bias || (u->residual && !u->last.threshold); /* out has a value before the product */
   float *out = u->out + row * d;
   int64_t i;
-  lunai_matmul_panels(kernels, rows, m->n, d, u->x + row * d, d, 1, m->score_panels, 1, m->scores, m->n, false);
-  kernels->unpack_softmax(rows, u->heads, m->slots, m->bias, m->scores, u->lse ? u->lse + row * u->heads : NULL);
+  lunai_matmul_panels(kernels, 1, lunai_dense(u->x + row * d, rows, d),
+                      lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
+  kernels->unpack_softmax(u, m, row, rows);
   if (u->dropout.threshold) {
     lunai_unpack_mask(kernels, u, m, b, first, rows);
-    kernels->mul(rows * m->n, m->scores, m->mask, m->scores);
+    kernels->mul(rows * n, m->scores, m->mask, m->scores);
   }
   for (i = 0; i < rows; i++) {
     const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
     if (residual && u->out_bias) kernels->add(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
   }
-  lunai_matmul_panels(kernels, rows, d, m->n, m->scores, m->n, 1, m->out_panels, 1, out, d, u->out_bias ||
-                      (u->residual && !u->last.threshold));
+  lunai_matmul_panels(kernels, 1, lunai_dense(m->scores, rows, n), lunai_panels_in(kernels, m->out_panels, d, n),
+                      lunai_into(out, d, starts));
   if (!u->last.threshold) return;
   kernels->dropout(&u->last, row * d, rows * d, out, out, false);
   if (u->residual) kernels->add(rows * d, u->residual + row * d, out, out);
@@ -6423,30 +6525,33 @@ LUNAI_FN void lunai_run_unpack(const lunai_kernels *kernels, const lunai_unpack 
 }
 
 /* a panel's dX, and its share of the unit's partial gradients */
-LUNAI_FN void lunai_unpack_backward_panel(const lunai_kernels *kernels, const lunai_unpack *u,
-                                          const lunai_unpack_space *m, int64_t b, int64_t first, int64_t rows,
-                                          float *part) {
+LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const lunai_unpack_space *m, int64_t b,
+                                          int64_t first, int64_t rows, float *part) {
+  const lunai_kernels *kernels = w->kernels;
+  const lunai_unpack *u = w->u;
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
-  const float *x = u->x + row * d, *grad = u->grad_out + row * d, *mask = u->dropout.threshold ? m->mask : NULL;
+  const lunai_matrix x = lunai_dense(u->x + row * d, rows, d), p = lunai_dense(m->scores, rows, n);
+  const lunai_matrix ds = lunai_dense(m->slopes, rows, n);
+  lunai_matrix g = lunai_dense(u->grad_out + row * d, rows, d);
   float *bias = part + 2 * n * d;
   int64_t i;
   if (u->last.threshold) {
-    kernels->dropout(&u->last, row * d, rows * d, grad, m->grad, false);
-    grad = m->grad;
+    kernels->dropout(&u->last, row * d, rows * d, g.at, m->grad, false);
+    g.at = m->grad;
   }
-  lunai_matmul_panels(kernels, rows, n, d, x, d, 1, m->score_panels, 1, m->scores, n, false);
-  lunai_matmul_panels(kernels, rows, n, d, grad, d, 1, m->slope_panels, 1, m->slopes, n, false);
-  if (mask) lunai_unpack_mask(kernels, u, m, b, first, rows);
-  kernels->unpack_slopes(rows, u->heads, m->slots, m->bias, mask, u->lse + row * u->heads, m->scores, m->slopes);
+  lunai_matmul_panels(kernels, 1, x, lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
+  lunai_matmul_panels(kernels, 1, g, lunai_panels_in(kernels, m->slope_panels, n, d), lunai_into(m->slopes, n, false));
+  if (u->dropout.threshold) lunai_unpack_mask(kernels, u, m, b, first, rows);
+  kernels->unpack_slopes(u, m, row, rows);
   for (i = 0; i < rows; i++) {
     kernels->add(n, bias, m->slopes + i * n, bias);
-    kernels->add(d, bias + n, grad + i * d, bias + n);
+    kernels->add(d, bias + n, g.at + i * d, bias + n);
   }
-  if (u->grad_k) lunai_matmul(kernels, n, d, rows, m->slopes, 1, n, x, d, 1, 1, part, d, true, m->product);
-  if (u->grad_v) lunai_matmul(kernels, n, d, rows, m->scores, 1, n, grad, d, 1, 1, part + n * d, d, true, m->product);
-  /* last: it may be grad_out */
-  if (u->grad_x) lunai_matmul_panels(kernels, rows, d, n, m->slopes, n, 1, m->dx_panels, 1, u->grad_x + row * d, d,
-                                     true);
+  if (u->grad_k) lunai_matmul(kernels, 1, lunai_transposed(ds), x, lunai_into(part, d, true), m->product);
+  if (u->grad_v) lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part + n * d, d, true), m->product);
+  if (!u->grad_x) return;            /* last: it may be grad_out */
+  lunai_matmul_panels(kernels, 1, ds, lunai_panels_in(kernels, m->dx_panels, d, n),
+                      lunai_into(u->grad_x + row * d, d, true));
 }
 
 LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t threads) {
@@ -6463,7 +6568,7 @@ LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t thr
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
     for (row = first; row < end; row += LUNAI_TILE)
-      lunai_unpack_backward_panel(kernels, u, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
+      lunai_unpack_backward_panel(w, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
 
@@ -6553,19 +6658,26 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
 LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
   return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
-/* M [dim, n] += (y^T z - M) / t, result = x M, both in double */
-LUNAI_FN void lunai_mean_step(lunai_int64 t, int64_t dim, int64_t n, const float *y, const float *z, const float *x,
-                              double *mean, int64_t mean_row, double factor, float *result) {
+/* M += (y^T z - M) / t, result = factor x M */
+LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
+                              float *result) {
   int64_t i, j;
-  for (j = 0; j < n; j++) {
+  for (j = 0; j < m.columns; j++) {
     double sum = 0;
-    for (i = 0; i < dim; i++) {
-      double *m = mean + i * mean_row + j;
-      *m += ((double)y[i] * (double)z[j] - *m) / (double)t;
-      sum += (double)x[i] * *m;
+    for (i = 0; i < m.rows; i++) {
+      double *at = m.at + i * m.row + j;
+      *at += ((double)y[i] * (double)z[j] - *at) / m.t;
+      sum += (double)x[i] * *at;
     }
     result[j] = (float)(factor * sum);
   }
+}
+LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns, int64_t row, lunai_int64 t) {
+  lunai_mean m;
+  m.at = at;
+  m.rows = rows; m.columns = columns; m.row = row;
+  m.t = (double)t;
+  return m;
 }
 /* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
@@ -6583,10 +6695,11 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     for (t = 0; t < a->rows; t++) {
       const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
                     narrow = row * a->slots;
+      const lunai_int64 now = a->position + t + 1;
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
-      lunai_mean_step(a->position + t + 1, d, real, a->k + wide, omega, a->q + wide, ka, a->slots, (double)a->scale, w);
+      lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
-      lunai_mean_step(a->position + t + 1, real, d, omega, a->v + wide, w, av, d, 1, a->out + wide);
+      lunai_mean_step(lunai_mean_of(av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
       for (l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
     }
   }
@@ -6596,8 +6709,9 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
        dk_j += (h_t . A_j) q_t,
    dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
 LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
-                                             const float *omega, float *domega, float *dw, float *h) {
+                                             float *scratch) {
   const int64_t d = a->head_dim, row = first + t * a->heads;
+  float *omega = scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots, *h = dw + a->slots;
   const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
   const double share = 1 / (double)(t + 1);
   int64_t j, l;
@@ -6620,8 +6734,7 @@ LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t
 }
 LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
                                                    void *scratch) {
-  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots,
-      *h = dw + a->slots;
+  float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
   int64_t item, t;
   (void)parallel;
   for (item = 0; item < a->batch * a->heads; item++) {
@@ -6630,7 +6743,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
     for (t = 0; t < a->rows; t++) lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
-    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega, domega, dw, h);
+    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega);
     for (t = 0; a->grad_s && t < a->rows; t++)
       lunai_activate_backward_reference(a->activation, real, s + t * step, domega + t * a->slots,
                                         a->grad_s + first * a->slots + t * step);
@@ -6663,60 +6776,60 @@ LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state
   if (i < n) LUNAI_K(scan_strip)(n - i, joins, leaves, state + i, carried + i);
 }
 
-LUNAI_FN bool LUNAI_K(all_finite)(int64_t rows, int64_t n, const float *x, int64_t x_row) {
+LUNAI_FN bool LUNAI_K(all_finite)(lunai_matrix x) {
   const vf zero = vf_zero();
+  const float *at = x.at;
+  const int64_t n = x.columns;
   vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row) {
+  for (t = 0; t < x.rows; t++, at += x.row) {
     for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
-      sum0 = vf_fma(vf_load(x + i), zero, sum0);
-      sum1 = vf_fma(vf_load(x + i + VF), zero, sum1);
-      sum2 = vf_fma(vf_load(x + i + 2 * VF), zero, sum2);
-      sum3 = vf_fma(vf_load(x + i + 3 * VF), zero, sum3);
+      sum0 = vf_fma(vf_load(at + i), zero, sum0);
+      sum1 = vf_fma(vf_load(at + i + VF), zero, sum1);
+      sum2 = vf_fma(vf_load(at + i + 2 * VF), zero, sum2);
+      sum3 = vf_fma(vf_load(at + i + 3 * VF), zero, sum3);
     }
-    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(x + i, n - i), zero, sum0);
+    for (; i < n; i += VF) sum0 = vf_fma(LUNAI_K(get)(at + i, n - i), zero, sum0);
   }
   return vf_sum(vf_add(vf_add(sum0, sum1), vf_add(sum2, sum3))) == 0;
 }
 
-LUNAI_FN void LUNAI_K(copy_rows)(int64_t rows, int64_t n, const float *x, int64_t x_row, float *y, int64_t y_row) {
+LUNAI_FN void LUNAI_K(copy_rows)(lunai_matrix x, float *y, int64_t y_row) {
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row, y += y_row)
-    for (i = 0; i < n; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x + i, n - i), n - i);
+  for (t = 0; t < x.rows; t++, x.at += x.row, y += y_row)
+    for (i = 0; i < x.columns; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x.at + i, x.columns - i), x.columns - i);
 }
 
 /* y = diag(factors) x + 0, which makes -0 to 0 */
-LUNAI_FN void LUNAI_K(scale_rows)(int64_t rows, int64_t n, const float *factors, const float *x, int64_t x_row,
-                                  float *y, int64_t y_row) {
+LUNAI_FN void LUNAI_K(scale_rows)(lunai_matrix x, const float *factors, float *y, int64_t y_row) {
+  const int64_t n = x.columns;
   int64_t t, i;
-  for (t = 0; t < rows; t++, x += x_row, y += y_row) {
+  for (t = 0; t < x.rows; t++, x.at += x.row, y += y_row) {
     const vf factor = vf_set(factors[t]);
     for (i = 0; i < n; i += VF)
-      LUNAI_K(put)(y + i, vf_add(vf_mul(LUNAI_K(get)(x + i, n - i), factor), vf_zero()), n - i);
+      LUNAI_K(put)(y + i, vf_add(vf_mul(LUNAI_K(get)(x.at + i, n - i), factor), vf_zero()), n - i);
   }
 }
 
 /* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
-LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, int64_t dim, double share, const float *y, const float *z,
-                                      const float *x, double *mean,
-                                      int64_t mean_row, double *result) {
-  double wide[8], sum[8];
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, lunai_mean m, const float *y, const float *z, const float *x,
+                                      double *result) {
+  const double share = 1 / m.t;
+  double wide[8], sum[8], *mean = m.at;
   int64_t i, j;
   for (j = 0; j < n; j++) sum[j] = 0;
   for (j = 0; j < n; j++) wide[j] = (double)z[j];
-  for (i = 0; i < dim; i++, mean += mean_row) {
+  for (i = 0; i < m.rows; i++, mean += m.row) {
     const double yi = (double)y[i], xi = (double)x[i];
     for (j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
     for (j = 0; j < n; j++) sum[j] += xi * mean[j];
   }
   for (j = 0; j < n; j++) result[j] = sum[j];
 }
-LUNAI_FN void LUNAI_K(step_state)(int64_t dim, int64_t n, double share, const float *y, const float *z, const float *x,
-                                  double *mean,
-                                  int64_t mean_row, double *result) {
+LUNAI_FN void LUNAI_K(step_mean)(lunai_mean m, const float *y, const float *z, const float *x, double *result) {
   int64_t j;
-  for (j = 0; j + 8 <= n; j += 8) LUNAI_K(step_block)(8, dim, share, y, z + j, x, mean + j, mean_row, result + j);
-  for (; j < n; j++) LUNAI_K(step_block)(1, dim, share, y, z + j, x, mean + j, mean_row, result + j);
+  for (j = 0; j + 8 <= m.columns; j += 8, m.at += 8) LUNAI_K(step_block)(8, m, y, z + j, x, result + j);
+  for (; j < m.columns; j++, m.at++) LUNAI_K(step_block)(1, m, y, z + j, x, result + j);
 }
 
 #elif !defined(LUNAI_PASS)
@@ -6944,41 +7057,43 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
 
 /* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written
    nor read */
-LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, int64_t depth, const float *x, int64_t x_row,
-                                 const float *y, int64_t y_row) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  float *below = c->scores + head * LUNAI_CHUNK;
+LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
+  lunai_panels b = lunai_panels_of(c->kernels, lunai_transposed(y), c->panels);
   int64_t t, end;
-  c->kernels->fill_panels(c->rows, depth, y, 1, y_row, c->panels);
-  lunai_matmul_panels(c->kernels, head, head, depth, x, x_row, 1, c->panels, 1, c->scores, LUNAI_CHUNK, false);
-  if (tail > 0)
-    lunai_matmul_panels(c->kernels, tail, c->rows, depth, x + head * x_row, x_row, 1, c->panels, 1, below, LUNAI_CHUNK,
-                        false);
+  if (head < c->rows)
+    lunai_matmul_panels(c->kernels, 1, lunai_lines(x, head, c->rows), b,
+                        lunai_into(c->scores + head * LUNAI_CHUNK, LUNAI_CHUNK, false));
+  b.n = head;
+  lunai_matmul_panels(c->kernels, 1, lunai_lines(x, 0, head), b, lunai_into(c->scores, LUNAI_CHUNK, false));
   for (t = 0; t < c->rows; t++) {
     end = t < head ? head : c->rows;
     memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
   }
 }
+/* rows and columns [first, last) of the scores, and from `column` on */
+LUNAI_FN lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t first, int64_t last, int64_t column,
+                                       int64_t end) {
+  return lunai_strided(c->scores + first * LUNAI_CHUNK + column, last - first, end - column, LUNAI_CHUNK);
+}
 
 /* out = alpha scores Z (+ out) */
-LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, int64_t n, float alpha, const float *z, int64_t z_row,
-                                 float *out, int64_t out_row, bool accumulate) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  lunai_matmul(c->kernels, c->rows, n, head, c->scores, LUNAI_CHUNK, 1, z, z_row, 1, alpha, out, out_row, accumulate,
-               c->panels);
-  if (tail > 0)
-    lunai_matmul(c->kernels, tail, n, tail, c->scores + head * (LUNAI_CHUNK + 1), LUNAI_CHUNK, 1, z + head * z_row,
-                 z_row, 1, alpha, out + head * out_row, out_row, true, c->panels);
+LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai_matrix z, lunai_out out) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
+  lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, 0, c->rows, 0, head), lunai_lines(z, 0, head), out, c->panels);
+  if (head < c->rows)
+    lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, head, c->rows, head, c->rows), lunai_lines(z, head, c->rows),
+                 lunai_into(out.at + head * out.row, out.row, true), c->panels);
 }
 
 /* out += scores^T X */
-LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, int64_t n, const float *x, int64_t x_row,
-                                            float *out, int64_t out_row) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF), tail = c->rows - head;
-  lunai_matmul(c->kernels, head, n, head, c->scores, 1, LUNAI_CHUNK, x, x_row, 1, 1, out, out_row, true, c->panels);
-  if (tail > 0)
-    lunai_matmul(c->kernels, c->rows, n, tail, c->scores + head * LUNAI_CHUNK, 1, LUNAI_CHUNK, x + head * x_row, x_row,
-                 1, 1, out, out_row, true, c->panels);
+LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_matrix x, lunai_out out) {
+  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
+  lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, 0, head, 0, head)), lunai_lines(x, 0, head), out,
+               c->panels);
+  if (head < c->rows)
+    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, head, c->rows, 0, c->rows)),
+                 lunai_lines(x, head, c->rows), out, c->panels);
 }
 
 /* factor base / t of each row */
@@ -6989,61 +7104,60 @@ LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, do
 
 /* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite
    z changes no bit but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product,
-   and added from its own row on. */
-LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, int64_t dim, int64_t n, float factor, const float *x,
-                               int64_t x_row, const float *mean, const float *z, int64_t z_row, float *out,
-                               int64_t out_row, float *buffer) {
-  float factors[LUNAI_CHUNK];
+   and added from its own row on. Uses buffer[1]. */
+LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_matrix x, const float *mean,
+                               lunai_matrix z, lunai_out out) {
+  float factors[LUNAI_CHUNK], *buffer = c->buffer[1];
+  const int64_t n = z.columns;
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
-  const bool clean = c->kernels->all_finite(c->rows, n, z, z_row);
-  const float *finite = clean ? z : buffer;
+  const bool clean = c->kernels->all_finite(z);
   int64_t t, i, j;
   if (!clean)
     for (t = 0; t < c->rows; t++)
-      for (i = 0; i < n; i++) buffer[t * n + i] = z[t * z_row + i] - z[t * z_row + i] == 0 ? z[t * z_row + i] : 0;
-  if (!c->begins) lunai_matmul(c->kernels, c->rows, n, dim, x, x_row, 1, mean, n, 1, 1, out, out_row, false, c->panels);
-  lunai_causal_apply(c, n, (float)(1 / base), finite, clean ? z_row : n, out, out_row, !c->begins);
+      for (i = 0; i < n; i++) buffer[t * n + i] = lunai_is_finite(z.at[t * z.row + i]) ? z.at[t * z.row + i] : 0;
+  out.add = !c->begins;
+  if (!c->begins)
+    lunai_matmul(c->kernels, 1, x, lunai_dense(mean, x.columns, n), lunai_into(out.at, out.row, false), c->panels);
+  lunai_causal_apply(c, (float)(1 / base), clean ? z : lunai_dense(buffer, c->rows, n), out);
   if (!clean)
     for (j = 0; j < c->rows; j++)
       for (i = 0; i < n; i++)
-        if (!(z[j * z_row + i] - z[j * z_row + i] == 0))
-          for (t = j; t < c->rows; t++) out[t * out_row + i] += c->scores[t * LUNAI_CHUNK + j] * z[j * z_row + i];
+        if (!lunai_is_finite(z.at[j * z.row + i]))
+          for (t = j; t < c->rows; t++) out.at[t * out.row + i] += c->scores[t * LUNAI_CHUNK + j] * z.at[j * z.row + i];
   lunai_causal_factors(c, factor, base, factors);
-  c->kernels->scale_rows(c->rows, n, factors, out, out_row, out, out_row);
+  c->kernels->scale_rows(lunai_strided(out.at, c->rows, n, out.row), factors, out.at, out.row);
 }
 
 /* y = diag(factor / t) x, dense */
-LUNAI_FN void lunai_causal_divide(const lunai_causal_chunk *c, int64_t n, float factor, const float *x, int64_t x_row,
-                                  float *y) {
+LUNAI_FN lunai_matrix lunai_causal_divide(const lunai_causal_chunk *c, float factor, lunai_matrix x, float *y) {
   float factors[LUNAI_CHUNK];
   lunai_causal_factors(c, factor, 1, factors);
-  c->kernels->scale_rows(c->rows, n, factors, x, x_row, y, n);
+  c->kernels->scale_rows(x, factors, y, x.columns);
+  return lunai_dense(y, x.rows, x.columns);
 }
 
-/* grad += G S^T + scores Y, S = before M [n, depth]: the gradient of the causal product's X */
-LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *g, int64_t g_row,
-                                  const float *mean, const float *y, int64_t y_row, float *grad, int64_t grad_row,
-                                  bool accumulate) {
-  if (!c->begins)
-    lunai_matmul(c->kernels, c->rows, n, depth, g, g_row, 1, mean, 1, depth, (float)c->before, grad, grad_row,
-                 accumulate, c->panels);
-  lunai_causal_apply(c, n, 1, y, y_row, grad, grad_row, accumulate || !c->begins);
+/* grad (+)= G S^T + scores Y, S = before M: the gradient of the causal product's X */
+LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, const float *mean, lunai_matrix y,
+                                  lunai_out grad) {
+  if (!c->begins) {
+    lunai_matmul(c->kernels, (float)c->before, g, lunai_transposed(lunai_dense(mean, y.columns, g.columns)), grad,
+                 c->panels);
+    grad.add = true;
+  }
+  lunai_causal_apply(c, 1, y, grad);
 }
 
-/* grad += A B + scores^T X, B [depth, n] with element (p, j) at b[p b_row + j b_column]: the gradient of Y (A = Z, B =
-   R^T) and of Z (A = Y, B = R, X = G) */
-LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, int64_t n, int64_t depth, const float *a, int64_t a_row,
-                                   const float *b, int64_t b_row, int64_t b_column, const float *x, int64_t x_row,
-                                   float *grad, int64_t grad_row) {
-  if (!c->begins) lunai_matmul(c->kernels, c->rows, n, depth, a, a_row, 1, b, b_row, b_column, 1, grad, grad_row, true,
-                               c->panels);
-  lunai_causal_apply_transposed(c, n, x, x_row, grad, grad_row);
+/* grad += A B + scores^T X: the gradient of Y (A = Z, B = R^T) and of Z (A = Y, B = R, X = G) */
+LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix a, lunai_matrix b, lunai_matrix x,
+                                   lunai_out grad) {
+  if (!c->begins) lunai_matmul(c->kernels, 1, a, b, grad, c->panels);
+  lunai_causal_apply_transposed(c, x, grad);
 }
 
 /* state = Y^T Z */
-LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, int64_t dim, int64_t n, const float *y, int64_t y_row,
-                               const float *z, int64_t z_row, float *state) {
-  if (!c->last) lunai_matmul(c->kernels, dim, n, c->rows, y, 1, y_row, z, z_row, 1, 1, state, n, false, c->panels);
+LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, lunai_matrix y, lunai_matrix z, float *state) {
+  if (!c->last)
+    lunai_matmul(c->kernels, 1, lunai_transposed(y), z, lunai_into(state, z.columns, false), c->panels);
 }
 
 /* ---- the causal product ---- */
@@ -7054,47 +7168,55 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *a, const lunai_causal_ch
   return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
 }
 
+/* the chunk's rows of a tensor with x's strides, or z's */
+LUNAI_FN lunai_matrix lunai_causal_at_x(const lunai_causal *a, const lunai_causal_chunk *c, const float *x) {
+  return lunai_strided(x + lunai_causal_xy(a, c), c->rows, a->dim, a->xy_row);
+}
+LUNAI_FN lunai_matrix lunai_causal_at_z(const lunai_causal *a, const lunai_causal_chunk *c, const float *z) {
+  return lunai_strided(z + lunai_causal_z(a, c), c->rows, a->value_dim, a->z_row);
+}
+
 LUNAI_FN void lunai_causal_sum_yz(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c);
-  lunai_causal_sum(c, a->dim, a->value_dim, a->y + xy, a->xy_row, a->z + z, a->z_row, c->state);
+  lunai_causal_sum(c, lunai_causal_at_x(a, c, a->y), lunai_causal_at_z(a, c, a->z), c->state);
 }
 
 LUNAI_FN void lunai_causal_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c);
-  lunai_chunk_scores(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-  lunai_causal_mix(c, a->dim, a->value_dim, 1, a->x + xy, a->xy_row, c->state, a->z + z, a->z_row, a->out + z, a->z_row,
-                   c->buffer[0]);
+  const lunai_matrix x = lunai_causal_at_x(a, c, a->x);
+  lunai_chunk_scores(c, x, lunai_causal_at_x(a, c, a->y));
+  lunai_causal_mix(c, 1, x, c->state, lunai_causal_at_z(a, c, a->z),
+                   lunai_into(a->out + lunai_causal_z(a, c), a->z_row, false));
 }
 
 LUNAI_FN void lunai_causal_out_x(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c), n = a->value_dim;
-  float *g = c->buffer[0];
-  lunai_causal_divide(c, n, 1, a->grad_out + z, a->z_row, g);
-  lunai_chunk_scores(c, n, g, n, a->z + z, a->z_row);
-  lunai_causal_grad_x(c, a->dim, n, g, n, c->state, a->y + xy, a->xy_row, a->grad_x + xy, a->xy_row, true);
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_causal_at_z(a, c, a->grad_out), c->buffer[0]);
+  lunai_chunk_scores(c, g, lunai_causal_at_z(a, c, a->z));
+  lunai_causal_grad_x(c, g, c->state, lunai_causal_at_x(a, c, a->y),
+                      lunai_into(a->grad_x + lunai_causal_xy(a, c), a->xy_row, true));
 }
 
 /* reverse: kept = G, the state is R */
 LUNAI_FN void lunai_causal_sum_xg(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  lunai_causal_divide(c, a->value_dim, 1, a->grad_out + lunai_causal_z(a, c), a->z_row, c->kept);
-  lunai_causal_sum(c, a->dim, a->value_dim, a->x + lunai_causal_xy(a, c), a->xy_row, c->kept, a->value_dim, c->state);
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_causal_at_z(a, c, a->grad_out), c->kept);
+  lunai_causal_sum(c, lunai_causal_at_x(a, c, a->x), g, c->state);
 }
 
 LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
-  const int64_t xy = lunai_causal_xy(a, c), z = lunai_causal_z(a, c), n = a->value_dim;
+  const lunai_matrix g = lunai_dense(c->kept, c->rows, a->value_dim), r = lunai_dense(c->state, a->dim, a->value_dim);
+  const lunai_matrix x = lunai_causal_at_x(a, c, a->x), y = lunai_causal_at_x(a, c, a->y);
+  const lunai_matrix z = lunai_causal_at_z(a, c, a->z);
   if (a->grad_y) {
-    lunai_chunk_scores(c, n, c->kept, n, a->z + z, a->z_row);
-    lunai_causal_grad_yz(c, a->dim, n, a->z + z, a->z_row, c->state, 1, n, a->x + xy, a->xy_row, a->grad_y + xy,
-                         a->xy_row);
+    lunai_chunk_scores(c, g, z);
+    lunai_causal_grad_yz(c, z, lunai_transposed(r), x,
+                         lunai_into(a->grad_y + lunai_causal_xy(a, c), a->xy_row, true));
   }
   if (a->grad_z) {
-    lunai_chunk_scores(c, a->dim, a->x + xy, a->xy_row, a->y + xy, a->xy_row);
-    lunai_causal_grad_yz(c, n, a->dim, a->y + xy, a->xy_row, c->state, n, 1, c->kept, n, a->grad_z + z, a->z_row);
+    lunai_chunk_scores(c, x, y);
+    lunai_causal_grad_yz(c, y, r, g, lunai_into(a->grad_z + lunai_causal_z(a, c), a->z_row, true));
   }
 }
 
@@ -7162,31 +7284,47 @@ LUNAI_FN lunai_luna_place lunai_luna_at(const lunai_causal_luna *a, const lunai_
   return p;
 }
 
+/* the chunk's rows of q, k, v or out; of s or w, without the masked slots */
+LUNAI_FN lunai_matrix lunai_luna_wide(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
+  const lunai_luna_place p = lunai_luna_at(a, c);
+  return lunai_strided(x + p.wide, c->rows, a->head_dim, p.wide_row);
+}
+LUNAI_FN lunai_matrix lunai_luna_narrow(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
+  const lunai_luna_place p = lunai_luna_at(a, c);
+  return lunai_strided(x + p.narrow, c->rows, p.slots, p.narrow_row);
+}
+/* A = omega(s), into kept */
+LUNAI_FN lunai_matrix lunai_luna_omega(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  const lunai_matrix s = lunai_luna_narrow(a, c, a->s);
+  c->kernels->copy_rows(s, c->kept, s.columns);
+  c->kernels->activate(a->activation, s.rows * s.columns, c->kept, c->kept);
+  return lunai_dense(c->kept, s.rows, s.columns);
+}
+
 /* kept = A [rows, slots]; the states are k^T A and A^T v */
 LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
-  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
-  c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
-  lunai_causal_sum(c, d, l, a->k + p.wide, p.wide_row, c->kept, l, c->state);
-  lunai_causal_sum(c, l, d, c->kept, l, a->v + p.wide, p.wide_row, c->state + d * l);
+  const lunai_matrix omega = lunai_luna_omega(a, c);
+  lunai_causal_sum(c, lunai_luna_wide(a, c, a->k), omega, c->state);
+  lunai_causal_sum(c, omega, lunai_luna_wide(a, c, a->v), c->state + a->head_dim * omega.columns);
 }
 
 LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *w = c->buffer[0];
+  const int64_t l = p.slots;
+  const lunai_matrix q = lunai_luna_wide(a, c, a->q), omega = lunai_dense(c->kept, c->rows, l);
+  const lunai_matrix w = lunai_dense(c->buffer[0], c->rows, l);
   int64_t t;
-  lunai_chunk_scores(c, d, a->q + p.wide, row, a->k + p.wide, row);
-  lunai_causal_mix(c, d, l, a->scale, a->q + p.wide, row, c->state, c->kept, l, w, l, c->buffer[1]);
-  c->kernels->softmax(c->rows, l, w, w);
-  if (a->w) c->kernels->copy_rows(c->rows, l, w, l, a->w + p.narrow, p.narrow_row);
+  lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
+  lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
+  c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
+  if (a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
   for (t = 0; a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
-  lunai_chunk_scores(c, l, w, l, c->kept, l);
-  lunai_causal_mix(c, l, d, 1, w, l, c->state + d * l, a->v + p.wide, row, a->out + p.wide, row, c->buffer[1]);
+  lunai_chunk_scores(c, w, omega);
+  lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
+                   lunai_into(a->out + p.wide, p.wide_row, false));
 }
 
 LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
@@ -7213,7 +7351,6 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_luna_steps *s = (const lunai_luna_steps *)work;
   const lunai_causal_luna *a = s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
-  const double share = 1 / (double)(a->position + 1);
   char *scratch = s->scratch + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
@@ -7227,10 +7364,10 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
       memset(av, 0, (size_t)(l * d) * sizeof(double));
     }
     s->kernels->activate(a->activation, l, a->s + narrow, omega);
-    s->kernels->step_state(d, l, share, a->k + wide, omega, a->q + wide, ka, a->slots, sum);
+    s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, a->position + 1), a->k + wide, omega, a->q + wide, sum);
     for (i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
     s->kernels->softmax(1, l, w, w);
-    s->kernels->step_state(l, d, share, omega, a->v + wide, w, av, d, sum);
+    s->kernels->step_mean(lunai_mean_of(av, l, d, d, a->position + 1), omega, a->v + wide, w, sum);
     for (i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
     for (i = 0; a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
@@ -7251,61 +7388,60 @@ LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
   const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row;
-  float *g = c->buffer[0], *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2], *h = lunai_luna_h(grads, c);
-  lunai_causal_divide(c, d, 1, a->grad_out + p.wide, row, g);
-  lunai_chunk_scores(c, d, g, d, a->v + p.wide, row);
-  lunai_causal_grad_x(c, l, d, g, d, c->state + d * l, c->kept, l, dw, l, false);
-  c->kernels->copy_rows(c->rows, l, a->w + p.narrow, p.narrow_row, w, l);
+  const int64_t l = p.slots;
+  const lunai_matrix omega = lunai_dense(c->kept, c->rows, l);
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->buffer[0]);
+  float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
+  lunai_matrix h;
+  lunai_chunk_scores(c, g, lunai_luna_wide(a, c, a->v));
+  lunai_causal_grad_x(c, g, c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
+  c->kernels->copy_rows(lunai_luna_narrow(a, c, a->w), w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
-  lunai_causal_divide(c, l, a->scale, du, l, h);
+  h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), lunai_luna_h(grads, c));
   if (!a->grad_q) return;
-  lunai_chunk_scores(c, l, h, l, c->kept, l);
-  lunai_causal_grad_x(c, d, l, h, l, c->state, a->k + p.wide, row, a->grad_q + p.wide, row, true);
+  lunai_chunk_scores(c, h, omega);
+  lunai_causal_grad_x(c, h, c->state, lunai_luna_wide(a, c, a->k), lunai_into(a->grad_q + p.wide, p.wide_row, true));
 }
 
 /* kept = A, then G; the states are q^T H and W^T G */
 LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c) {
   const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
-  float *g = c->kept + LUNAI_CHUNK * l;
-  c->kernels->copy_rows(c->rows, l, a->s + p.narrow, p.narrow_row, c->kept, l);
-  c->kernels->activate(a->activation, c->rows * l, c->kept, c->kept);
-  lunai_causal_divide(c, d, 1, a->grad_out + p.wide, p.wide_row, g);
-  lunai_causal_sum(c, d, l, a->q + p.wide, p.wide_row, lunai_luna_h(grads, c), l, c->state);
-  lunai_causal_sum(c, l, d, a->w + p.narrow, p.narrow_row, g, d, c->state + d * l);
+  const int64_t l = lunai_luna_omega(a, c).columns;
+  const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->kept + LUNAI_CHUNK * l);
+  lunai_causal_sum(c, lunai_luna_wide(a, c, a->q), lunai_dense(lunai_luna_h(grads, c), c->rows, l), c->state);
+  lunai_causal_sum(c, lunai_luna_narrow(a, c, a->w), g, c->state + a->head_dim * l);
 }
 
 LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c) {
   const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
   const lunai_causal_luna *a = grads->args;
   const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots, row = p.wide_row, narrow_row = p.narrow_row;
-  const float *omega = c->kept, *g = c->kept + LUNAI_CHUNK * l, *h = lunai_luna_h(grads, c), *r = c->state,
-              *r2 = c->state + d * l;
-  const float *q = a->q + p.wide, *k = a->k + p.wide, *v = a->v + p.wide, *w = a->w + p.narrow;
+  const int64_t d = a->head_dim, l = p.slots;
+  const lunai_matrix omega = lunai_dense(c->kept, c->rows, l), g = lunai_dense(c->kept + LUNAI_CHUNK * l, c->rows, d);
+  const lunai_matrix h = lunai_dense(lunai_luna_h(grads, c), c->rows, l), w = lunai_luna_narrow(a, c, a->w);
+  const lunai_matrix r = lunai_dense(c->state, d, l), r2 = lunai_dense(c->state + d * l, l, d);
+  const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
   if (a->grad_k) {
-    lunai_chunk_scores(c, l, h, l, omega, l);
-    lunai_causal_grad_yz(c, d, l, omega, l, r, 1, l, q, row, a->grad_k + p.wide, row);
+    lunai_chunk_scores(c, h, omega);
+    lunai_causal_grad_yz(c, omega, lunai_transposed(r), q, lunai_into(a->grad_k + p.wide, p.wide_row, true));
   }
   if (a->grad_v) {
-    lunai_chunk_scores(c, l, w, narrow_row, omega, l);
-    lunai_causal_grad_yz(c, d, l, omega, l, r2, d, 1, g, d, a->grad_v + p.wide, row);
+    lunai_chunk_scores(c, w, omega);
+    lunai_causal_grad_yz(c, omega, r2, g, lunai_into(a->grad_v + p.wide, p.wide_row, true));
   }
   if (a->grad_s) {
     float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
-    lunai_chunk_scores(c, d, q, row, k, row);
-    lunai_causal_grad_yz(c, l, d, k, row, r, l, 1, h, l, domega, l);
-    lunai_chunk_scores(c, d, g, d, v, row);
-    lunai_causal_grad_yz(c, l, d, v, row, r2, 1, d, w, narrow_row, domega, l);
-    c->kernels->copy_rows(c->rows, l, a->s + p.narrow, narrow_row, s, l);
-    c->kernels->copy_rows(c->rows, l, a->grad_s + p.narrow, narrow_row, ds, l);
+    lunai_chunk_scores(c, q, k);
+    lunai_causal_grad_yz(c, k, r, h, lunai_into(domega, l, true));
+    lunai_chunk_scores(c, g, v);
+    lunai_causal_grad_yz(c, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
+    c->kernels->copy_rows(lunai_luna_narrow(a, c, a->s), s, l);
+    c->kernels->copy_rows(lunai_luna_narrow(a, c, a->grad_s), ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
-    c->kernels->copy_rows(c->rows, l, ds, l, a->grad_s + p.narrow, narrow_row);
+    c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + p.narrow, p.narrow_row);
   }
 }
 
@@ -8024,11 +8160,10 @@ LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
   const uint8_t *s = (const uint8_t *)*at;
   const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
   uint32_t code = s[0];
-  int i;
   if (code >= 0x80) {
     if (more == 0 || code > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
     code &= 0x3Fu >> more;
-    for (i = 1; i <= more; i++) {
+    for (int i = 1; i <= more; i++) {
       if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
       code = code << 6 | (s[i] & 0x3Fu);
     }
@@ -8040,17 +8175,15 @@ LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
 
 LUNAI_FN size_t lunai_st_encode(uint32_t code, char out[4]) {
   const size_t n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
-  size_t i;
-  for (i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
+  for (size_t i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
   out[0] = (char)(n == 1 ? code : ((0xF00u >> n) & 0xFF) | code);
   return n;
 }
 
 LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
   uint32_t value = 0;
-  int i;
   if (end - at < 4) return LUNAI_ST_BAD;
-  for (i = 0; i < 4; i++) {
+  for (int i = 0; i < 4; i++) {
     const char c = at[i];
     const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' &&
         c <= 'F' ? c - 'A' + 10 : -1;
@@ -8063,23 +8196,22 @@ LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
 /* the character of a JSON string at *at, which moves past it; LUNAI_ST_BAD when there is none */
 LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
   static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
-  const char *s = *at, *letter;
-  uint32_t code, low;
+  const char *s = *at;
   if (s == end || (uint8_t)*s < 0x20) return LUNAI_ST_BAD;
   if (*s != '\\') return lunai_st_utf8(at, end);
   if (end - s < 2) return LUNAI_ST_BAD;
   if (s[1] != 'u') {
-    letter = (const char *)memchr(letters, s[1], sizeof(letters) - 1);
+    const char *letter = (const char *)memchr(letters, s[1], sizeof(letters) - 1);
     if (!letter) return LUNAI_ST_BAD;
     *at += 2;
     return (uint32_t)meanings[letter - letters];
   }
-  code = lunai_st_hex(s + 2, end);
+  const uint32_t code = lunai_st_hex(s + 2, end);
   if (code == LUNAI_ST_BAD) return LUNAI_ST_BAD;
   *at += 6;
   if (code < 0xD800 || code > 0xDFFF) return code;
   if (code > 0xDBFF || end - s < 12 || s[6] != '\\' || s[7] != 'u') return LUNAI_ST_BAD;
-  low = lunai_st_hex(s + 8, end);
+  const uint32_t low = lunai_st_hex(s + 8, end);
   if (low < 0xDC00 || low > 0xDFFF) return LUNAI_ST_BAD;
   *at += 6;
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
@@ -8088,12 +8220,11 @@ LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
 /* the order of a text, decoded (to end or its closing quote), and a UTF-8 string: by byte, which is by character */
 LUNAI_FN int lunai_st_order(const char *at, const char *end, const char *string) {
   char utf8[4];
-  size_t i, n;
   while (at < end && *at != '"') {
     const uint32_t code = lunai_st_character(&at, end);
     if (code == LUNAI_ST_BAD) return 1;
-    n = lunai_st_encode(code, utf8);
-    for (i = 0; i < n; i++, string++)
+    const size_t n = lunai_st_encode(code, utf8);
+    for (size_t i = 0; i < n; i++, string++)
       if (*string == 0 || *string != utf8[i]) return (uint8_t)*string < (uint8_t)utf8[i] || *string == 0 ? 1 : -1;
   }
   return *string == 0 ? 0 : -1;
@@ -8107,11 +8238,11 @@ LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
 LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
   const char *at = text.at, *end = text.at + text.size;
   char utf8[4];
-  size_t size = 0, last = 0, n;
+  size_t size = 0, last = 0;
   while (at < end) {
     const uint32_t code = lunai_st_character(&at, end);
     if (code == LUNAI_ST_BAD) break;
-    n = lunai_st_encode(code, utf8);
+    const size_t n = lunai_st_encode(code, utf8);
     if (size + n < room) {
       memcpy(out + size, utf8, n);
       last = size + n;
@@ -8123,8 +8254,7 @@ LUNAI_FN size_t lunai_st_decode(lunai_st_text text, char *out, size_t room) {
 }
 
 LUNAI_FN uint64_t lunai_hash_bytes(uint64_t h, const char *at, size_t size) { /* FNV-1a */
-  size_t i;
-  for (i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
+  for (size_t i = 0; i < size; i++) h = (h ^ (unsigned char)at[i]) * 0x100000001B3u;
   return h;
 }
 LUNAI_FN uint64_t lunai_hash(const char *name) { return lunai_hash_bytes(0xCBF29CE484222325u, name, strlen(name)); }
@@ -8141,11 +8271,10 @@ LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
   if (a >> 32 != b >> 32) return a < b ? -1 : 1;
   for (;;) {
-    uint32_t c, d;
     while (*p == *q && *p != '"' && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
     if (*p == '"' || *q == '"') return (*p != '"') - (*q != '"');
-    c = lunai_st_character(&p, end);
-    d = lunai_st_character(&q, end);
+    const uint32_t c = lunai_st_character(&p, end);
+    const uint32_t d = lunai_st_character(&q, end);
     if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
   }
 }
@@ -8257,10 +8386,14 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
   return !j->wrong && (seen == 7 || lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets"));
 }
 
+/* elements of a shape; -1: too many, or a negative size */
+LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
+  int64_t count = 1;
+  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
+  return count;
+}
 LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
-  int i;
-  t->count = 1;
-  for (i = 0; i < t->rank && t->count >= 0; i++) t->count = lunai_checked(t->count, t->shape[i]);
+  t->count = lunai_st_count(t->rank, t->shape);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
   if ((uint64_t)offsets[1] > st->data_size) return lunai_st_fail(j, "a tensor lies beyond the end of the file");
@@ -8282,12 +8415,7 @@ LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lu
 }
 
 LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
-  lunai_st_json j;
-  j.at = st->header + offset;
-  j.end = st->header + st->header_size;
-  j.wrong = NULL;
-  j.meta = NULL;
-  j.pairs = 0;
+  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0 };
   return j;
 }
 
@@ -8374,11 +8502,11 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
    none ends after it. */
 LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   lunai_st_tensor t;
-  size_t cursor = 0, count = 0, i;
+  size_t cursor = 0, count = 0;
   while (lunai_st_next(st, &cursor, &t))
     if (t.bytes > 0) begins[count++] = (uint64_t)(t.data - st->data);
   lunai_st_sort(st, false, begins, count);
-  for (i = 0; i < count; i++)
+  for (size_t i = 0; i < count; i++)
     if (i == 0 ? begins[i] != 0 : begins[i] == begins[i - 1]) return false;
   for (cursor = 0; lunai_st_next(st, &cursor, &t);) {
     const uint64_t end = (uint64_t)(t.data - st->data) + t.bytes;
@@ -8395,9 +8523,8 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
 
 /* whether sorted items are unique */
 LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
-  size_t i;
   lunai_st_sort(st, true, items, count);
-  for (i = 1; i < count; i++)
+  for (size_t i = 1; i < count; i++)
     if (lunai_st_compare(st, items[i - 1], items[i]) == 0) return false;
   return true;
 }
@@ -8407,13 +8534,12 @@ LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count)
 LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *keys) {
   lunai_st_tensor t;
   lunai_st_text key, value;
-  size_t cursor, i;
   if (!st->contiguous && !lunai_st_covers(st, names)) return "two tensors overlap";
-  for (cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = lunai_st_item(st, t.name);
+  for (size_t cursor = 0, i = 0; lunai_st_next(st, &cursor, &t); i++) names[i] = lunai_st_item(st, t.name);
   if (!lunai_st_unique(st, names, st->tensors)) return "two tensors have the same name";
   st->names = names;
   if (!keys) return NULL;
-  for (cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = lunai_st_item(st, key);
+  for (size_t cursor = 0, i = 0; lunai_st_meta_next(st, &cursor, &key, &value); i++) keys[i] = lunai_st_item(st, key);
   if (!lunai_st_unique(st, keys, st->pairs)) return "two keys of __metadata__ are the same";
   st->keys = keys;
   return NULL;
@@ -8422,24 +8548,22 @@ LUNAI_FN const char *lunai_st_index(lunai_st *st, uint64_t *names, uint64_t *key
 /* Opens a file in memory, which must outlive it; returns null, or a sentence that says what is wrong. Whether names
    are unique and data overlap only lunai_st_index can say. */
 LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size) {
-  lunai_st_json j;
   lunai_st_tensor t;
   uint64_t header_size = 0;
   size_t covered = 0;
   bool first = true;
-  int i;
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
   st->bytes = (const uint8_t *)bytes;
   st->size = size;
-  for (i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
+  for (int i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
   if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
   st->header = (const char *)st->bytes + 8;
   st->header_size = (size_t)header_size;
   st->data = st->bytes + 8 + st->header_size;
   st->data_size = size - 8 - st->header_size;
-  j = lunai_st_json_at(st, 0);
+  lunai_st_json j = lunai_st_json_at(st, 0);
   if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
   for (st->contiguous = true; lunai_st_read(st, &j, first, &t); first = false, st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
@@ -8477,8 +8601,7 @@ LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bit
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   const int size = lunai_st_formats[t->dtype].size;
-  int exponent_bits = 8, mantissa_bits = 23, k;
-  int64_t i;
+  int exponent_bits = 8, mantissa_bits = 23;
   switch (t->dtype) {
     case LUNAI_ST_F32: break;
     case LUNAI_ST_BF16: mantissa_bits = 7; break;
@@ -8490,10 +8613,10 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
     if (t->bytes > 0) memcpy(out, t->data, t->bytes);
     return true;
   }
-  for (i = 0; i < t->count; i++) {
+  for (int64_t i = 0; i < t->count; i++) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
-    for (k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
+    for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
     if (exponent_bits == 8 && sizeof(float) == 4) { /* a float, or its upper half: keeps NaNs as they are */
       const uint32_t pattern = (uint32_t)(bits << (23 - mantissa_bits));
       memcpy(&out[i], &pattern, sizeof(pattern));
@@ -8541,8 +8664,7 @@ LUNAI_FN void lunai_st_write_number(lunai_st_writer *w, uint64_t number) {
 
 LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
   uint8_t bytes[8];
-  int i;
-  for (i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
+  for (int i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
   lunai_st_write_bytes(w, bytes, (size_t)size);
 }
 
@@ -8571,11 +8693,10 @@ LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
 
 LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
   float block[1024];
-  int64_t i;
   if (w->fetch) {
     lunai_st_writer local = *w;
     local.fetch = NULL;
-    for (i = 0; i < count && !local.failed; i += 1024) {
+    for (int64_t i = 0; i < count && !local.failed; i += 1024) {
       local.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
       lunai_st_write_floats(&local, block, lunai_min(1024, count - i));
     }
@@ -8587,7 +8708,7 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
     lunai_st_write_bytes(w, x, (size_t)count * sizeof(float));
     return;
   }
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     uint32_t pattern;
     memcpy(&pattern, &x[i], sizeof(pattern));
     lunai_st_write_little(w, pattern, 4);
@@ -8596,10 +8717,8 @@ LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t 
 
 /* elements of a tensor to be written; -1: invalid */
 LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
-  int64_t count = 1;
-  int i;
   if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
-  for (i = 0; i < source->rank && count >= 0; i++) count = lunai_checked(count, source->shape[i]);
+  const int64_t count = lunai_st_count(source->rank, source->shape);
   return count > 0 && !source->data ? -1 : count;
 }
 
@@ -8607,11 +8726,10 @@ LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
 LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source *source, uint64_t begin) {
   const int64_t count = lunai_st_source_count(source);
   const uint64_t end = begin + 4 * (uint64_t)count;
-  int i;
   if (count < 0) return w->failed = true, begin;
   lunai_st_write_string(w, source->name);
   lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":[");
-  for (i = 0; i < source->rank; i++) {
+  for (int i = 0; i < source->rank; i++) {
     if (i > 0) lunai_st_write_text(w, ",");
     lunai_st_write_number(w, (uint64_t)source->shape[i]);
   }
@@ -8626,16 +8744,15 @@ LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source
 LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
                                     const lunai_st_source *tensors, int64_t tensor_count) {
   uint64_t end = 0;
-  int64_t i;
   lunai_st_write_text(w, "{");
-  for (i = 0; i < meta_count; i++) {
+  for (int64_t i = 0; i < meta_count; i++) {
     lunai_st_write_text(w, i == 0 ? "\"__metadata__\":{" : ",");
     lunai_st_write_string(w, metas[i].key);
     lunai_st_write_text(w, ":");
     lunai_st_write_string(w, metas[i].value);
   }
   if (meta_count > 0) lunai_st_write_text(w, "}");
-  for (i = 0; i < tensor_count; i++) {
+  for (int64_t i = 0; i < tensor_count; i++) {
     if (i > 0 || meta_count > 0) lunai_st_write_text(w, ",");
     end = lunai_st_write_entry(w, &tensors[i], end);
   }
@@ -8647,16 +8764,14 @@ LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *met
 LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
                              const lunai_st_source *tensors, int64_t tensor_count) {
   lunai_st_writer counter;
-  uint64_t size;
-  int64_t i;
   memset(&counter, 0, sizeof(counter));
   lunai_st_write_header(&counter, metas, meta_count, tensors, tensor_count);
-  size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
+  const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
   if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
   lunai_st_write_little(w, size, 8);
   lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
   for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  for (i = 0; i < tensor_count && !w->failed; i++)
+  for (int64_t i = 0; i < tensor_count && !w->failed; i++)
     lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
   return !w->failed;
 }
@@ -8670,10 +8785,7 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
    >>threads: a pool that hands work over in microseconds (spin, then sleep), at most one thread a core: shares beyond
    wait for one. Guarded by tests/threads.c.
    ------------------------------------------------------------------------------------------------------------------ */
-#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
-    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
-#define LUNAI_NO_POOL
-#elif defined(_WIN32)
+#if defined(_WIN32) && !defined(LUNA_ONLY_STREAM) /* threads, the clock of a profile, files */
 #ifndef WIN32_LEAN_AND_MEAN
 #define WIN32_LEAN_AND_MEAN
 #endif
@@ -8681,6 +8793,11 @@ LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int
 #define NOMINMAX
 #endif
 #include <windows.h>
+#endif
+#if defined(LUNA_NO_THREADS) || !(defined(__GNUC__) || defined(__clang__) || defined(LUNAI_MSVC)) || \
+    (!defined(_WIN32) && !defined(__unix__) && !defined(__APPLE__))
+#define LUNAI_NO_POOL
+#elif defined(_WIN32)
 typedef HANDLE lunai_thread;
 typedef CRITICAL_SECTION lunai_mutex;
 typedef CONDITION_VARIABLE lunai_condition;
@@ -8874,11 +8991,10 @@ LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work,
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
-  int64_t i;
   if (!lunai_pool_has_workers(pool)) return;
   lunai_store32(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
-  for (i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
+  for (int64_t i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
   lunai_condition_close(&pool->wake);
   lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
@@ -8939,13 +9055,27 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   size_t persistent_bytes, step_bytes, step_peak;
 } lunai_arena;
 
-/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope
-   began. */
+/* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
+   A step of single rows reads and writes the same memory each time: its ops are recorded, with their tensors, and later
+   steps run them again. */
 typedef struct lunai_bump {
   struct { char *start; size_t size, used, peak; } part[2]; /* small things of the host; data: start is null where they
                                                                are only counted */
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
+  bool records;                      /* ops run now are recorded */
+  luna_op *ops;                      /* those that are recorded */
+  size_t count, room, kept;          /* of ops; bytes of small things that they need */
 } lunai_bump;
+#ifdef LUNA_ONLY_STREAM              /* memory is short there */
+#define LUNAI_REPLAYS false
+#else
+#define LUNAI_REPLAYS true
+#endif
+#define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
+LUNAI_FN void lunai_bump_begin(lunai_bump *b) {
+  b->part[0].used = b->kept;
+  b->part[1].used = 0;
+}
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
@@ -9070,7 +9200,6 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
   double size = value < 0 ? -value : value;
-  int64_t whole, part;
   char decimal[2] = { 0, 0 };
   if (value < 0) lunai_put(text, "-");
   if (!(size < (double)INFINITY)) {
@@ -9081,8 +9210,8 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
     for (; size >= 9.9999995; exponent++) size /= 10;
     for (; size < 0.99999995; exponent--) size *= 10;
   }
-  part = (int64_t)(size * 1e6 + 0.5);
-  whole = part / 1000000;
+  int64_t part = (int64_t)(size * 1e6 + 0.5);
+  const int64_t whole = part / 1000000;
   part %= 1000000;
   lunai_put_number(text, whole);
   if (part) lunai_put(text, ".");
@@ -9094,9 +9223,8 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   if (exponent) lunai_put_number(text, exponent);
 }
 LUNAI_FN void lunai_put_shape(lunai_text *text, int rank, const int64_t *shape) {
-  int i;
   lunai_put(text, "[");
-  for (i = 0; i < rank; i++) {
+  for (int i = 0; i < rank; i++) {
     if (i) lunai_put(text, ",");
     lunai_put_number(text, shape[i]);
   }
@@ -9336,18 +9464,16 @@ LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) 
 typedef struct lunai_persistent_mark { lunai_chunk *newest[2]; size_t bytes[2]; } lunai_persistent_mark;
 LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
   lunai_persistent_mark mark;
-  int i;
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     mark.newest[i] = ctx->arena[i].persistent;
     mark.bytes[i] = ctx->arena[i].persistent_bytes;
   }
   return mark;
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
-  int i;
   if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     while (ctx->arena[i].persistent != mark.newest[i])
       lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
@@ -9365,13 +9491,12 @@ typedef struct lunai_mark {
 } lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
   lunai_mark mark;
-  int i;
   if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
     mark.bytes[0] = ctx->bump->part[0].used;
     mark.bytes[1] = ctx->bump->part[1].used;
     return mark;
   }
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     const lunai_arena *arena = &ctx->arena[i];
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
@@ -9388,8 +9513,6 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
 LUNAI_FN void lunai_release(luna_tensor *t);
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
-  lunai_chunk *chunk;
-  int i;
   if (LUNAI_BUMPS(ctx)) {
     ctx->bump->part[0].used = mark.bytes[0];
     ctx->bump->part[1].used = mark.bytes[1];
@@ -9402,9 +9525,10 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   ctx->slabs.now = mark.slab;
   ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     lunai_arena *arena = &ctx->arena[i];
-    for (chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next) chunk->used = 0;
+    for (lunai_chunk *chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next)
+      chunk->used = 0;
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
@@ -9459,11 +9583,9 @@ LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out
 /* Memory of the step, not zeroed; `data` as above. */
 LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
-  bool remote;
-  lunai_arena *arena;
   if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
-  remote = data && lunai_on_device(ctx);
-  arena = &ctx->arena[remote];
+  const bool remote = data && lunai_on_device(ctx);
+  lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
@@ -9474,6 +9596,21 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   arena->step_bytes += size;
   lunai_count_peak(ctx, arena);
   return true;
+}
+
+/* host memory of the step; null with the sentence of an op, or of a call that returns a status */
+LUNAI_FN void *lunai_step_host(luna_ctx *ctx, const char *name, bool op, size_t bytes) {
+  void *memory;
+  if (lunai_step(ctx, bytes ? bytes : 1, false, &memory)) return memory;
+  if (op) lunai_fail_op_memory(ctx, name, bytes);
+  else lunai_fail_memory(ctx, name, bytes);
+  return NULL;
+}
+/* host memory until close, zeroed; null with the sentence of a call that returns a status */
+LUNAI_FN void *lunai_persist_host(luna_ctx *ctx, const char *name, size_t bytes) {
+  void *memory;
+  if (lunai_persist(ctx, bytes, false, &memory)) return memory;
+  return lunai_fail_memory(ctx, name, bytes), (void *)NULL;
 }
 
 /* Small things of the host that last until the next begin lie together, so that they part no pieces. */
@@ -9521,10 +9658,9 @@ typedef struct lunai_piece {
   int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
-  lunai_piece *piece;
   void *memory;
   if (!lunai_step_small(ctx, sizeof(lunai_piece), &memory)) return NULL;
-  piece = (lunai_piece *)memory;
+  lunai_piece *piece = (lunai_piece *)memory;
   memset(piece, 0, sizeof *piece);
   piece->at = at;
   piece->place = place;
@@ -9541,22 +9677,23 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
   const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
   lunai_arena *arena = &ctx->arena[lunai_on_device(ctx)];
-  lunai_piece **link, **best = NULL, *piece, *rest;
+  lunai_piece **best = NULL;
   void *at;
-  for (link = &ctx->pieces; *link; link = &(*link)->next)
+  for (lunai_piece **link = &ctx->pieces; *link; link = &(*link)->next)
     if ((*link)->size >= size && (*link)->size - size <= slack && (!best || (*link)->size < (*best)->size)) best = link;
   if (!best) {
-    piece = lunai_piece_make(ctx, NULL, 0, size);
+    lunai_piece *piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
     piece->place = arena->step_bytes - lunai_round(bytes);
     return piece;
   }
-  piece = *best;
+  lunai_piece *piece = *best;
   at = piece->at;
   if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
-    rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size, piece->size - size);
+    lunai_piece *rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size,
+                                         piece->size - size);
     if (!rest) return NULL;
     rest->backed = piece->backed;
     rest->next = piece->next;
@@ -9608,11 +9745,10 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
 LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   lunai_mark nothing;
-  int i;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
   ctx->odd = !ctx->odd;
-  for (i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
+  for (int i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     lunai_graph_flush(ctx, "memory of its work was given back");
@@ -9685,7 +9821,7 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
 }
 
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
-  luna_ctx first, *ctx;
+  luna_ctx first;
   luna_status open_status = LUNA_OK;
   void *memory;
   memset(&first, 0, sizeof first);
@@ -9711,7 +9847,7 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
     first.block_end = first.block_start + (first.options.block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
   }
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
-  ctx = (luna_ctx *)memory;
+  luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
   ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
@@ -9738,8 +9874,8 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
 /* On a device: orders what this context does next after what the owners of its shared sets have queued. */
 LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
   luna_status status = LUNA_OK;
-  const lunai_sharing *one;
-  for (one = ctx->sharing; one && status == LUNA_OK; one = one->next) status = ctx->backend->wait(ctx, one->owner);
+  for (const lunai_sharing *one = ctx->sharing; one && status == LUNA_OK; one = one->next)
+    status = ctx->backend->wait(ctx, one->owner);
   return status;
 }
 
@@ -9773,9 +9909,8 @@ LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *wha
 }
 LUNAI_FN bool lunai_rank_gather(luna_ctx *ctx, const char *name, const void *mine, void *all, size_t bytes) {
   const luna_collective *c = lunai_ranks(ctx);
-  int r;
   if (ctx->status != LUNA_OK) return false;
-  for (r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
+  for (int r = 0; r < c->ranks; r++) lunai_copy((char *)all + (size_t)r * bytes, mine, bytes);
   return !lunai_computes(ctx) || bytes == 0 ||
          lunai_rank_called(ctx, name, "all_gather", c->all_gather(c->user, mine, all, bytes));
 }
@@ -9785,18 +9920,18 @@ LUNAI_FN bool lunai_rank_reduce(luna_ctx *ctx, const char *name, void *buffer, i
   return !lunai_computes(ctx) || count == 0 ||
          lunai_rank_called(ctx, name, "all_reduce", c->all_reduce(c->user, buffer, count, what));
 }
+LUNAI_FN luna_isa lunai_isa_of(const luna_ctx *ctx) {
+  return ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
+}
 /* Numbers that must be the same on all ranks, and what they are; `all` [ranks, count], in the step */
 LUNAI_FN bool lunai_rank_compare(luna_ctx *ctx, const char *name, const int64_t *mine, const char *const *what,
                                  int count, int64_t **all) {
   const int ranks = lunai_ranks(ctx)->ranks;
   const size_t bytes = (size_t)ranks * (size_t)count * sizeof(int64_t);
-  void *memory;
-  int r, i;
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, name, bytes) != NULL;
-  *all = (int64_t *)memory;
-  if (!lunai_rank_gather(ctx, name, mine, memory, (size_t)count * sizeof(int64_t))) return false;
-  for (r = 0; r < ranks; r++)
-    for (i = 0; i < count; i++)
+  *all = (int64_t *)lunai_step_host(ctx, name, true, bytes);
+  if (!*all || !lunai_rank_gather(ctx, name, mine, *all, (size_t)count * sizeof(int64_t))) return false;
+  for (int r = 0; r < ranks; r++)
+    for (int i = 0; i < count; i++)
       if (what[i] && (*all)[r * count + i] != (*all)[i])
         return lunai_fail(ctx, LUNA_ERROR_RANKS_DIFFER, name, (int64_t)r, what[i], (int64_t)0, (*all)[r * count + i],
                           (*all)[i]) != NULL;
@@ -9826,23 +9961,14 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
-  int64_t mine[LUNAI_LENGTH(what)], *all, r;
-  bool good;
+  const int64_t mine[LUNAI_LENGTH(what)] = {
+    ctx->collective.rank, LUNA_VERSION_NUMBER, (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *)),
+    ctx->collective.ranks, ctx->collective.mode, lunai_isa_of(ctx), ctx->options.form, (int64_t)ctx->options.seed,
+    ctx->training, (int64_t)state.step, ctx->failure.status, (int64_t)lunai_models_hash(ctx) };
+  int64_t *all;
   ctx->status = LUNA_OK;
-  mine[0] = ctx->collective.rank;
-  mine[1] = LUNA_VERSION_NUMBER;
-  mine[2] = (int64_t)(sizeof(luna_ctx) << 8 | sizeof(void *));
-  mine[3] = ctx->collective.ranks;
-  mine[4] = ctx->collective.mode;
-  mine[5] = ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa;
-  mine[6] = ctx->options.form;
-  mine[7] = (int64_t)ctx->options.seed;
-  mine[8] = ctx->training;
-  mine[9] = (int64_t)state.step;
-  mine[10] = ctx->failure.status;
-  mine[11] = (int64_t)lunai_models_hash(ctx);
-  good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
-  for (r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
+  bool good = lunai_rank_compare(ctx, name, mine, what, LUNAI_LENGTH(what), &all);
+  for (int64_t r = 0; good && lunai_computes(ctx) && r < ctx->collective.ranks; r++)
     if (all[r * LUNAI_LENGTH(what)] != r)
       good = lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, "the rank", all[r * LUNAI_LENGTH(what)], r) != NULL;
   lunai_step_rewind(ctx, mark);
@@ -10066,8 +10192,8 @@ LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_expand_backward(luna_op *op) {
-  const int64_t n = luna_count(op->in[0]);
-  lunai_k(op)->sum_rows(op->arg.expand.count, n, n, 0, n, 1.0f, op->out[0]->grad, op->in[0]->grad);
+  const lunai_matrix dy = lunai_dense(op->out[0]->grad, op->arg.expand.count, luna_count(op->in[0]));
+  lunai_k(op)->sum_rows(dy, 1.0f, op->in[0]->grad);
   return LUNA_OK;
 }
 #define LUNAI_CPU_EXPAND LUNAI_CPU_REST(query_nothing, expand_forward, expand_backward, 0)
@@ -10086,20 +10212,19 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
   int64_t o;
   for (o = 0; w->inner > 1 && o < w->outer; o++)
-    w->kernels->sum_rows(w->axis, w->inner, w->inner, first, last, w->factor, w->x + o * w->axis * w->inner,
-        w->y + o * w->inner);
+    w->kernels->sum_rows(lunai_columns(lunai_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
+                         w->factor, w->y + o * w->inner + first);
   for (o = first; w->inner == 1 && o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
-LUNAI_FN void lunai_sum_axis(const luna_op *op, int64_t outer, int64_t axis, int64_t inner, float factor,
-    const float *x, float *y) {
+LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
   lunai_sum_work w;
   w.kernels = lunai_k(op);
-  w.outer = outer; w.axis = axis; w.inner = inner;
+  w.outer = shape[0]; w.axis = shape[1]; w.inner = shape[2];
   w.factor = factor;
   w.x = x;
   w.y = y;
-  lunai_run(outer * axis * inner > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
+  lunai_run(shape[0] * shape[1] * shape[2] > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
@@ -10160,24 +10285,24 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
-  int64_t step[3], at, n;
+  int64_t at;
+  lunai_each e;
   int k;
-  for (at = first; at < last; at += n) {
+  e.kind = (int)op->kind;
+  for (at = first; at < last; at += e.n) {
     const int64_t i = at % shape[3], row = at / shape[3];
-    const float *x[3];
-    n = lunai_min(shape[3] - i, last - at);
+    e.n = lunai_min(shape[3] - i, last - at);
     for (k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
       const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
-      step[k] = there ? stride[3] : 0;
-      x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
-                     row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
+      e.step[k] = there ? stride[3] : 0;
+      e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
+                       row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
     }
-    if (input >= 0) lunai_k(op)->elementwise_slope((int)op->kind, input, x, step, n, op->out[0]->grad + at, y + at,
-        add);
-    else if (op->kind == LUNA_OP_ADD && step[0] && step[1]) lunai_k(op)->add(n, x[0], x[1], y + at);
-    else if (op->kind == LUNA_OP_MUL && step[0] && step[1]) lunai_k(op)->mul(n, x[0], x[1], y + at);
-    else lunai_k(op)->elementwise((int)op->kind, x, step, n, y + at);
+    if (input >= 0) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at, add);
+    else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) lunai_k(op)->add(e.n, e.x[0], e.x[1], y + at);
+    else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) lunai_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
+    else lunai_k(op)->elementwise(&e, y + at);
   }
 }
 LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
@@ -10214,21 +10339,22 @@ LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   const float *from = lunai_gives_grad(op) ? op->out[0]->grad : (float *)op->workspace;
   float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
   float *next = (float *)op->workspace + (lunai_gives_grad(op) ? 0 : luna_count(op->out[0]));
-  int64_t shape[LUNA_MAX_RANK], outer, inner, left = luna_count(op->out[0]) / luna_count(op->in[k]);
+  int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
   int a, b;
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
   for (a = 0; a < LUNA_MAX_RANK; a++) {
+    int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
     float *to;
     if (stride[a] != 0 || shape[a] == 1) continue;
-    for (outer = inner = 1, b = 0; b < LUNA_MAX_RANK; b++) *(b < a ? &outer : &inner) *= b == a ? 1 : shape[b];
+    for (b = 0; b < LUNA_MAX_RANK; b++) sums[b < a ? 0 : b == a ? 1 : 2] *= shape[b];
     left /= shape[a];
     to = left == 1 ? op->in[k]->grad : next;
-    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(outer * inner) * sizeof(float));
-    lunai_sum_axis(op, outer, shape[a], inner, factor, from, to);
+    if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
+    lunai_sum_axis(op, sums, factor, from, to);
     shape[a] = 1;
     factor = 1;
     from = to;
-    next += outer * inner;
+    next += sums[0] * sums[2];
   }
 }
 LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
@@ -10314,9 +10440,9 @@ LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
 
 /* --- reduce --- */
 LUNAI_FN luna_status lunai_reduce_forward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, inner = op->arg.reduce.inner;
-  memset(op->out[0]->data, 0, (size_t)(outer * inner) * sizeof(float));
-  lunai_sum_axis(op, outer, op->arg.reduce.axis, inner, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
+  const int64_t shape[3] = { op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner };
+  memset(op->out[0]->data, 0, (size_t)(shape[0] * shape[2]) * sizeof(float));
+  lunai_sum_axis(op, shape, op->arg.reduce.factor, op->in[0]->data, op->out[0]->data);
   return LUNA_OK;
 }
 /* rows [first, last) of outer * axis: each gets its group's gradient */
@@ -10466,17 +10592,13 @@ LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
 #define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
-LUNAI_FN void lunai_matrix(lunai_gemm *g, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                           int64_t b_row, int64_t b_column,
-                           float *c, int64_t m, int64_t n, int64_t k) {
-  g->bias = g->b_panels = g->residual = NULL;
-  g->pre = NULL;
-  g->a_batch[0] = g->a_batch[1] = g->b_batch[0] = g->b_batch[1] = g->c_batch[0] = g->c_batch[1] = 0;
-  g->activation = LUNA_ACTIVATION_NONE;
-  g->accumulate = g->dots = false;
-  g->a = a; g->b = b; g->c = c;
-  g->m = m; g->n = n; g->k = k;
-  g->a_row = a_row; g->a_column = a_column; g->b_row = b_row; g->b_column = b_column; g->c_row = n;
+/* C = A B, dense */
+LUNAI_FN void lunai_gemm_set(lunai_gemm *g, lunai_matrix a, lunai_matrix b, float *c) {
+  lunai_clear(g, sizeof *g);
+  g->a = a.at; g->b = b.at; g->c = c;
+  g->m = a.rows; g->n = g->c_row = b.columns; g->k = a.columns;
+  g->a_row = a.row; g->a_column = a.column;
+  g->b_row = b.row; g->b_column = b.column;
   g->batch[0] = g->batch[1] = 1;
   g->alpha = 1;
 }
@@ -10491,33 +10613,33 @@ LUNAI_FN void lunai_matmul_batch(const luna_op *op, lunai_gemm *g, int64_t a, in
 LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) {
   const int64_t m = op->arg.matmul.m, n = op->arg.matmul.n, k = op->arg.matmul.k;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = op->arg.matmul.transpose_a ? 1 : k, ac = op->arg.matmul.transpose_a ? m : 1,
-      br = op->arg.matmul.transpose_b ? 1 : n, bc = op->arg.matmul.transpose_b ? k : 1;
+  const bool at = op->arg.matmul.transpose_a, bt = op->arg.matmul.transpose_b;
+  const lunai_matrix a = at ? lunai_transposed(lunai_dense(x->data, k, m)) : lunai_dense(x->data, m, k);
+  const lunai_matrix b = bt ? lunai_transposed(lunai_dense(w->data, n, k)) : lunai_dense(w->data, k, n);
+  const lunai_matrix dc = lunai_dense(y->grad, m, n);
   if (which == 0) {
-    lunai_matrix(g, x->data, ar, ac, w->data, br, bc, y->data, m, n, k);
+    lunai_gemm_set(g, a, b, y->data);
     g->dots = op->dots;
     lunai_matmul_batch(op, g, m * k, k * n, m * n);
   } else if (which == 1) {
-    /* dA^T = B dC^T */
-    if (op->arg.matmul.transpose_a) lunai_matrix(g, w->data, br, bc, y->grad, 1, n, x->grad, k, m, n);
-    else lunai_matrix(g, y->grad, n, 1, w->data, bc, br, x->grad, m, k, n);            /* dA = dC B^T */
+    if (at) lunai_gemm_set(g, b, lunai_transposed(dc), x->grad);  /* dA^T = B dC^T */
+    else lunai_gemm_set(g, dc, lunai_transposed(b), x->grad);     /* dA = dC B^T */
     lunai_matmul_batch(op, g, m * n, k * n, m * k);
-    if (op->arg.matmul.transpose_a) {
+    if (at) {
       g->a_batch[0] = 0; g->a_batch[1] = k * n;
       g->b_batch[0] = m * n * op->arg.matmul.inner; g->b_batch[1] = m * n;
     }
   } else {
-    /* dB^T = dC^T A */
-    if (op->arg.matmul.transpose_b) lunai_matrix(g, y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m);
-    else lunai_matrix(g, x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m);            /* dB = A^T dC */
+    if (bt) lunai_gemm_set(g, lunai_transposed(dc), a, w->grad);  /* dB^T = dC^T A */
+    else lunai_gemm_set(g, lunai_transposed(a), dc, w->grad);     /* dB = A^T dC */
     g->batch[1] = op->arg.matmul.inner;
-    g->a_batch[1] = op->arg.matmul.transpose_b ? m * n : m * k;
-    g->b_batch[1] = op->arg.matmul.transpose_b ? m * k : m * n;
+    g->a_batch[1] = bt ? m * n : m * k;
+    g->b_batch[1] = bt ? m * k : m * n;
     g->c_batch[1] = k * n;
   }
   if (which) g->accumulate = true;
   /* one b for all: the batch is more rows */
-  if (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a && op->arg.matmul.outer > 1) {
+  if (op->arg.matmul.inner == 1 && !at && op->arg.matmul.outer > 1) {
     if (which < 2) g->m *= op->arg.matmul.outer;
     else g->k *= op->arg.matmul.outer;
     g->batch[0] = 1;
@@ -10560,15 +10682,17 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
 LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
   const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
+  const lunai_matrix X = lunai_dense(x->data, rows, in), W = lunai_dense(w->data, out, in);
+  const lunai_matrix dY = lunai_dense(dy, rows, out);
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, w->data, 1, in, y->data, rows, out, in);
+    lunai_gemm_set(g, X, lunai_transposed(W), y->data);
     g->bias = op->in[2] ? op->in[2]->data : NULL;
     g->activation = (int)op->activation;
     g->pre = op->kept_size ? (float *)op->kept : NULL;
     g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
     g->dots = op->dots;
-  } else if (which == 1) lunai_matrix(g, dy, out, 1, w->data, in, 1, x->grad, rows, in, out);
-  else lunai_matrix(g, dy, 1, out, x->data, in, 1, w->grad, out, in, rows);
+  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
+  else lunai_gemm_set(g, lunai_transposed(dY), X, w->grad);
   g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
 }
 /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
@@ -10627,8 +10751,8 @@ LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
   return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
 }
 LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
-  const int64_t out = lunai_last(op->out[0]);
-  lunai_k(op)->sum_rows(lunai_rows(op->in[0]), out, out, first, last, 1.0f, lunai_linear_dy(op), op->in[2]->grad);
+  const lunai_matrix dy = lunai_dense(lunai_linear_dy(op), lunai_rows(op->in[0]), lunai_last(op->out[0]));
+  lunai_k(op)->sum_rows(lunai_columns(dy, first, last), 1.0f, op->in[2]->grad + first);
 }
 /* a residual input's gradient, unless it shares out[0]'s */
 LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
@@ -10680,25 +10804,16 @@ typedef struct lunai_ffn_work {
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
   const int64_t n = w->rows, in = w->in, f = w->hidden, out = w->out, x = w->first * in, y = w->first * out;
+  const lunai_matrix X = lunai_dense(lunai_offset(op->in[0]->data, x), n, in), A = lunai_dense(w->a, n, f);
+  const lunai_matrix W1 = lunai_dense(op->in[1]->data, f, in), W2 = lunai_dense(op->in[3]->data, out, f);
+  const lunai_matrix dH = lunai_dense(w->dh, n, f), dY = lunai_dense(w->dy, n, out);
   switch (which) {
-    case 0:                          /* h = x W1^T + b1 */
-      lunai_matrix(g, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->data, 1, in, w->active, n, f, in);
-      break;
-    case 1:                          /* y = a W2^T + b2 */
-      lunai_matrix(g, w->a, f, 1, op->in[3]->data, 1, f, lunai_offset(op->out[0]->data, y), n, out, f);
-      break;
-    case 2:                          /* dW2 = dy^T a */
-      lunai_matrix(g, w->dy, 1, out, w->a, f, 1, op->in[3]->grad, out, f, n);
-      break;
-    case 3:                          /* da = dy W2 */
-      lunai_matrix(g, w->dy, out, 1, op->in[3]->data, f, 1, w->dh, n, f, out);
-      break;
-    case 4:                          /* dW1 = dh^T x */
-      lunai_matrix(g, w->dh, 1, f, lunai_offset(op->in[0]->data, x), in, 1, op->in[1]->grad, f, in, n);
-      break;
-    default:                         /* dx = dh W1 */
-      lunai_matrix(g, w->dh, f, 1, op->in[1]->data, in, 1, lunai_offset(op->in[0]->grad, x), n, in, f);
-      break;
+    case 0: lunai_gemm_set(g, X, lunai_transposed(W1), w->active); break;                            /* h */
+    case 1: lunai_gemm_set(g, A, lunai_transposed(W2), lunai_offset(op->out[0]->data, y)); break;    /* y */
+    case 2: lunai_gemm_set(g, lunai_transposed(dY), A, op->in[3]->grad); break;                      /* dW2 */
+    case 3: lunai_gemm_set(g, dY, W2, w->dh); break;                                                 /* da */
+    case 4: lunai_gemm_set(g, lunai_transposed(dH), X, op->in[1]->grad); break;                      /* dW1 */
+    default: lunai_gemm_set(g, dH, W1, lunai_offset(op->in[0]->grad, x)); break;                     /* dx */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
   if (which == 0) {
@@ -10847,13 +10962,14 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
     memset(sums, 0, (size_t)(f + out) * sizeof(float));
-    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(rows, f, f, 0, f, 1.0f, dh, sums);
-    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(rows, out, out, 0, out, 1.0f, w->dy + row * out, sums + f);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_dense(dh, rows, f), 1.0f, sums);
+    if (lunai_grad(op, 4)) lunai_k(op)->sum_rows(lunai_dense(w->dy + row * out, rows, out), 1.0f, sums + f);
   }
 }
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
+  lunai_matrix sums;
   lunai_ffn_work w;
   int64_t first;
   int which;
@@ -10865,11 +10981,10 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
       lunai_run(parallel, lunai_ffn_before, &w);
     for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    if (lunai_grad(op, 2))
-      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.hidden, w.hidden + w.out, 0, w.hidden, 1.0f, w.sums, op->in[2]->grad);
+    sums = lunai_dense(w.sums, LUNAI_FFN_PARTS, w.hidden + w.out);
+    if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_columns(sums, 0, w.hidden), 1.0f, op->in[2]->grad);
     if (lunai_grad(op, 4))
-      lunai_k(op)->sum_rows(LUNAI_FFN_PARTS, w.out, w.hidden + w.out, 0, w.out, 1.0f, w.sums + w.hidden,
-                            op->in[4]->grad);
+      lunai_k(op)->sum_rows(lunai_columns(sums, w.hidden, w.hidden + w.out), 1.0f, op->in[4]->grad);
     for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
@@ -10918,39 +11033,52 @@ LUNAI_FN void lunai_layer_norm_query(luna_op *op) {
                                          lunai_last(op->in[0])) * sizeof(float);
 }
 LUNAI_FN const float *lunai_data(const luna_op *op, int i) { return op->in[i] ? op->in[i]->data : NULL; }
-LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+/* the norm of rows [first, last) */
+LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  float *kept = (float *)op->kept, *mean = kept ? kept + first : NULL, *rstd = kept ? kept + rows + first : NULL;
-  if (op->arg.norm.rms)
-    lunai_k(op)->rms_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), LUNAI_NORM_EPSILON,
-        op->out[0]->data + first * n, mean, rstd);
-  else lunai_k(op)->layer_norm(last - first, n, op->in[0]->data + first * n, lunai_data(op, 1), lunai_data(op, 2),
-      LUNAI_NORM_EPSILON,
-                          op->out[0]->data + first * n, mean, rstd);
+  float *kept = (float *)op->kept;
+  lunai_layer_norm a;
+  memset(&a, 0, sizeof a);
+  a.rms = op->arg.norm.rms;
+  a.epsilon = LUNAI_NORM_EPSILON;
+  a.rows = last - first;
+  a.n = n;
+  a.x = op->in[0]->data + first * n;
+  a.weight = lunai_data(op, 1);
+  a.bias = lunai_data(op, 2);
+  a.y = op->out[0]->data + first * n;
+  a.mean = kept ? kept + first : NULL;
+  a.rstd = kept ? kept + rows + first : NULL;
+  a.dy = lunai_offset(op->out[0]->grad, first * n);
+  a.dx = lunai_offset(op->in[0]->grad, first * n);
+  a.add = !(op->sets & 1);
+  return a;
+}
+LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
+  const lunai_layer_norm a = lunai_layer_norm_of(op, first, last);
+  lunai_k(op)->layer_norm(&a);
 }
 LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), rows = lunai_rows(op->in[0]);
-  const float *kept = (const float *)op->kept;
   for (; first < last; first++) {
-    const int64_t row = first * LUNAI_NORM_ROWS, count = lunai_min(LUNAI_NORM_ROWS, rows - row);
-    const float *x = op->in[0]->data + row * n, *dy = op->out[0]->grad + row * n;
-    float *sums = (float *)op->workspace + first * 2 * n;
-    if (lunai_grad(op, 1) || lunai_grad(op, 2)) {
-      memset(sums, 0, (size_t)(2 * n) * sizeof(float));
-      lunai_k(op)->layer_norm_weights(count, n, 0, n, x, kept + row, kept + rows + row, dy,
-                                      lunai_grad(op, 1) ? sums : NULL, lunai_grad(op, 2) ? sums + n : NULL);
+    const int64_t row = first * LUNAI_NORM_ROWS;
+    lunai_layer_norm a = lunai_layer_norm_of(op, row, lunai_min(row + LUNAI_NORM_ROWS, lunai_rows(op->in[0])));
+    float *sums = (float *)op->workspace + first * 2 * a.n;
+    if (lunai_grad(op, 1)) a.dweight = sums;
+    if (lunai_grad(op, 2)) a.dbias = sums + a.n;
+    if (a.dweight || a.dbias) {
+      memset(sums, 0, (size_t)(2 * a.n) * sizeof(float));
+      lunai_k(op)->layer_norm_weights(&a, 0, a.n);
     }
-    if (op->in[0]->grad) lunai_k(op)->layer_norm_backward(op->arg.norm.rms, count, n, x, lunai_data(op, 1), kept + row,
-        kept + rows + row, dy, op->in[0]->grad + row * n, !(op->sets & 1));
+    if (a.dx) lunai_k(op)->layer_norm_backward(&a);
   }
 }
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
-  const float *sums = (const float *)op->workspace;
+  const lunai_matrix sums = lunai_dense((const float *)op->workspace, blocks, 2 * n);
   int i;
   for (i = 0; i < 2; i++)
     if (lunai_grad(op, 1 + i))
-      lunai_k(op)->sum_rows(blocks, n, 2 * n, first, last, 1.0f, sums + i * n, lunai_grad(op, 1 + i));
+      lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
 LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
   lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
@@ -11129,14 +11257,15 @@ LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm 
   const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
   const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
       stride = w->part.grad_row;
+  const lunai_matrix X = lunai_dense(x->data, rows, in), dY = lunai_strided(w->panel, rows, columns, stride);
+  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), columns, in);
   if (which == 0) {
-    lunai_matrix(g, x->data, in, 1, lunai_offset(weight->data, first * in), 1, in, w->panel, rows, columns, in);
+    lunai_gemm_set(g, X, lunai_transposed(W), w->panel);
     g->c_row = stride;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_matrix(g, w->panel, stride, 1, lunai_offset(weight->data, first * in), in, 1, x->grad,
-                                      rows, in, columns);
+  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
   else {
-    lunai_matrix(g, w->panel, 1, stride, x->data, in, 1, lunai_offset(weight->grad, first * in), columns, in, rows);
+    lunai_gemm_set(g, lunai_transposed(dY), X, lunai_offset(weight->grad, first * in));
     g->b_panels = w->panels;
   }
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
@@ -11207,10 +11336,10 @@ LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads)
 }
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
-  const int64_t n = w->part.columns;
-  lunai_k(w->op)->sum_rows(w->part.rows, n, w->part.grad_row, lunai_share(n, thread, threads),
-                           lunai_share(n, thread + 1, threads), 1.0f, w->panel,
-                           w->op->in[2]->grad + w->part.first);
+  const int64_t n = w->part.columns, first = lunai_share(n, thread, threads);
+  const lunai_matrix dy = lunai_strided(w->panel, w->part.rows, n, w->part.grad_row);
+  lunai_k(w->op)->sum_rows(lunai_columns(dy, first, lunai_share(n, thread + 1, threads)), 1.0f,
+                           w->op->in[2]->grad + w->part.first + first);
 }
 LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   const lunai_parallel *parallel = &op->ctx->parallel;
@@ -11421,31 +11550,41 @@ LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
 #define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
-LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = lunai_last(op->in[0]), rows = op->in[0]->shape[1], width = lunai_last(op->in[1]);
-  int64_t b;
-  for (b = first; b < last; b++) {
-    const float *x = op->in[0]->data + b * rows * n;
-    float *history = op->history ? op->history + b * (width - 1) * n : NULL;
-    lunai_k(op)->short_convolution(rows, n, width, x, history, op->in[1]->data, lunai_data(op, 2),
-                                   op->out[0]->data + b * rows * n);
-    if (history) lunai_history_move(history, width - 1, x, rows, n);
+  lunai_convolution a;
+  a.rows = rows; a.n = n; a.width = width;
+  a.x = op->in[0]->data + b * rows * n;
+  a.history = lunai_offset(op->history, b * (width - 1) * n);
+  a.weight = op->in[1]->data;
+  a.bias = lunai_data(op, 2);
+  a.y = op->out[0]->data + b * rows * n;
+  a.dy = lunai_offset(op->out[0]->grad, b * rows * n);
+  a.dx = lunai_offset(op->in[0]->grad, b * rows * n);
+  a.dweight = lunai_grad(op, 1);
+  a.dbias = lunai_grad(op, 2);
+  return a;
+}
+LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+  for (; first < last; first++) {
+    const lunai_convolution a = lunai_convolution_of(op, first);
+    lunai_k(op)->short_convolution(&a);
+    if (a.history)
+      lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
   }
 }
 LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
-  int64_t b;
-  for (b = first; b < last; b++)
-    lunai_k(op)->short_convolution_backward(op->in[0]->shape[1], n, lunai_last(op->in[1]), op->in[1]->data,
-                                            op->out[0]->grad + b * size, op->in[0]->grad + b * size);
+  for (; first < last; first++) {
+    const lunai_convolution a = lunai_convolution_of(op, first);
+    lunai_k(op)->short_convolution_backward(&a);
+  }
 }
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), size = op->in[0]->shape[1] * n;
   int64_t b;
-  for (b = 0; b < op->in[0]->shape[0]; b++)
-    lunai_k(op)->short_convolution_weights(op->in[0]->shape[1], n, lunai_last(op->in[1]), first, last,
-                                           op->in[0]->data + b * size, op->out[0]->grad + b * size,
-                                           lunai_grad(op, 1), lunai_grad(op, 2));
+  for (b = 0; b < op->in[0]->shape[0]; b++) {
+    const lunai_convolution a = lunai_convolution_of(op, b);
+    lunai_k(op)->short_convolution_weights(&a, first, last);
+  }
 }
 LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
   lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
@@ -11462,17 +11601,18 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
-  op->workspace_size = op->backward_workspace_size = op->custom.workspace_size;
+  op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
 LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
   op->ctx->custom = op;
-  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
+                         (void *)(uintptr_t)op->arg.custom.state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
   op->ctx->custom = op;
-  op->custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->custom.state);
+  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->arg.custom.state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
@@ -11641,15 +11781,7 @@ LUNA_API const char *luna_op_name(luna_op_kind kind) {
    Guarded by tests/profile.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
-#if defined(_WIN32)
-#ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
-#endif
-#ifndef NOMINMAX
-#define NOMINMAX
-#endif
-#include <windows.h>
-#elif defined(__unix__) || defined(__APPLE__) || defined(__wasi__)
+#if !defined(_WIN32) && (defined(__unix__) || defined(__APPLE__) || defined(__wasi__))
 #include <sys/time.h>
 #endif
 /* seconds; 0 where there is no clock */
@@ -11751,10 +11883,9 @@ LUNAI_FN double lunai_op_flops(const luna_op *op) {
 LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
   const int reads = lunai_op_reads[op->kind];
   double floats = 0;
-  int i;
-  for (i = 0; i < op->outputs; i++)
+  for (int i = 0; i < op->outputs; i++)
     floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
-  for (i = 0; i < op->inputs; i++) {
+  for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *t = op->in[i];
     const bool table = op->kind == LUNA_OP_EMBEDDING && i == 0; /* of which only rows are read */
     const double count = (double)luna_count(table ? op->out[0] : t);
@@ -11797,30 +11928,29 @@ LUNAI_FN void lunai_peak_task(void *work, int64_t thread, int64_t threads) {
   char *memory = w->memory + thread * w->bytes;
   float *a = lunai_take(&memory, k->mr * LUNAI_PEAK_K), *b = lunai_take(&memory, k->nr * LUNAI_PEAK_K);
   float *c = lunai_take(&memory, k->mr * k->nr);
-  int i;
   (void)threads;
-  for (i = 0; i < LUNAI_PEAK_TILES; i++)
-    lunai_matmul_panels(k, k->mr, k->nr, LUNAI_PEAK_K, a, LUNAI_PEAK_K, 1, b, 1.0f, c, k->nr, false);
+  for (int i = 0; i < LUNAI_PEAK_TILES; i++)
+    lunai_matmul_panels(k, 1.0f, lunai_dense(a, k->mr, LUNAI_PEAK_K), lunai_panels_in(k, b, k->nr, LUNAI_PEAK_K),
+                        lunai_into(c, k->nr, false));
 }
 /* flops a second of all threads, in memory of the step that is given back */
 LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
   const lunai_kernels *k = ctx->kernels;
   const int64_t threads = lunai_threads(&ctx->parallel);
   const lunai_mark mark = lunai_step_mark(ctx);
-  double seconds, best = 0;
+  double best = 0;
   lunai_peak w;
   void *memory;
-  int i;
   w.kernels = k;
   w.bytes = lunai_floats(k->mr * LUNAI_PEAK_K) + lunai_floats(k->nr * LUNAI_PEAK_K) + lunai_floats(k->mr * k->nr);
   if (!k->panels || lunai_on_device(ctx) || ctx->options.measure) return 0;
   if (lunai_step(ctx, (size_t)(w.bytes * threads), false, &memory)) {
     memset(memory, 0, (size_t)(w.bytes * threads));
     w.memory = (char *)memory;
-    for (i = 0; i < 30; i++) {
+    for (int i = 0; i < 30; i++) {
       const double start = lunai_clock();
       lunai_run(&ctx->parallel, lunai_peak_task, &w);
-      seconds = lunai_clock() - start;
+      const double seconds = lunai_clock() - start;
       if (seconds > 0 && (best == 0 || seconds < best)) best = seconds;
     }
   }
@@ -11829,13 +11959,11 @@ LUNAI_FN double lunai_profile_peak(luna_ctx *ctx) {
 }
 
 LUNA_API luna_status luna_profile_begin(luna_ctx *ctx) {
-  lunai_profile *p;
-  void *memory = NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!ctx->profiled && !lunai_persist(ctx, sizeof(lunai_profile), false, &memory))
-    return lunai_fail_memory(ctx, "luna_profile_begin", sizeof(lunai_profile));
-  if (memory) ctx->profiled = (lunai_profile *)memory;
-  p = ctx->profiled;
+  if (!ctx->profiled)
+    ctx->profiled = (lunai_profile *)lunai_persist_host(ctx, "luna_profile_begin", sizeof(lunai_profile));
+  lunai_profile *p = ctx->profiled;
+  if (!p) return ctx->last_status;
   memset(p, 0, sizeof *p);
   p->scopes = 1;
   p->peak = lunai_profile_peak(ctx);
@@ -11870,7 +11998,6 @@ LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format,
 LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
   char digits[40];
   lunai_text text;
-  int64_t n;
   text.at = digits;
   text.end = digits + sizeof digits - 1;
   if (value >= 0) {
@@ -11879,7 +12006,7 @@ LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, d
     lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
   }
   *text.at = 0;
-  for (n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  for (int64_t n = text.at - digits; n < width; n++) w->write(w->user, " ");
   w->write(w->user, digits);
 }
 /* a scope's name without the prefix of luna.h's functions */
@@ -11898,9 +12025,8 @@ LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer)
 /* sums of a scope's rows and of those inside it */
 LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
   lunai_profile_row sum;
-  int i;
   memset(&sum, 0, sizeof sum);
-  for (i = 0; i < p->rows; i++) {
+  for (int i = 0; i < p->rows; i++) {
     if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
     lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
     sum.calls += p->row[i].calls - 1;
@@ -11923,8 +12049,7 @@ LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_pro
 LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
   char shapes[2][96];
   lunai_text text;
-  int i;
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     const lunai_profile_shape *s = i ? &r->out : &r->in;
     text.at = shapes[i];
     text.end = shapes[i] + sizeof shapes[i] - 1;
@@ -11941,25 +12066,23 @@ LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_
 LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
   const lunai_profile *p = w->p;
   const lunai_profile_row sum = lunai_profile_sum(p, scope);
-  int i, k;
   if (scope > 0) {
     lunai_profile_numbers(w, &sum);
-    for (k = 1; k < depth; k++) w->write(w->user, "  ");
+    for (int k = 1; k < depth; k++) w->write(w->user, "  ");
     lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
   }
-  for (i = 0; i < p->rows; i++) {
+  for (int i = 0; i < p->rows; i++) {
     if (p->row[i].scope != scope) continue;
     lunai_profile_numbers(w, &p->row[i]);
-    for (k = 0; k < depth; k++) w->write(w->user, "  ");
+    for (int k = 0; k < depth; k++) w->write(w->user, "  ");
     lunai_profile_op(w, &p->row[i]);
     w->write(w->user, "\n");
   }
-  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
+  for (int i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
 }
 LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
   const lunai_profile *p = w->p;
-  int i;
-  for (i = 0; i < p->rows; i++) {
+  for (int i = 0; i < p->rows; i++) {
     const lunai_profile_row *r = &p->row[i];
     const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
     w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
@@ -11975,8 +12098,6 @@ LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
 LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
                                         void (*write)(void *user, const char *text), void *user) {
   lunai_profile_text w;
-  lunai_profile_row rest;
-  const char *isa;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
   if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
@@ -11984,8 +12105,8 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   w.write = write;
   w.user = user;
   w.json = format == LUNA_PROFILE_JSON;
-  isa = luna_isa_name(ctx->options.isa == LUNA_ISA_BEST ? luna_isa_best() : ctx->options.isa);
-  rest = lunai_profile_sum(w.p, 0);
+  const char *isa = luna_isa_name(lunai_isa_of(ctx));
+  lunai_profile_row rest = lunai_profile_sum(w.p, 0);
   rest.seconds = w.p->seconds > rest.seconds ? w.p->seconds - rest.seconds : 0;
   if (w.json) {
     lunai_profile_put(&w, "{\"steps\": %d, \"ms\": %f, \"between_ops_ms\": %f, \"threads\": %d, \"isa\": \"%s\", ",
@@ -12145,28 +12266,32 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
   }
   if (first) scope.ctx->tape->recompute_from = first;
 }
-/* of a stream on the host: on a device the move would be work of its own */
+/* Of a stream. What runs on a device or is recorded moves only at the ends of scopes from the step's beginning on.
+   Its recorded op, the newest, makes it at its new place from then on, and reads nothing there or is elementwise. */
 LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
-  const float *data;
-  luna_tensor *moved;
-  void *memory;
-  if (!x || lunai_on_device(scope.ctx)) return x;
-  data = x->data;
-  b->part[0].used = scope.used[0];
+  const bool device = lunai_on_device(scope.ctx), records = LUNAI_RECORDS(b);
+  void *memory, *data;
+  if (!x || ((device || records) && scope.used[1] > 0)) return x;
   b->part[1].used = scope.used[1];
-  /* from outside */
-  if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
-  moved = (luna_tensor *)(void *)start;
-  memmove(moved, x, sizeof *x);
-  (void)lunai_bump_take(b, false, sizeof *x, &memory);
+  if (!records) {
+    b->part[0].used = scope.used[0];
+    /* from outside */
+    if ((uintptr_t)x < (uintptr_t)start || (uintptr_t)x >= (uintptr_t)(b->part[0].start + b->part[0].size)) return x;
+    (void)lunai_bump_take(b, false, sizeof *x, &memory);
+    x = (luna_tensor *)memmove(memory, x, sizeof *x);
+    x->base = NULL;
+  }
+  data = x->data;
   (void)lunai_bump_take(b, true, bytes, &memory);
-  if (memory) memmove(memory, data, bytes);
-  moved->data = (float *)memory;
-  moved->base = NULL;
-  return moved;
+  x->data = (float *)memory;
+  if (!memory || memory == data) return x;
+  if (device) return lunai_backend_result(scope.ctx, "luna_stream", scope.ctx->backend->copy(scope.ctx, memory, data,
+                         bytes, 0)) == LUNA_OK ? x : NULL;
+  memmove(memory, data, bytes);
+  return x;
 }
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
@@ -12559,6 +12684,7 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
 
 /* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
 LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
+  lunai_bump *b = s->op.ctx->bump;
   luna_op *op = &s->op;
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
@@ -12569,10 +12695,15 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = ctx->bump->part[1].used;
-  if (op->workspace_size > 0 && !lunai_bump_take(ctx->bump, true, op->workspace_size, &op->workspace))
+  used = b->part[1].used;
+  if (op->workspace_size > 0 && !lunai_bump_take(b, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
-  ctx->bump->part[1].used = used;
+  b->part[1].used = used;
+  if (LUNAI_RECORDS(b)) {
+    if (b->count == b->room) return lunai_op_no_memory(s, sizeof *op);
+    if (b->ops) b->ops[b->count] = *op;
+    b->count++;
+  }
   if (lunai_computes(ctx)) status = functions->forward(op);
   if (status == LUNA_OK) return op->out[0];
   lunai_fail_backend(ctx, false, s->name, status);
@@ -13062,8 +13193,7 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
 
 LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
   uint64_t word;
-  size_t at;
-  for (at = 0; at < size; at += sizeof word) {
+  for (size_t at = 0; at < size; at += sizeof word) {
     word = 0;
     memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
     g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
@@ -13104,8 +13234,7 @@ LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording
 }
 LUNAI_FN luna_status lunai_calls_run(luna_graph *g, bool recording) {
   luna_status status = LUNA_OK;
-  size_t at;
-  for (at = 0; at < g->calls.used && status == LUNA_OK;) {
+  for (size_t at = 0; at < g->calls.used && status == LUNA_OK;) {
     lunai_call *c = (lunai_call *)(void *)(g->calls.at + at);
     status = lunai_call_run(g, c, recording);
     at += c->size;
@@ -13153,16 +13282,15 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   lunai_graph_mix(g, drops, sizeof drops);
   lunai_graph_mix(g, pointers, sizeof pointers);
   lunai_graph_mix(g, &op->arg, sizeof op->arg);
-  lunai_graph_mix(g, &op->custom.forward, sizeof op->custom.forward);
-  if (op->custom.state) lunai_graph_mix(g, op->custom.state, op->custom.state_size);
+  if (op->kind == LUNA_OP_CUSTOM) lunai_graph_mix(g, op->arg.custom.state, op->arg.custom.state_size);
 }
 /* a copy of an op, with its tensors from `next` on; what is left of them */
 LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *next, const luna_op *op) {
   const int tensors = op->inputs + op->outputs;
-  int i, j;
+  int j;
   *to = *op;
   lunai_note_arguments(g, op);
-  for (i = 0; i < tensors; i++) {
+  for (int i = 0; i < tensors; i++) {
     luna_tensor **at = i < op->inputs ? &to->in[i] : &to->out[i - op->inputs];
     if (!*at) continue;
     for (j = 0; j < i && j < op->inputs && op->in[j] != *at; j++);
@@ -13179,17 +13307,14 @@ LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   const luna_op_functions *device = &g->device->op[op->kind];
   const luna_op *loss = op->loss;
   const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
-  lunai_call *c;
-  luna_op *to;
-  luna_tensor *next;
-  if (op->kind == LUNA_OP_CUSTOM && !op->custom.recordable)
+  if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
-  c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  lunai_call *c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
   if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
   g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
-  to = (luna_op *)(void *)(c + 1);
-  next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
+  luna_op *to = (luna_op *)(void *)(c + 1);
+  luna_tensor *next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
   if (!loss) return LUNA_OK;
   to->loss = to + 1;
   lunai_note_one(g, to + 1, next, loss);
@@ -13200,13 +13325,12 @@ LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op,
 LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   luna_graph *g = ctx->graph;
   char *value = NULL;
-  lunai_call *c;
   if (bytes == 0) return LUNA_OK;
   if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
   if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
   if (direction == 1 && !value)
     lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
-  c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
+  lunai_call *c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
   if (!c) return g->device->copy(ctx, to, from, bytes, direction);
   c->to = to;
   c->bytes = bytes;
@@ -13228,9 +13352,8 @@ LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
-  lunai_call *c;
   if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
-  c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
+  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
   if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
   c->state = state;
   c->training = training;
@@ -13277,7 +13400,6 @@ LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
 /* null: no memory */
 LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
   luna_graph *g = (luna_graph *)lunai_raw_allocate(&ctx->options.allocator, sizeof *g);
-  int i;
   if (!g) return NULL;
   memset(g, 0, sizeof *g);
   g->ctx = ctx;
@@ -13289,7 +13411,7 @@ LUNAI_FN luna_graph *lunai_graph_make(luna_ctx *ctx) {
   g->table.check = lunai_note_check;
   g->table.norm = lunai_note_norm;
   g->table.update = lunai_note_update;
-  for (i = 0; i < LUNA_OP_COUNT; i++) {
+  for (int i = 0; i < LUNA_OP_COUNT; i++) {
     if (g->table.op[i].forward) g->table.op[i].forward = lunai_note_forward;
     if (g->table.op[i].backward) g->table.op[i].backward = lunai_note_backward;
   }
@@ -13308,9 +13430,8 @@ LUNAI_FN void lunai_bytes_free(const luna_graph *g, lunai_bytes *bytes) {
 }
 LUNA_API void luna_graph_close(luna_graph *g) {
   luna_graph **at;
-  luna_ctx *ctx;
   if (!g) return;
-  ctx = g->ctx;
+  luna_ctx *ctx = g->ctx;
   if (ctx->graph == g) {
     ctx->graph = NULL;
     ctx->backend = g->device;
@@ -13349,7 +13470,6 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
   luna_ctx *ctx = g->ctx;
   const luna_backend *b = g->device;
   const luna_status before = ctx->status;
-  luna_status status;
   if (g->recording) b->forget(ctx->self, g->recording);
   g->recording = NULL;
   if (g->values.used > g->inputs_size) {
@@ -13359,7 +13479,7 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
     if (!g->inputs) return false;
   }
   if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
-  status = lunai_calls_run(g, true);
+  const luna_status status = lunai_calls_run(g, true);
   if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
     ctx->status = before;
     return false;
@@ -13375,12 +13495,11 @@ LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
 }
 LUNA_API luna_status luna_graph_end(luna_graph *g) {
   luna_ctx *ctx = g ? g->ctx : NULL;
-  luna_status status;
   if (!g) return LUNA_OK;
   if (ctx->graph != g) return lunai_fail_status(ctx, LUNA_ERROR_GRAPH_ORDER, "luna_graph_end");
   ctx->graph = NULL;
   ctx->backend = g->device;
-  status = g->status;
+  luna_status status = g->status;
   if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
   else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g))
     status = lunai_graph_launch(g);
@@ -13466,24 +13585,20 @@ LUNAI_FN bool lunai_is_text(const char *s) {
 }
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
-  void *memory;
   if (!ctx) return NULL;
-  if (!lunai_persist(ctx, sizeof(luna_params), false, &memory)) {
-    lunai_remember(ctx, NULL, 0, lunai_fail_memory(ctx, "luna_params_open", sizeof(luna_params)));
-    return NULL;
-  }
-  lunai_remember(ctx, NULL, 0, LUNA_OK);
-  ((luna_params *)memory)->ctx = ctx;
-  ((luna_params *)memory)->number = ctx->sets++;
-  ((luna_params *)memory)->older = ctx->newest;
-  return (luna_params *)(uintptr_t)(ctx->newest = (luna_params *)memory);
+  luna_params *params = (luna_params *)lunai_persist_host(ctx, "luna_params_open", sizeof(luna_params));
+  lunai_remember(ctx, NULL, 0, params ? LUNA_OK : ctx->last_status);
+  if (!params) return NULL;
+  params->ctx = ctx;
+  params->number = ctx->sets++;
+  params->older = ctx->newest;
+  ctx->newest = params;
+  return params;
 }
 LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
-  const luna_params *set;
-  const lunai_param *p;
-  for (set = ctx->newest; set; set = set->older)
-    for (p = set->first; p; p = p->next) {
+  for (const luna_params *set = ctx->newest; set; set = set->older)
+    for (const lunai_param *p = set->first; p; p = p->next) {
       hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
       hash += p->tensor.needs_grad;
     }
@@ -13533,19 +13648,16 @@ LUNA_API luna_tensor *luna_params_at(const luna_params *params, int64_t index, c
 }
 LUNA_API int64_t luna_params_element_count(const luna_params *params) {
   int64_t count = 0;
-  lunai_param *p;
-  for (p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
+  for (lunai_param *p = params ? params->first : NULL; p; p = p->next) count += luna_count(&p->tensor);
   return count;
 }
 LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
-  lunai_param *p;
-  luna_status status;
   if (!params) return LUNA_BAD_ARGUMENT;
   if (params->ctx->open_status != LUNA_OK) return params->ctx->open_status;
   /* nonfinite came from the loss of these gradients */
-  status = params->ctx->options.measure ? LUNA_OK
-      : params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
-  for (p = params->first; p && status == LUNA_OK; p = p->next)
+  luna_status status = params->ctx->options.measure ? LUNA_OK :
+                       params->ctx->backend->begin(params->ctx, params->ctx->state, false, true);
+  for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next)
     if (p->tensor.grad)
       status = params->ctx->backend->zero(params->ctx, p->tensor.grad, (size_t)luna_count(&p->tensor) * sizeof(float));
   return status;
@@ -13553,12 +13665,11 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params) {
 
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen) {
   luna_ctx *ctx = params ? params->ctx : NULL;
-  lunai_param *p;
   int64_t matched = 0;
   luna_status status = LUNA_OK;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_params_freeze");
-  for (p = params->first; p && status == LUNA_OK; p = p->next) {
+  for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     luna_tensor *t = &p->tensor;
     if (name && !strstr(p->name, name)) continue;
     matched++;
@@ -13583,9 +13694,8 @@ LUNAI_FN float lunai_unit(uint32_t word) { return ((float)(word >> 8) + 0.5f) * 
 LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsaglia's polar method: a log, no sine */
   for (;; counter[1] += 0x10000u) {
     uint32_t word[4];
-    int i;
     lunai_philox(counter, seed, word);
-    for (i = 0; i < 4; i += 2) {
+    for (int i = 0; i < 4; i += 2) {
       const float u = 2 * lunai_unit(word[i]) - 1, v = 2 * lunai_unit(word[i + 1]) - 1, s = u * u + v * v;
       if (s > 0 && s < 1) return u * (float)sqrt((double)(-2 * lunai_log1_scalar(s) / s));
     }
@@ -13595,13 +13705,10 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
 typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
 LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
   const luna_init_kind kind = f->init.kind;
-  int64_t i;
-  for (i = 0; i < count; i++) {
-    uint32_t counter[4], word[4];
-    counter[0] = (uint32_t)(first + i);
-    counter[1] = (uint32_t)((uint64_t)(first + i) >> 32);
-    counter[2] = (uint32_t)f->hash;
-    counter[3] = (uint32_t)(f->hash >> 32);
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t word[4];
+    uint32_t counter[4] = { (uint32_t)(first + i), (uint32_t)((uint64_t)(first + i) >> 32), (uint32_t)f->hash,
+                           (uint32_t)(f->hash >> 32) };
     if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
     else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
@@ -13615,7 +13722,6 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   const int64_t count = luna_count(&p->tensor);
   float block[1024];
   lunai_first f;
-  int64_t at;
   luna_status status = LUNA_OK;
   f.init = init;
   f.bound = init.scale == 0 ? 1.0f : init.scale;
@@ -13626,7 +13732,7 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
     const int64_t in = p->tensor.rank > 1 ? count / lunai_max(1, p->tensor.shape[0]) : count, out = p->tensor.shape[0];
     f.bound *= (float)sqrt(6.0 / (double)lunai_max(1, in + out));
   }
-  for (at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
+  for (int64_t at = 0; at < count && status == LUNA_OK && !ctx->options.measure; at += 1024) {
     const int64_t n = lunai_min(1024, count - at);
     lunai_first_values(&f, block, at, n);
     status = ctx->backend->copy(ctx, p->tensor.data + at, block, (size_t)n * sizeof(float), 1);
@@ -13634,28 +13740,29 @@ LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init i
   return status;
 }
 
+/* whether the shapes are the same */
+LUNAI_FN bool lunai_is_like(const luna_tensor *a, const luna_tensor *b) {
+  return a->rank == b->rank && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
+  return t->rank == tensor->rank && memcmp(t->shape, tensor->shape, (size_t)t->rank * sizeof t->shape[0]) == 0;
+}
 /* the address of a borrowed parameter's values; null, and *wrong says why */
 LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name, const luna_tensor *like,
                                      const lunai_st *st, luna_error_id *wrong) {
-  lunai_param *other = params->shared ? lunai_param_find(params->shared, name) : NULL;
+  const luna_params *from = params->shared;
+  const lunai_param *other = lunai_param_find(from, name);
+  const float *values = NULL;
   lunai_st_tensor t;
-  int a, rank = other ? other->tensor.rank : 0;
-  *wrong = LUNA_ERROR_NONE;
-  if (params->shared && luna_backend_of(params->shared->ctx) != luna_backend_of(params->ctx))
-    *wrong = LUNA_ERROR_BORROW_DEVICE;
-  if (!params->shared && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
-  if (*wrong) return NULL;
   memset(&t, 0, sizeof t);
-  if (params->shared ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
-  if (*wrong) return NULL;
-  if (!other) rank = t.rank;
-  if (rank != like->rank) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  for (a = 0; a < rank && !*wrong; a++)
-    if ((other ? other->tensor.shape[a] : t.shape[a]) != like->shape[a]) *wrong = LUNA_ERROR_BORROW_SHAPE;
-  if (*wrong) return NULL;
-  if (other) return other->tensor.data;
-  if (!lunai_st_borrow(&t)) *wrong = LUNA_ERROR_BORROW_FORMAT;
-  return lunai_st_borrow(&t);
+  *wrong = LUNA_ERROR_NONE;
+  if (from && luna_backend_of(from->ctx) != luna_backend_of(params->ctx)) *wrong = LUNA_ERROR_BORROW_DEVICE;
+  else if (!from && lunai_on_device(params->ctx)) *wrong = LUNA_ERROR_BORROW_ON_DEVICE;
+  else if (from ? !other : !lunai_st_find(st, name, &t)) *wrong = LUNA_ERROR_BORROW_MISSING;
+  else if (from ? !lunai_is_like(&other->tensor, like) : !lunai_st_like(&t, like)) *wrong = LUNA_ERROR_BORROW_SHAPE;
+  else if ((values = from ? other->tensor.data : lunai_st_borrow(&t)) == NULL && !from)
+    *wrong = LUNA_ERROR_BORROW_FORMAT;
+  return values;
 }
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
@@ -13668,10 +13775,9 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   const int64_t size = (int64_t)lunai_st_formats[t->dtype].size;
   luna_status status = LUNA_OK;
   float block[1024];
-  int64_t at;
   if (!lunai_on_device(ctx)) lunai_st_floats(t, data);
   else if (lunai_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
-  else for (at = 0; at < t->count && status == LUNA_OK; at += 1024) {
+  else for (int64_t at = 0; at < t->count && status == LUNA_OK; at += 1024) {
     lunai_st_tensor part = *t;
     part.data += at * size;
     part.count = lunai_min(1024, t->count - at);
@@ -13684,12 +13790,6 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
 
 LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
   return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
-}
-LUNAI_FN bool lunai_st_like(const lunai_st_tensor *t, const luna_tensor *tensor) {
-  int a;
-  if (t->rank != tensor->rank) return false;
-  for (a = 0; a < t->rank; a++) if (t->shape[a] != tensor->shape[a]) return false;
-  return true;
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
@@ -13733,8 +13833,6 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
                                        luna_init init) {
   luna_ctx *ctx = params->ctx;
   const int64_t count = lunai_shape_count(rank, shape);
-  lunai_persistent_mark mark;
-  lunai_param *p;
   lunai_st_tensor stored;
   void *memory, *data = NULL;
   luna_status status = LUNA_OK;
@@ -13752,8 +13850,8 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
     return NULL;
   }
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
-  mark = lunai_persistent(ctx);
-  p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
+  lunai_param *p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
   if (p) p->name = lunai_persist_text(ctx, name, "");
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
@@ -13825,10 +13923,9 @@ LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
-  lunai_param *p;
   for (; params->replaced != s->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (p = s->last ? s->last->next : params->first; p; p = p->next)
+  for (lunai_param *p = s->last ? s->last->next : params->first; p; p = p->next)
     *lunai_param_place(params, p->name, p->hash, s->count) = NULL;
   params->last = s->last;
   params->last_meta = s->last_meta;
@@ -13858,8 +13955,7 @@ LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? par
 
 /* --- text pairs --- */
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key) {
-  lunai_meta *m;
-  for (m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
+  for (lunai_meta *m = params ? params->metas : NULL; m; m = m->next) if (strcmp(m->key, key) == 0) return m;
   return NULL;
 }
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key) {
@@ -13883,13 +13979,11 @@ LUNAI_FN void lunai_meta_put(luna_params *params, lunai_meta *pair) {
   params->last_meta = pair;
 }
 LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, const char *value) {
-  lunai_persistent_mark mark;
-  lunai_meta *pair;
   void *memory;
   if (!lunai_is_text(key) || !lunai_is_text(value))
     return lunai_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set", lunai_is_text(key) ? "value" : "key");
-  mark = lunai_persistent(params->ctx);
-  pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
+  const lunai_persistent_mark mark = lunai_persistent(params->ctx);
+  lunai_meta *pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
   if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
   if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value, "");
   if (!pair || !pair->value) {
@@ -14316,6 +14410,9 @@ typedef struct lunai_rank_op {
   const lunai_cut *part;
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
+  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+  int64_t kept_size, room;           /* floats of `kept`, and of the workspace while it runs */
 } lunai_rank_op;
 LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
@@ -14333,15 +14430,12 @@ LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const l
   if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
   for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
 }
-typedef void (*lunai_rank_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-typedef void (*lunai_rank_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
-/* One of these ops, on the CPU; `kept` floats for backward, `room` floats while it runs. Its result is whole. */
-LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, lunai_rank_forward forward,
-                                       lunai_rank_backward backward, int rank, const int64_t *shape, int64_t kept,
-                                       int64_t room) {
+/* One of these ops, on the CPU. Its result is whole. */
+LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
+                                       const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  const size_t bytes = (size_t)(floats + kept) * sizeof(float);
+  const size_t bytes = (size_t)(floats + op->kept_size) * sizeof(float);
   luna_custom custom;
   luna_tensor *y;
   void *memory;
@@ -14351,11 +14445,11 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   op->ctx = ctx;
   op->result = (float *)memory;
   op->kept = op->result ? op->result + floats : NULL;
-  custom.forward = forward;
-  custom.backward = backward;
+  custom.forward = op->forward;
+  custom.backward = op->backward;
   custom.state = op;
   custom.state_size = sizeof *op;
-  custom.workspace_size = (size_t)room * sizeof(float);
+  custom.workspace_size = (size_t)op->room * sizeof(float);
   y = luna_custom_op(in, count, rank, shape, &custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
   y->part = NULL;
@@ -14367,7 +14461,9 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
   memset(&op, 0, sizeof op);
   op.name = name;
   op.alone = alone;
-  return lunai_rank_op_of(&op, &x, 1, lunai_rank_sum_forward, lunai_rank_sum_backward, x->rank, x->shape, 0, 0);
+  op.forward = lunai_rank_sum_forward;
+  op.backward = lunai_rank_sum_backward;
+  return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
 }
 
 /* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
@@ -14430,10 +14526,13 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   op.part = part;
   op.lengths = lengths;
   op.heads = heads;
+  op.forward = lunai_rank_merge_forward;
+  op.backward = lunai_rank_merge_backward;
+  op.kept_size = luna_count(lse);
+  op.room = (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1);
   in[0] = y;
   in[1] = lse;
-  return lunai_rank_op_of(&op, in, 2, lunai_rank_merge_forward, lunai_rank_merge_backward, y->rank, y->shape,
-                          luna_count(lse), (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1));
+  return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. */
@@ -14488,10 +14587,12 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
   op.part = x->part;
+  op.forward = lunai_rank_border_forward;
+  op.backward = lunai_rank_border_backward;
   shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  op.room = shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1);
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, lunai_rank_border_forward, lunai_rank_border_backward, 3,
-                                       shape, 0, shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) : NULL;
+  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, 3, shape) : NULL;
   with[1] = x;
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
@@ -14836,23 +14937,26 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 
 /* --- log softmax: y = z - ln sum e^z, z = x - max x; dx = dy - e^y sum dy --- */
 LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = lunai_last(op->in[0]), step[3] = { 1, 0, 0 };
+  const int64_t n = lunai_last(op->in[0]);
   float part[256], number;
+  lunai_each less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
   int64_t r, i, at;
+  less.n = n;
+  less.x[1] = less.x[2] = &number;
   for (r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
-    const float *in[3] = { op->in[0]->data + r * n, &number, &number };
     double sum = 0;
-    (void)lunai_first_max(in[0], n, 1, &at);
-    number = in[0][at];
-    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    less.x[0] = op->in[0]->data + r * n;
+    (void)lunai_first_max(less.x[0], n, 1, &at);
+    number = less.x[0][at];
+    lunai_k(op)->elementwise(&less, y);
     for (i = 0; i < n; i += 256) {
       lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
       sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
     }
     number = lunai_log1_scalar((float)sum);
-    in[0] = y;
-    lunai_k(op)->elementwise(LUNA_OP_SUB, in, step, n, y);
+    less.x[0] = y;
+    lunai_k(op)->elementwise(&less, y);
   }
 }
 LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
@@ -15239,9 +15343,9 @@ LUNAI_FN luna_tensor *lunai_unpack_with(luna_tensor *const in[6], const int32_t 
   return lunai_finish_like(&s, x);
 }
 LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *bias, luna_tensor *v,
-                                  luna_tensor *out_bias, const int32_t *lengths, float dropout) {
-  luna_tensor *const in[6] = { x, k, bias, v, out_bias, NULL };
-  return lunai_unpack_with(in, lengths, dropout, 0);
+                                  const luna_unpack_config *config) {
+  luna_tensor *const in[6] = { x, k, bias, v, config ? config->out_bias : NULL, NULL };
+  return lunai_unpack_with(in, config ? config->lengths : NULL, config ? config->dropout : 0, 0);
 }
 
 /* in: q, k, v, s */
@@ -15287,9 +15391,12 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t head
   return lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
-    int64_t heads, luna_activation omega, const int32_t *lengths, float dropout) {
+                                                   const luna_causal_nested_config *config) {
+  static const luna_causal_nested_config none = { 0, LUNA_ACTIVATION_NONE, NULL, 0 };
+  const luna_causal_nested_config *c = config ? config : &none;
   luna_tensor *const in[4] = { q, k, v, s };
-  return lunai_causal_nested(in, heads, omega, lengths, dropout, NULL);
+  return lunai_causal_nested(in, c->heads ? c->heads : 1, c->omega ? c->omega : LUNA_ACTIVATION_SOFTPLUS2, c->lengths,
+                             c->dropout, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
@@ -15304,8 +15411,8 @@ LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank
   if (!lunai_step(in[0]->ctx, custom->state_size, false, &memory))
     return lunai_op_no_memory(&s, custom->state_size);
   if (custom->state_size) memcpy(memory, custom->state, custom->state_size);
-  s.op.custom = *custom;
-  s.op.custom.state = memory;
+  s.op.arg.custom = *custom;
+  s.op.arg.custom.state = memory;
   return lunai_finish(&s, rank, shape);
 }
 LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
@@ -15322,10 +15429,32 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
+#define LUNAI_CPU_version 1
+#define LUNAI_CPU_size sizeof(luna_backend)
+#define LUNAI_CPU_device 0
+#define LUNAI_CPU_opened 0
+#define LUNAI_CPU_open NULL
+#define LUNAI_CPU_close NULL
+#define LUNAI_CPU_allocate NULL
+#define LUNAI_CPU_release NULL
+#define LUNAI_CPU_copy lunai_cpu_copy
+#define LUNAI_CPU_zero lunai_cpu_zero
+#define LUNAI_CPU_wait NULL
+#define LUNAI_CPU_begin lunai_cpu_begin
+#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
+#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
+#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
+#define LUNAI_CPU_record NULL
+#define LUNAI_CPU_recorded NULL
+#define LUNAI_CPU_run NULL
+#define LUNAI_CPU_forget NULL
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0, NULL, NULL, NULL, NULL, lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin,
-  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update), NULL, NULL, NULL, NULL,
+#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
+#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -15369,9 +15498,8 @@ LUNAI_FN void lunai_field_set(const lunai_field *f, void *config, int64_t value)
 }
 /* whether all of them hold what they may; false with a sentence */
 LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int count, const void *config) {
-  const lunai_field *f;
   float fraction;
-  for (f = fields; f < fields + count; f++) {
+  for (const lunai_field *f = fields; f < fields + count; f++) {
     if (f->fraction) memcpy(&fraction, (const char *)config + f->at, sizeof fraction);
     if (f->fraction ? !lunai_is_probability(ctx, ctx->call, f->key + 5, fraction) :
                       !lunai_in(ctx, ctx->call, f->key + 5, lunai_field_get(f, config), f->min, f->max)) return false;
@@ -15393,9 +15521,7 @@ LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const ch
   return true;
 }
 LUNAI_FN luna_init lunai_init_of(luna_init_kind kind, float scale) {
-  luna_init init;
-  init.kind = kind;
-  init.scale = scale;
+  const luna_init init = { kind, scale };
   return init;
 }
 #ifdef LUNA_ONLY_STREAM
@@ -15423,9 +15549,8 @@ LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char 
 }
 LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
   char name[LUNAI_MAX_NAME];
-  const lunai_part *p;
   int64_t shape[2];
-  for (p = parts; p < parts + count; p++) {
+  for (const lunai_part *p = parts; p < parts + count; p++) {
     if (!p->has) continue;
     if (!lunai_name(params, name, prefix, p->name)) return false;
     shape[0] = p->rows;
@@ -15447,6 +15572,17 @@ LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]
   if (out[size - 1] == '.') out[size - 1] = 0;
   return out;
 }
+
+/* A layer's public init: its config with defaults, of which there is a copy `c`, then its parameters: all, or none */
+#define LUNAI_LAYER_INIT(layer_type, config_type, defaults, parameters) \
+  LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
+                                         const config_type *config) { \
+    config_type c; \
+    lunai_setup s; \
+    const bool good = lunai_setup_begin(&s, #layer_type "_init", params, prefix, layer, sizeof *layer) && \
+                      (defaults) && lunai_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
+    return lunai_setup_end(&s, good); \
+  }
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
@@ -15480,11 +15616,10 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
   bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
               lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
   if (good) {
-    lunai_part part;
     memset(layer, 0, sizeof *layer);
     c.dim = dim;
     c.norm = kind;
-    part = lunai_norm_part(true, layer, ".weight", &c);
+    lunai_part part = lunai_norm_part(true, layer, ".weight", &c);
     good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
   }
   return lunai_setup_end(&s, good);
@@ -15533,13 +15668,10 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   const luna_collective *c = lunai_ranks(r->ctx);
   const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
   char field[100];
-  int64_t shape[3], count, i;
-  luna_tensor like;
+  int64_t count;
   if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
-  shape[0] = input->batch;
-  shape[1] = input->n;
-  shape[2] = k;
-  like = lunai_like(r->ctx, 3, shape);
+  int64_t shape[3] = { input->batch, input->n, k };
+  luna_tensor like = lunai_like(r->ctx, 3, shape);
   if ((count = lunai_shape_count(3, shape)) < 0)
     return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
   lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
@@ -15549,16 +15681,16 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   if (r->longest && input->n > r->longest)
     return lunai_input_wrong(r->ctx, op, LUNA_ERROR_MAX_LENGTH, name, input->n, r->longest);
   lunai_print(field, sizeof field, "%s.lengths", what);
-  for (i = 0; input->lengths && i < input->batch && !cut; i++)
+  for (int64_t i = 0; input->lengths && i < input->batch && !cut; i++)
     if (input->lengths[i] < 0 || input->lengths[i] > input->n)
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->lengths[i],
                                (int64_t)0, input->n);
   lunai_print(field, sizeof field, r->vocab ? "%s.tokens" : "%s.features", what);
-  for (i = 0; i < count && r->vocab; i++)
+  for (int64_t i = 0; i < count && r->vocab; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= r->vocab)
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_ELEMENT_RANGE, name, field, i, (int64_t)input->tokens[i],
                                (int64_t)0, r->vocab - 1);
-  for (i = 0; i < count && !r->vocab && op && !cut; i++)
+  for (int64_t i = 0; i < count && !r->vocab && op && !cut; i++)
     if (!lunai_is_finite(input->features[i]) && input->features[i] == input->features[i] && lunai_is_real(input, i / k))
       return lunai_input_wrong(r->ctx, op, LUNA_ERROR_FEATURE, name, field, i, (double)input->features[i]);
   return true;
@@ -15566,32 +15698,24 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
 /* of an input layer; false without a sentence where its init failed or was not called */
 LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_input *input, bool op,
                                      const char *name) {
-  lunai_reader r;
-  memset(&r, 0, sizeof r);
-  r.ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  const lunai_reader r = { layer ? lunai_ctx_of(layer->params) : NULL, 0, layer ? luna_count(layer->mean) : 0, 0 };
   if (!r.ctx) return false;
   if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
-  r.features = layer->mean->shape[0];
   return lunai_input_fits(&r, input, op, name, "input");
 }
 LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
   luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
-  luna_status status;
-  lunai_mark mark;
-  void *memory;
-  float *mean;
-  int64_t i, f, k;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
-  k = layer->mean->shape[0];
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)(2 * k) * sizeof(float), false, &memory))
-    return lunai_fail_memory(ctx, "luna_input_layer_fit", (size_t)(2 * k) * sizeof(float));
-  mean = (float *)memory;
-  for (f = 0; f < k; f++) {
+  const int64_t k = layer->mean->shape[0];
+  const lunai_mark mark = lunai_step_mark(ctx);
+  float *mean = (float *)lunai_step_host(ctx, "luna_input_layer_fit", false, (size_t)(2 * k) * sizeof(float));
+  if (!mean) return ctx->last_status;
+  for (int64_t f = 0; f < k; f++) {
     double sum = 0, squares = 0;
     int64_t count = 0;
-    for (i = 0; i < input->batch * input->n; i++) /* Welford's recurrence: one pass, no difference of large sums */
+    /* Welford's recurrence: one pass, no difference of large sums */
+    for (int64_t i = 0; i < input->batch * input->n; i++)
       if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * k + f])) {
         const double x = (double)input->features[i * k + f], from = x - sum;
         sum += from / (double)++count;
@@ -15601,7 +15725,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
     mean[k + f] = squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
     if (!lunai_is_finite(mean[k + f]) || mean[k + f] == 0) mean[k + f] = 1;
   }
-  status = luna_write(layer->mean, mean);
+  luna_status status = luna_write(layer->mean, mean);
   if (status == LUNA_OK) status = luna_write(layer->scale, mean + k);
   lunai_step_rewind(ctx, mark);
   return status;
@@ -15609,39 +15733,32 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
 /* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
    neither memory nor the ops of a step depend on the data. */
 LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
-  int64_t shape[3], i, f;
-  luna_tensor *out;
-  lunai_mark mark;
+  const int64_t shape[3] = { input->batch, input->n, k };
+  luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   luna_status status = LUNA_OK;
-  void *memory;
-  shape[0] = input->batch;
-  shape[1] = input->n;
-  shape[2] = k;
-  if ((out = luna_tensor_new(ctx, NULL, 3, shape)) == NULL) return NULL;
-  mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, (size_t)luna_count(out) * sizeof(float), false, &memory))
-    return lunai_fail_op_memory(ctx, "luna_input_layer_forward", (size_t)luna_count(out) * sizeof(float));
-  if (lunai_computes(ctx) && luna_count(out) > 0) {
-    float *to = (float *)memory;
-    for (i = 0; i < input->batch * input->n; i++) {
+  if (!out) return NULL;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
+  float *values = (float *)lunai_step_host(ctx, "luna_input_layer_forward", true, bytes), *to = values;
+  if (!values) return NULL;
+  if (lunai_computes(ctx) && bytes > 0) {
+    for (int64_t i = 0; i < input->batch * input->n; i++) {
       const bool real = lunai_is_real(input, i);
-      for (f = 0; f < k; f++, to++) {
+      for (int64_t f = 0; f < k; f++, to++) {
         const float x = real ? input->features[i * k + f] : 0;
         *to = x != x || !real ? 0 : present ? 1 : x;
       }
     }
-    status = ctx->backend->copy(ctx, out->data, memory, (size_t)luna_count(out) * sizeof(float), 1);
+    status = ctx->backend->copy(ctx, out->data, values, bytes, 1);
   }
   lunai_step_rewind(ctx, mark);
   return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
-  luna_scope scope;
-  luna_tensor *x, *present;
   if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
-  scope = luna_scope_begin(layer->mean->ctx);
-  x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
-  present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
+  const luna_scope scope = luna_scope_begin(layer->mean->ctx);
+  luna_tensor *x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
+  luna_tensor *present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
   x = luna_add(x, luna_scale(luna_detach(layer->mean), -1));
   x = luna_mul(luna_mul(x, luna_detach(layer->scale)), present);
   return lunai_result(scope, luna_linear_layer_forward(&layer->projection, x));
@@ -15718,25 +15835,15 @@ LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_a
          lunai_divides(ctx, "pack_heads", c->pack_heads, c->dim) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
 }
-LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_nested_attention_layer_config *config) {
-  luna_nested_attention_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_nested_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_nested_attention_defaults(params->ctx, config, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_nested_attention_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
+                 lunai_nested_attention_defaults(params->ctx, config, &c), lunai_nested_attention_init)
 
 LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  int64_t shape[4];
-  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
+  int64_t shape[4] = { a, b, c, d };
   return luna_reshape(x, rank, shape);
 }
 LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
-  int axes[4];
-  axes[0] = a; axes[1] = b; axes[2] = c; axes[3] = d;
+  int axes[4] = { a, b, c, d };
   return luna_permute(x, axes);
 }
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
@@ -15753,12 +15860,12 @@ LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
 LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
   const float one = 1;
-  int64_t shape[2], i;
+  int64_t shape[2];
   luna_tensor *w = layer->weight;
   luna_status status = LUNA_OK;
   shape[0] = shape[1] = dim;
   if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
+  for (int64_t i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
     status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
   if (status != LUNA_OK) return lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
   return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
@@ -15768,16 +15875,13 @@ LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor 
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
 
-/* lengths of a memory of `max` slots, in the step, on the host */
-LUNAI_FN const int32_t *lunai_memory_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t max,
-                                             bool *failed) {
-  void *memory;
-  int64_t i;
-  if (!lengths) return NULL;
-  *failed = !lunai_step(ctx, (size_t)count * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail_op_memory(ctx, "lengths", (size_t)count * sizeof(int32_t));
-  for (i = 0; i < count && !*failed; i++) ((int32_t *)memory)[i] = (int32_t)lunai_min(lengths[i], max);
-  return (const int32_t *)memory;
+/* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */
+LUNAI_FN const int32_t *lunai_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
+                                      int64_t max) {
+  int32_t *out = (int32_t *)lunai_step_host(ctx, "lengths", true, (size_t)count * sizeof(int32_t));
+  for (int64_t i = 0; i < count && out; i++)
+    out[i] = (int32_t)lunai_min(lunai_divide_up(lengths ? lengths[i] : n, w), max);
+  return out;
 }
 
 /* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
@@ -15786,13 +15890,13 @@ LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *l
                                             luna_tensor *context, const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
   luna_attention_config c;
-  luna_tensor *lse = NULL, *z;
+  luna_tensor *lse = NULL;
   const int32_t *own;
   if (!g) return NULL;
   memset(&c, 0, sizeof c);
   c.lengths = lengths;
   c.scale = 1;
-  z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
+  luna_tensor *z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
   z = lunai_merge_heads(luna_add(z, lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
   lse = lunai_permute(lunai_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
@@ -15804,15 +15908,15 @@ LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer
                                         const int32_t *lengths) {
   const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0,
       l = pq ? pq->shape[1] : 0;
-  luna_tensor *sums = NULL, *g, *z, *bias;
+  luna_tensor *sums = NULL;
   if (!pq) return NULL;
-  g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
-                  lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
+  luna_tensor *g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
+                               lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
-  z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
+  luna_tensor *z = luna_pack(lunai_reshape(g, 3, b, h * l, d, 1), context, lengths, layer->config.dropout, &sums);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(pq->ctx, &layer->pv, d, h), false, true);
-  bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1), false,
-                     false);
+  luna_tensor *bias = luna_matmul(lunai_reshape(sums, 4, b, h, l, 1), lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1),
+                                  false, false);
   return lunai_merge_heads(luna_add(z, bias));
 }
 
@@ -15847,13 +15951,12 @@ LUNAI_FN luna_tensor *lunai_nested_pack(const luna_nested_attention_layer *layer
                                         const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
   const int key = c->sharing == LUNA_SHARING_FULL || c->sharing == LUNA_SHARING_QK;
-  luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p), *pv;
+  luna_tensor *pq = luna_linear_layer_forward(&layer->pq, p);
   const bool drops = lunai_rows_cut(context) && c->dropout > 0 && p->ctx->training;
-  luna_attention_config a;
   if (!drops && lunai_fold(p->ctx, lunai_whole_rows(context), c->dim, c->pack_heads, p->shape[1], 1 + key))
     return lunai_pack_folded(layer, pq, context, lengths);
-  a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
-  pv = luna_linear_layer_forward(&layer->pv, context);
+  luna_attention_config a = lunai_attention_config(c->pack_heads, c->dropout, lengths);
+  luna_tensor *pv = luna_linear_layer_forward(&layer->pv, context);
   return luna_softmax_attention(pq, c->sharing == LUNA_SHARING_TIED ? pv : lunai_project(&layer->pk, context), pv, &a);
 }
 
@@ -15871,17 +15974,13 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
                                           luna_tensor *residual, float dropout, const int32_t *lengths) {
   const luna_nested_attention_layer_config *c = &layer->config;
-  luna_attention_config a;
-  luna_tensor *k, *v;
-  bool failed = false;
   if (!y_p) return NULL;
-  lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], y_p->shape[1], &failed);
-  if (failed) return NULL;
+  if (lengths && (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
   if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
-  a = lunai_attention_config(c->heads, c->dropout, lengths);
-  v = luna_linear_layer_forward(&layer->v, y_p);
-  k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
+  luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
+  luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
   return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
                            layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
@@ -15895,12 +15994,7 @@ typedef struct lunai_flow {
   lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
 } lunai_flow;
 LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  lunai_flow f;
-  memset(&f, 0, sizeof f);
-  f.x = x;
-  f.p = p;
-  f.lengths = lengths;
-  f.wants_x = true;
+  const lunai_flow f = { x, p, NULL, lengths, true, false, false, NULL };
   return f;
 }
 
@@ -15909,15 +16003,13 @@ LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, l
                                      float dropout) {
   static const char name[] = "luna_nested_attention_layer_forward";
   luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
-  luna_scope scope;
-  int64_t batch, d;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
   if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
-  batch = x->shape[0];
-  d = layer->config.dim;
+  const int64_t batch = x->shape[0];
+  const int64_t d = layer->config.dim;
   if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
-  scope = luna_scope_begin(x->ctx);
+  const luna_scope scope = luna_scope_begin(x->ctx);
   f->p = lunai_nested_pack(layer, f->p, context, f->lengths);
   if (f->wants_x) y = f->x = lunai_nested_unpack(layer, x, f->p, residual, dropout, f->lengths);
   (void)lunai_results(scope, f->p, y);
@@ -15961,19 +16053,14 @@ LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_a
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
          lunai_is_omega(ctx, c->omega);
 }
-LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
-                                                      const char *prefix,
-                                                      const luna_causal_attention_layer_config *config) {
-  luna_causal_attention_layer_config c;
+LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   lunai_part parts[LUNAI_MAX_PARTS];
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_causal_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_causal_attention_defaults(params->ctx, config, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts));
-  if (good && c.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
-  return lunai_setup_end(&s, good);
+  if (!lunai_parts_init(params, prefix, parts, lunai_causal_attention_parts(layer, parts))) return false;
+  if (layer->config.sharing == LUNA_SHARING_TIED) layer->k = layer->v;
+  return true;
 }
+LUNAI_LAYER_INIT(luna_causal_attention_layer, luna_causal_attention_layer_config,
+                 lunai_causal_attention_defaults(params->ctx, config, &c), lunai_causal_attention_init)
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
 LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
@@ -16008,13 +16095,13 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 ||
       p->shape[0] == 1;
   const int64_t b = shared ? 1 : p->shape[0];
-  luna_tensor *pq = lunai_causal_queries(layer, p), *g, *bias;
+  luna_tensor *pq = lunai_causal_queries(layer, p), *bias;
   if (!lunai_fold(x->ctx, lunai_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
     if (shared && pq) pq = lunai_reshape(pq, 3, h, l, d / h, 1);
     return lunai_merge_heads(luna_matmul(k, pq, false, true));
   }
-  g = lunai_causal_folded(layer, pq, &bias);
+  luna_tensor *g = lunai_causal_folded(layer, pq, &bias);
   if (shared) return luna_linear(x, lunai_reshape(g, 2, h * l, d, 1, 1), lunai_reshape(bias, 1, h * l, 1, 1, 1));
   g = luna_matmul(x, lunai_reshape(g, 3, b, h * l, d, 1), false, true);
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
@@ -16023,14 +16110,11 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 /* y of x after f->p, + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                              luna_tensor *residual, float dropout, const lunai_flow *f) {
-  const luna_causal_attention_layer_config *c;
-  luna_tensor *p = f->p, *s, *q, *k, *v;
+  luna_tensor *p = f->p;
   const int32_t *lengths = f->lengths;
-  luna_scope scope;
   luna_tensor *in[4];
-  bool failed = false;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
-  c = &layer->config;
+  const luna_causal_attention_layer_config *c = &layer->config;
   if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
   if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
   if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
@@ -16038,14 +16122,13 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
       (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
     return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
                       c->dim);
-  scope = luna_scope_begin(x->ctx);
-  if (!LUNAI_BUMPS(x->ctx))
-    lengths = lunai_memory_lengths(x->ctx, lengths, x->shape[0], p->shape[p->rank - 2], &failed);
-  if (failed) return NULL;
-  s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
-  q = luna_linear_layer_forward(&layer->q, x);
-  v = luna_linear_layer_forward(&layer->v, x);
-  k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  if (!LUNAI_BUMPS(x->ctx) && lengths &&
+      (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, p->shape[p->rank - 2])) == NULL) return NULL;
+  luna_tensor *s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
+  luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
+  luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
   in[0] = q, in[1] = k, in[2] = v, in[3] = s;
   v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
@@ -16117,50 +16200,31 @@ LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer
   if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
   return lunai_linformer_config(ctx, &c->linformer);
 }
-LUNA_API luna_status luna_attention_layer_init(luna_attention_layer *layer, luna_params *params, const char *prefix,
-    const luna_attention_layer_config *config) {
-  luna_attention_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_attention_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_attention_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_attention_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config, lunai_attention_defaults(params->ctx, config, &c),
+                 lunai_attention_init)
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
 LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
-  luna_tensor *parts[2], *y;
-  int64_t shape[4];
+  luna_tensor *parts[2];
   if (!q || !k || !v) return NULL;
-  shape[0] = v->shape[0]; shape[1] = v->shape[1]; shape[2] = heads; shape[3] = 1;
+  int64_t shape[4] = { v->shape[0], v->shape[1], heads, 1 };
   parts[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
   parts[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
   v = luna_mask(lunai_reshape(luna_concat(parts, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
   if (causal) {
-    y = luna_causal_product(q, k, v, heads);
+    luna_tensor *y = luna_causal_product(q, k, v, heads);
     if (!y) return NULL;
     y = luna_ratio(lunai_reshape(y, 4, y->shape[0], y->shape[1], heads, y->shape[2] / heads));
     return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
   }
-  y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
+  luna_tensor *y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
   if (lunai_rows_cut(k)) y = luna_rank_sum(y);
   return lunai_merge_heads(luna_ratio(luna_matmul(lunai_split_heads(q, heads), y, false, false)));
-}
-
-/* lengths of each sequence in windows, or in rows (w = 1); without lengths all are `n` */
-LUNAI_FN const int32_t *lunai_window_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t batch, int64_t n,
-                                             int64_t w) {
-  void *memory;
-  int64_t i;
-  if (!lunai_step(ctx, (size_t)batch * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(ctx, "lengths", (size_t)batch * sizeof(int32_t)), (const int32_t *)NULL;
-  for (i = 0; i < batch; i++) ((int32_t *)memory)[i] = (int32_t)lunai_divide_up(lengths ? lengths[i] : n, w);
-  return (const int32_t *)memory;
 }
 
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
@@ -16181,8 +16245,8 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
     parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
     x = luna_concat(parts, 2, 1);
   }
-  if (x && (lengths || windows * w > n) && (lengths = lunai_window_lengths(x->ctx, lengths, batch, n, 1)) == NULL)
-    return NULL;
+  if (x && (lengths || windows * w > n) &&
+      (lengths = lunai_lengths(x->ctx, lengths, batch, n, 1, INT32_MAX)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MEAN) return luna_mean(x, 2);
@@ -16205,7 +16269,8 @@ LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, l
   }
   if (!q || !k || !v) return NULL;
   if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
-      (a.lengths = lunai_window_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size))) == NULL) return NULL;
+      (a.lengths = lunai_lengths(q->ctx, lengths, q->shape[0], n, lunai_window(c, size), INT32_MAX)) == NULL)
+    return NULL;
   return luna_softmax_attention(q, lunai_shorten(c, k, layer->e, size, lengths),
                                 lunai_shorten(c, v, layer->f, size, lengths), &a);
 }
@@ -16213,7 +16278,6 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
                                       const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
   luna_tensor *parts[2] = { NULL, NULL }, *k = qkv[1];
-  int64_t h;
   if (!qkv[0] || !k || !qkv[2]) return NULL;
   if (k->shape[1] > c->max_length)
     return lunai_fail(k->ctx, LUNA_ERROR_MAX_LENGTH, "Linformer", k->shape[1], c->max_length);
@@ -16221,7 +16285,7 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
                                    c->projection == LUNA_LINFORMER_PROJECTION_CONVOLUTION))
     return lunai_fail(k->ctx, LUNA_ERROR_LINFORMER_PROJECTION);
   if (c->k_last_head == 0) return lunai_linformer_heads(layer, qkv, 0, layer->config.heads, lengths);
-  for (h = 0; h < layer->config.heads; h++) {
+  for (int64_t h = 0; h < layer->config.heads; h++) {
     parts[1] = lunai_linformer_heads(layer, qkv, h, 1, lengths);
     parts[0] = h == 0 ? parts[1] : luna_concat(parts, 2, 2);
   }
@@ -16230,26 +16294,23 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths) {
-  const luna_attention_layer_config *c;
-  luna_attention_config a;
-  luna_tensor *qkv[3], *y;
-  luna_scope scope;
+  luna_tensor *qkv[3];
   if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
-  c = &layer->config;
+  const luna_attention_layer_config *c = &layer->config;
   if (!context) context = x;
   if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
       !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
   if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
     return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
-  scope = luna_scope_begin(x->ctx);
+  const luna_scope scope = luna_scope_begin(x->ctx);
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
-  a = lunai_attention_config(c->heads, c->dropout, lengths);
+  luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
-  y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
-      c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
-          lunai_linformer(layer, qkv, lengths);
+  luna_tensor *y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
+                   c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
+                       lunai_linformer(layer, qkv, lengths);
   return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
 }
 
@@ -16316,23 +16377,14 @@ LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config,
                         !c->hook || (c->hook->init && c->hook->forward));
 }
 LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer_config *c) {
-  luna_nested_attention_layer_config a;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.pack_heads = c->pack_heads;
-  a.sharing = c->sharing;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
+  const luna_nested_attention_layer_config a = { c->dim, c->heads, c->pack_heads, c->sharing, c->attention_dropout,
+                                                 c->bert_init };
   return a;
 }
 LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
-  luna_causal_attention_layer_config a;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  a.omega = c->omega;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
+  const luna_sharing sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  const luna_causal_attention_layer_config a = { c->dim, c->heads, sharing, c->omega, c->attention_dropout,
+                                                 c->bert_init };
   return a;
 }
 LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
@@ -16362,15 +16414,9 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
 
 /* x + FFN(x), not normed when post-norm */
 LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
-  luna_feed_forward_config f;
-  f.activation = c->activation;
-  f.activation_dropout = c->activation_dropout;
-  f.dropout = c->dropout;
-  f.residual = x;
-  f.gate = layer->fc3.weight;
-  f.gate_bias = layer->fc3.bias;
-  /* of a layer that is computed again as well: it need not hold a hidden layer then either */
-  f.recompute = c->recompute != LUNA_RECOMPUTE_NONE;
+  /* recomputed also in a layer that is computed again as a whole: it need not hold a hidden layer then either */
+  const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
+                                       c->recompute != LUNA_RECOMPUTE_NONE, layer->fc3.weight, layer->fc3.bias };
   return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
                            layer->fc2.bias, &f);
 }
@@ -16378,21 +16424,14 @@ LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, cons
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
 LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                                const char *prefix, const luna_layer_config *c, bool causal) {
-  luna_attention_layer_config a;
+  const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
+                                          c->linformer };
   if (c->hook) {
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
     if (!*hook_state && params->ctx->last_status == LUNA_OK)
       lunai_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
     return *hook_state != NULL;
   }
-  memset(&a, 0, sizeof a);
-  a.kind = c->attention;
-  a.dim = c->dim;
-  a.heads = c->heads;
-  a.causal = causal;
-  a.dropout = c->attention_dropout;
-  a.bert_init = c->bert_init;
-  a.linformer = c->linformer;
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
 /* x: f->x after the norm, when pre-norm; f->p becomes what a hook hands out, else null */
@@ -16400,8 +16439,6 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
                                   void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call;
-  luna_tensor *y;
-  int i;
   memset(&call, 0, sizeof call);
   call.x = x;
   call.input = f->x;
@@ -16412,18 +16449,17 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   f->p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
-  y = c->hook->forward(hook_state, &call);
+  luna_tensor *y = c->hook->forward(hook_state, &call);
   f->p = call.next_p;
-  for (i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
+  for (int i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
   if (!y) return x->ctx->status == LUNA_OK ? lunai_fail(x->ctx, LUNA_ERROR_HOOK_NULL, name) : NULL;
-  if (y->rank == x->rank && memcmp(y->shape, x->shape, sizeof x->shape) == 0) return y;
+  if (lunai_is_like(y, x)) return y;
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
 LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
   return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
 }
-
 /* a learned P */
 LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
   const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
@@ -16446,15 +16482,8 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
                     lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNA_API luna_status luna_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix,
-    const luna_layer_config *config) {
-  luna_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_encoder_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_encoder_layer_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config,
+                 lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c), lunai_encoder_layer_init)
 
 /* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
@@ -16472,17 +16501,15 @@ LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_at
 
 /* f->p: as it was where P' is not wanted or there is none */
 LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope outer, lunai_flow *f) {
-  const luna_layer_config *c;
-  luna_tensor *y, *p = f->p;
-  luna_scope scope;
+  luna_tensor *p = f->p;
   if (!lunai_layer_made(f->x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_encoder_layer_forward"))
     return false;
-  c = &layer->config;
+  const luna_layer_config *c = &layer->config;
   if (lunai_is_luna(c) && !p && !layer->memory)
     return lunai_fail_null(f->x->ctx, "luna_encoder_layer_forward", "p") != NULL;
-  scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
+  const luna_scope scope = c->recompute == LUNA_RECOMPUTE_LAYER ? luna_scope_recompute(f->x->ctx) : outer;
   if (!lunai_is_luna(c)) {
-    y = lunai_normed(c, f->x, &layer->attention_norm);
+    luna_tensor *y = lunai_normed(c, f->x, &layer->attention_norm);
     y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, f);
     f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
@@ -16530,34 +16557,25 @@ LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *p
          luna_nested_attention_layer_init(&layer->cross_attention, params, name, &cross) == LUNA_OK &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNA_API luna_status luna_decoder_layer_init(luna_decoder_layer *layer, luna_params *params, const char *prefix,
-    const luna_layer_config *config) {
-  luna_layer_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_decoder_layer_init", params, prefix, layer, sizeof *layer) &&
-                    (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c) &&
-                    lunai_setup_config(&s, &c, sizeof c) && lunai_decoder_layer_init(layer, params, prefix);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_LAYER_INIT(luna_decoder_layer, luna_layer_config,
+                 (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                 lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c), lunai_decoder_layer_init)
 
 /* -> X', also in f->x */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
-  const luna_layer_config *c;
-  luna_tensor *x = f->x, *p;
-  luna_scope scope;
+  luna_tensor *x = f->x;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_decoder_layer_forward")) return NULL;
   if (!f->past && (!f->p || !f->context))
     return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
-  c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx, __func__);
+  const luna_layer_config *c = &layer->config;
+  const luna_scope scope = lunai_layer_scope(c, x->ctx, __func__);
   x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
   f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
     x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
     f->x = lunai_sum_normed(c, x, &layer->cross_norm);
   } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
-  p = f->wants_p ? f->p : NULL;
+  luna_tensor *p = f->wants_p ? f->p : NULL;
   x = lunai_results_so_far(scope, f->x, p);
   x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
   return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
@@ -16608,17 +16626,13 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 }
 
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
-  const luna_layer_config *c;
-  luna_tensor *y;
-  lunai_flow f;
-  luna_scope scope;
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
-  c = &layer->config;
-  scope = lunai_layer_scope(c, x->ctx, __func__);
-  f = lunai_flow_of(x, layer->memory, NULL);
+  const luna_layer_config *c = &layer->config;
+  const luna_scope scope = lunai_layer_scope(c, x->ctx, __func__);
+  lunai_flow f = lunai_flow_of(x, layer->memory, NULL);
   f.causal = true;
   f.past = past;
-  y = lunai_normed(c, x, &layer->attention_norm);
+  luna_tensor *y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
     y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
@@ -16689,23 +16703,20 @@ static const lunai_field lunai_lm_fields[] = {
 #undef LUNAI_LM_FIELD
 };
 LUNAI_FN void lunai_lm_to_sizes(const luna_lm_config *c, lunai_lm_sizes *s) {
-  int f;
-  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+  for (int f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
     ((int64_t *)(void *)s)[f] = lunai_field_get(&lunai_lm_fields[f], c);
 }
 LUNAI_FN void lunai_lm_from_sizes(const lunai_lm_sizes *s, luna_lm_config *c) {
-  int f;
   memset(c, 0, sizeof *c);
-  for (f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
+  for (int f = 0; f < LUNAI_LENGTH(lunai_lm_fields); f++)
     lunai_field_set(&lunai_lm_fields[f], c, ((const int64_t *)(const void *)s)[f]);
 }
 
 /* a decimal number of at most nine digits, or -1 */
 LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
   int64_t value = 0;
-  size_t i;
   if (text.size == 0 || text.size > 9) return -1;
-  for (i = 0; i < text.size; i++) {
+  for (size_t i = 0; i < text.size; i++) {
     if (text.at[i] < '0' || text.at[i] > '9') return -1;
     value = value * 10 + (text.at[i] - '0');
   }
@@ -16713,9 +16724,8 @@ LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
 }
 /* returns the first field that a file's metadata lacks or has out of range, or null */
 LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
-  const lunai_field *f;
   lunai_st_text text;
-  for (f = fields; f < fields + count; f++) {
+  for (const lunai_field *f = fields; f < fields + count; f++) {
     const bool found = lunai_st_meta(st, f->key, &text);
     const int64_t value = found ? lunai_st_number(text) : 0;
     if (value < f->min || value > f->max) return f->key;
@@ -16740,9 +16750,8 @@ LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st, double *numbers) {
 }
 /* the same of parts */
 LUNAI_FN int64_t lunai_parts_tensors(const lunai_part *parts, int count, double *numbers) {
-  const lunai_part *p;
   int64_t tensors = 0;
-  for (p = parts; p < parts + count; p++) {
+  for (const lunai_part *p = parts; p < parts + count; p++) {
     if (!p->has) continue;
     tensors += p->bias ? 2 : 1;
     *numbers += (double)p->rows * (double)((p->columns == LUNAI_VECTOR ? 1 : p->columns) + (p->bias ? 1 : 0));
@@ -16756,11 +16765,10 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const luna_lm_config *c
   luna_lm model;
   luna_causal_layer layer;
   double numbers = 0, each = 0, found = 0;
-  int64_t tensors;
   model.config = *c;
   layer.config = c->layer;
   layer.attention.config = lunai_causal_config(&c->layer);
-  tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
+  int64_t tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
   tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, c->memory, parts), &each);
   tensors = c->layers * tensors + lunai_parts_tensors(parts, lunai_lm_parts(&model, parts), &numbers);
   if (lunai_st_tensors(st, &found) != tensors) return LUNAI_NO_LAYERS;
@@ -16786,8 +16794,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
 LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
-  int64_t i;
-  for (i = 0; i < half; i++) {
+  for (int64_t i = 0; i < half; i++) {
     lunai_sine((double)position * lunai_frequency(i, half), &s, &c);
     out[i] = (float)s;
     out[half + i] = (float)c;
@@ -16798,10 +16805,8 @@ LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
 #ifndef LUNA_ONLY_STREAM
 /* positions first .. first + n as a tensor [n, d] */
 LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, int64_t d) {
-  int64_t shape[2];
   lunai_build s;
-  shape[0] = n;
-  shape[1] = d;
+  int64_t shape[2] = { n, d };
   lunai_start_in(&s, ctx, LUNA_OP_SINUSOIDS, "sinusoidal positions");
   s.op.arg.sinusoids.first = first;
   return lunai_finish(&s, 2, shape);
@@ -16822,9 +16827,8 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 
 LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
-  int f;
   bool good = true;
-  for (f = 0; f < count && good; f++) {
+  for (int f = 0; f < count && good; f++) {
     lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
     good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
   }
@@ -16839,15 +16843,12 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
 }
 /* memory for a model's layers, zeroed; null with a sentence */
 LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
-  void *memory;
-  if (lunai_persist(params->ctx, (size_t)count * size, false, &memory)) return memory;
-  return lunai_fail_memory(params->ctx, params->ctx->call, (size_t)count * size), (void *)NULL;
+  return lunai_persist_host(params->ctx, params->ctx->call, (size_t)count * size);
 }
 
 /* --- the causal language model --- */
 
 LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  luna_layer_config layer;
   if (config) *c = *config;
   else memset(c, 0, sizeof *c);
   if (c->vocab == 0) c->vocab = 256;
@@ -16856,7 +16857,7 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  layer = c->layer;
+  luna_layer_config layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) || !lunai_is_omega(ctx, layer.omega) ||
       !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
@@ -16872,12 +16873,11 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   lunai_part parts[LUNAI_MAX_PARTS];
   const int count = lunai_lm_parts(model, parts);
   char prefix[48];
-  int64_t i;
   model->params = model->input.params = params;
   if (!lunai_parts_init(params, "", parts, LUNAI_LM_BEFORE)) return false;
   model->layers = (luna_causal_layer *)lunai_layers_memory(params, c->layers, sizeof(luna_causal_layer));
   if (!model->layers) return false;
-  for (i = 0; i < c->layers; i++) {
+  for (int64_t i = 0; i < c->layers; i++) {
     lunai_print(prefix, sizeof prefix, "layers.%d.", i);
     if (luna_causal_layer_init(&model->layers[i], params, prefix, c->memory, &c->layer) != LUNA_OK) return false;
   }
@@ -16897,11 +16897,8 @@ LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const lun
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
 LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
                                       const luna_input_layer *input, const luna_tensor *positions, int64_t first) {
-  lunai_reader r;
-  r.ctx = lunai_ctx_of(params);
-  r.vocab = table ? table->shape[0] : 0;
-  r.features = input && input->mean ? input->mean->shape[0] : 0;
-  r.longest = positions ? positions->shape[0] - first : 0;
+  const lunai_reader r = { lunai_ctx_of(params), table ? table->shape[0] : 0, input ? luna_count(input->mean) : 0,
+                           positions ? positions->shape[0] - first : 0 };
   return r;
 }
 LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
@@ -16917,14 +16914,12 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   const lunai_cut *part;
   luna_input own;
-  luna_tensor *x;
-  int64_t i;
   if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
-  x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
-                                       luna_input_layer_forward(&model->input, &own), part);
+  luna_tensor *x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
+                                                    luna_input_layer_forward(&model->input, &own), part);
   x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
-  for (i = 0; i < model->config.layers; i++)
+  for (int64_t i = 0; i < model->config.layers; i++)
     x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
@@ -16941,14 +16936,12 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
   const luna_scope scope = luna_scope_begin(ctx);
   const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
-  luna_tensor *x;
-  int64_t i;
   if (!ctx) return NULL;
   if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
-  for (i = 0; i < input->batch * input->n; i++)
+  for (int64_t i = 0; i < input->batch * input->n; i++)
     if (labels[i] >= classes)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
-  x = lunai_lm_features(model, input);
+  luna_tensor *x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
@@ -16986,10 +16979,19 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
 #undef LUNAI_F
 };
-LUNAI_FN bool lunai_model_describe(luna_params *params, const char *kind, const lunai_model_config *m) {
-  return lunai_fields_describe(params, kind, &m->encoder.layer, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields),
-                               m);
-}
+/* the public init of a model with an encoder, whose config is of the same name in m */
+#define LUNAI_MODEL_INIT(kind) \
+  LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
+                                          const luna_##kind##_config *config) { \
+    lunai_model_config m; \
+    lunai_setup s; \
+    const bool good = lunai_setup_begin(&s, "luna_" #kind "_init", params, NULL, model, sizeof *model) && \
+                      lunai_##kind##_defaults(params->ctx, config, &m) && \
+                      lunai_setup_config(&s, &m.kind, sizeof m.kind) && lunai_##kind##_init(model, params) && \
+                      lunai_fields_describe(params, #kind, &m.encoder.layer, lunai_model_fields, \
+                                            LUNAI_LENGTH(lunai_model_fields), &m); \
+    return lunai_setup_end(&s, good); \
+  }
 /* whether a model's config is good, its encoder's defaults filled in */
 LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
                                const luna_encoder_config *encoder) {
@@ -17000,7 +17002,6 @@ LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t voc
 
 /* --- encoder --- */
 LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
-  luna_layer_config layer;
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -17008,7 +17009,7 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  layer = c->layer;
+  luna_layer_config layer = c->layer;
   lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
   layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
   layer.linformer.max_length = c->max_length;
@@ -17044,10 +17045,9 @@ LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const c
   luna_tensor *shared = NULL;
   const lunai_part part = lunai_linformer_part(layerwise, &shared, "e_proj", l, l->k_last_layer);
   char name[LUNAI_MAX_NAME], number[32];
-  int64_t i;
   e->layers = (luna_encoder_layer *)lunai_layers_memory(params, count, sizeof(luna_encoder_layer));
   if (!e->layers || !lunai_parts_init(params, prefix, &part, 1)) return false;
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     lunai_print(number, sizeof number, "layers.%d.", i);
     layer.linformer.k = lunai_taper(l->k, l->k_last_layer, i, count);
     if (!lunai_name(params, name, prefix, number) ||
@@ -17110,36 +17110,30 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
 LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
-  lunai_reader r;
   if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
-  r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
+  lunai_reader r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
   if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
     r.longest = e->config.max_length;
   return r;
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
-  int64_t longest = input->lengths ? 1 : n, b;
+  int64_t longest = input->lengths ? 1 : n;
   if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
-  for (b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
+  for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
   return lunai_min(longest, lunai_max(n, 1));
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
-  const luna_encoder_config *c;
   const lunai_cut *part;
   luna_input own;
-  luna_tensor *memory;
-  luna_scope scope;
-  int64_t slots;
-  float factor;
   if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
-  scope = luna_scope_begin(ctx);
-  c = &e->config;
-  slots = lunai_min(c->memory, lunai_longest(input, part));
-  factor = lunai_embedding_factor(c);
-  memory = p && *p ? *p : e->memory;
+  const luna_scope scope = luna_scope_begin(ctx);
+  const luna_encoder_config *c = &e->config;
+  const int64_t slots = lunai_min(c->memory, lunai_longest(input, part));
+  const float factor = lunai_embedding_factor(c);
+  luna_tensor *memory = p && *p ? *p : e->memory;
   if (e->memory && !(p && *p)) {
     memory = luna_slice(memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
@@ -17160,19 +17154,14 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
-  const luna_encoder_config *c;
-  luna_scope scope;
-  lunai_flow f;
-  int64_t i;
-  bool is_luna, hands_p;
   if (!ctx) return false;
-  c = &e->config;
-  is_luna = lunai_is_luna(&c->layer);
-  hands_p = is_luna || c->layer.hook;
-  scope = luna_scope_begin(ctx);
-  f = lunai_flow_of(NULL, p, input->lengths);
+  const luna_encoder_config *c = &e->config;
+  const bool is_luna = lunai_is_luna(&c->layer);
+  const bool hands_p = is_luna || c->layer.hook;
+  const luna_scope scope = luna_scope_begin(ctx);
+  lunai_flow f = lunai_flow_of(NULL, p, input->lengths);
   f.x = luna_encoder_embed(e, input, &f.p);
-  for (i = 0; i < c->layers; i++) {
+  for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
     if (!f.x || !lunai_encoder_layer(&e->layers[c->tied_layers ? 0 : i], scope, &f)) return false;
@@ -17198,10 +17187,9 @@ LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
 }
 LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
   luna_classifier_config *c = &m->classifier;
-  bool is_luna;
   memset(m, 0, sizeof *m);
   if (config) *c = *config;
-  is_luna = lunai_is_luna(&c->encoder.layer);
+  const bool is_luna = lunai_is_luna(&c->encoder.layer);
   if (c->vocab == 0) c->vocab = 256;
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
@@ -17221,45 +17209,26 @@ LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params)
   return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
          lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNA_API luna_status luna_classifier_init(luna_classifier *model, luna_params *params,
-                                          const luna_classifier_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_classifier_init", params, NULL, model, sizeof *model) &&
-                    lunai_classifier_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.classifier, sizeof m.classifier) &&
-                    lunai_classifier_init(model, params) && lunai_model_describe(params, "classifier", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(classifier)
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
 LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
-  int64_t b, shape[2];
-  luna_tensor *y, *factors;
-  void *memory;
   if (!x || !lengths) return luna_mean(x, 1);
-  y = luna_sum(luna_mask(x, lengths), 1);
-  shape[0] = x->shape[0];
-  shape[1] = 1;
-  if (!y) return NULL;
-  if (!lunai_step(x->ctx, (size_t)shape[0] * sizeof(float), false, &memory))
-    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)shape[0] * sizeof(float));
-  for (b = 0; b < shape[0]; b++)
-    ((float *)memory)[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
-  factors = luna_tensor_new(x->ctx, (const float *)memory, 1, shape);
+  luna_tensor *y = luna_sum(luna_mask(x, lengths), 1);
+  const size_t bytes = (size_t)x->shape[0] * sizeof(float);
+  float *factor = y ? (float *)lunai_step_host(x->ctx, "luna_classifier_pool", true, bytes) : NULL;
+  if (!factor) return NULL;
+  for (int64_t b = 0; b < x->shape[0]; b++)
+    factor[b] = 1.0f / (float)lunai_max(1, lunai_min(lengths[b], lunai_whole_rows(x)));
+  luna_tensor *factors = luna_tensor_new(x->ctx, factor, 1, x->shape);
   return lunai_permute(luna_mul(lunai_permute(y, 1, 0, 2, 3), factors), 1, 0, 2, 3);
 }
 /* x [batch, n, d] -> [batch, d], also of the rank that has the first row */
 LUNAI_FN luna_tensor *lunai_first_row(luna_tensor *x) {
-  const int64_t batch = x->shape[0];
-  void *memory;
-  int64_t b;
   if (lunai_whole_rows(x) < 1) return lunai_fail(x->ctx, LUNA_ERROR_POOL_EMPTY, x);
-  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, batch, x->shape[2], 1, 1);
-  if (!lunai_step(x->ctx, (size_t)batch * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(x->ctx, "luna_classifier_pool", (size_t)batch * sizeof(int32_t));
-  for (b = 0; b < batch; b++) ((int32_t *)memory)[b] = 1;
-  return luna_sum(luna_mask(x, (const int32_t *)memory), 1);
+  if (!lunai_rows_cut(x)) return lunai_reshape(luna_slice(x, 1, 0, 1), 2, x->shape[0], x->shape[2], 1, 1);
+  const int32_t *one = lunai_lengths(x->ctx, NULL, x->shape[0], 1, 1, 1);
+  return one ? luna_sum(luna_mask(x, one), 1) : NULL;
 }
 LUNA_API luna_tensor *luna_classifier_pool(const luna_classifier *model, luna_tensor *x, luna_tensor *p,
                                            const int32_t *lengths) {
@@ -17344,16 +17313,7 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   model->output = model->encoder.embedding;
   return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNA_API luna_status luna_masked_lm_init(luna_masked_lm *model, luna_params *params,
-                                         const luna_masked_lm_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_masked_lm_init", params, NULL, model, sizeof *model) &&
-                    lunai_masked_lm_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.masked_lm, sizeof m.masked_lm) &&
-                    lunai_masked_lm_init(model, params) && lunai_model_describe(params, "masked_lm", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(masked_lm)
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
@@ -17371,24 +17331,23 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
                                   "luna_masked_lm_loss", "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
   const int64_t vocab = model ? model->config.vocab : 0;
-  int32_t *places, *chosen;
-  int64_t i, all, counted, count = 0;
+  int64_t i, count = 0;
   void *memory;
   if (!x) return NULL;
-  all = input->batch * input->n;
+  const int64_t all = input->batch * input->n;
   if (!labels && all > 0) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
   for (i = 0; i < all; i++) {
     count += labels[i] >= 0;
     if (labels[i] >= vocab)
       return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
   }
-  counted = count;
+  int64_t counted = count;
   if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
   if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
   if (!lunai_step(ctx, (size_t)lunai_max(1, 2 * count) * sizeof(int32_t), false, &memory))
     return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
-  places = (int32_t *)memory;
-  chosen = places + count;
+  int32_t *places = (int32_t *)memory;
+  int32_t *chosen = places + count;
   for (count = 0, i = 0; i < all; i++)
     if (labels[i] >= 0) {
       places[count] = (int32_t)i;
@@ -17402,18 +17361,17 @@ LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const lun
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
                                   int32_t *labels) {
   luna_masking m;
-  double p;
-  int64_t b, i, count = 0;
+  int64_t count = 0;
   memset(&m, 0, sizeof m);
   if (masking) m = *masking;
   if (m.mask == 0 && m.vocab == 0) m.mask = 256;
   if (m.vocab <= 0) m.vocab = m.mask;
-  p = m.probability != 0 ? (double)m.probability : 0.15;
+  const double p = m.probability != 0 ? (double)m.probability : 0.15;
   if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) ||
       lunai_checked(input->batch, input->n) <= 0)
     return 0;
-  for (b = 0; b < input->batch; b++)
-    for (i = 0; i < input->n; i++) {
+  for (int64_t b = 0; b < input->batch; b++)
+    for (int64_t i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
       const int32_t token = input->tokens[at];
       uint32_t counter[4], word[4];
@@ -17464,7 +17422,6 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
     lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
     { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
   char prefix[48];
-  int64_t i;
   model->params = params;
   if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
   model->embedding = model->encoder.embedding;
@@ -17472,21 +17429,13 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   model->output = model->embedding;
   model->layers = (luna_decoder_layer *)lunai_layers_memory(params, c->decoder_layers, sizeof(luna_decoder_layer));
   if (!model->layers) return false;
-  for (i = 0; i < c->decoder_layers; i++) {
+  for (int64_t i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
     if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
-LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params, const luna_seq2seq_config *config) {
-  lunai_model_config m;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_seq2seq_init", params, NULL, model, sizeof *model) &&
-                    lunai_seq2seq_defaults(params->ctx, config, &m) &&
-                    lunai_setup_config(&s, &m.seq2seq, sizeof m.seq2seq) &&
-                    lunai_seq2seq_init(model, params) && lunai_model_describe(params, "seq2seq", &m);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(seq2seq)
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
@@ -17495,26 +17444,23 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
       model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
   luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
                                                  "source"), source, to, target, name, "target");
-  luna_tensor *p = NULL, *context, *x;
-  lunai_flow f;
+  luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
   const lunai_cut *part;
   luna_input own;
-  luna_scope scope, inner;
-  int64_t i;
   if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
-  scope = luna_scope_begin(ctx);
-  context = luna_encoder_forward(&model->encoder, source, &p);
+  const luna_scope scope = luna_scope_begin(ctx);
+  luna_tensor *context = luna_encoder_forward(&model->encoder, source, &p);
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
   e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
   e.embedding = model->embedding;
   e.positions = model->positions;
-  x = context ? lunai_embed(&e, target, &own, part) : NULL;
-  inner = luna_scope_begin(ctx);      /* the encoder's results stay */
-  f = lunai_flow_of(x, p, source->lengths);
+  luna_tensor *x = context ? lunai_embed(&e, target, &own, part) : NULL;
+  const luna_scope inner = luna_scope_begin(ctx);      /* the encoder's results stay */
+  lunai_flow f = lunai_flow_of(x, p, source->lengths);
   f.context = context;
-  for (i = 0; i < model->config.decoder_layers && x; i++) {
+  for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], &f);
     f.x = x = lunai_results_so_far(inner, x, f.p);
@@ -17532,15 +17478,14 @@ LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
   const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor,
       from = (double)s->warmup_from;
   const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
-  double factor = 1, done;
-  int i;
+  double factor = 1;
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
-  done = total > warmup ? (t - warmup) / (total - warmup) : 1;
+  double done = total > warmup ? (t - warmup) / (total - warmup) : 1;
   if (done > 1) done = 1;
   if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
-  for (i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
+  for (int i = 0; s->decay == LUNA_DECAY_MILESTONES && i < 4; i++)
     if (s->milestone[i] > 0 && step > s->milestone[i]) factor *= gamma;
   return (float)(factor > floor ? factor : floor);
 }
@@ -17585,26 +17530,21 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
   luna_ctx *ctx = o->params->ctx;
   const int64_t size = o->params->size;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
-  const lunai_group *group;
   void *trained, *parts, *table = NULL, *moment;
-  lunai_trained *t;
-  lunai_param *p;
-  bool good;
-  int i;
   if (o->trained && o->size >= size) return LUNA_OK;
-  good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
-         lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
-         (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
+  bool good = lunai_persist(ctx, (size_t)size * sizeof(lunai_trained), false, &trained) &&
+              lunai_persist(ctx, (size_t)size * sizeof(luna_update), false, &parts) &&
+              (!ctx->backend->allocate || lunai_persist(ctx, (size_t)size * sizeof(luna_update), true, &table));
   if (good && o->size) memcpy(trained, o->trained, (size_t)o->size * sizeof(lunai_trained));
-  for (p = o->params->first; p && good; p = p->next) {
+  for (lunai_param *p = o->params->first; p && good; p = p->next) {
     if (p->index < o->size) continue;
-    t = (lunai_trained *)trained + p->index;
+    lunai_trained *t = (lunai_trained *)trained + p->index;
     t->tensor = &p->tensor;
     t->name = p->name;
     t->lr = 1;
     t->decay = o->config.weight_decay;
-    for (group = o->groups; group; group = group->next) lunai_group_set(&group->group, t);
-    for (i = 0; i < o->moments && good; i++) {
+    for (const lunai_group *group = o->groups; group; group = group->next) lunai_group_set(&group->group, t);
+    for (int i = 0; i < o->moments && good; i++) {
       good = lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
       t->moment[i] = (float *)moment;
     }
@@ -17637,9 +17577,13 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
          (!total || s->total > 0 || lunai_fail_status(ctx, LUNA_ERROR_SCHEDULE_TOTAL, name, s->total) == LUNA_OK);
 }
 
+/* O(name, KIND, tensors beside each parameter (SGD: with momentum), lr, beta1, beta2, epsilon), by kind */
+#define LUNAI_OPTIMIZERS(O) \
+  O(sgd, SGD, 1, 0.01f, 0, 0, 0) O(adam, ADAM, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) \
+  O(adamw, ADAMW, 2, 1e-3f, 0.9f, 0.999f, 1e-8f) O(apollo, APOLLO, 3, 1, 0.9f, 0, 1e-4f)
 typedef struct lunai_optimizer_defaults {
   const char *name;
-  int moments;                       /* SGD: with momentum */
+  int moments;
   float lr, beta1, beta2, epsilon;
 } lunai_optimizer_defaults;
 /* its config with defaults; what it does not have is 0 */
@@ -17658,12 +17602,10 @@ LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_d
 }
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
                                               const luna_optimizer_config *config) {
-  static const lunai_optimizer_defaults defaults[] = { /* by kind */
-    { "luna_sgd", 1, 0.01f, 0, 0, 0 }, { "luna_adam", 2, 1e-3f, 0.9f, 0.999f, 1e-8f },
-    { "luna_adamw", 2, 1e-3f, 0.9f, 0.999f, 1e-8f }, { "luna_apollo", 3, 1, 0.9f, 0, 1e-4f } };
+#define LUNAI_OPTIMIZER_DEFAULTS(name, kind, ...) { "luna_" #name, __VA_ARGS__ },
+  static const lunai_optimizer_defaults defaults[] = { LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_DEFAULTS) };
   const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
-  lunai_persistent_mark mark;
   luna_status status;
   luna_optimizer like, *o = NULL;
   void *memory, *state;
@@ -17673,7 +17615,7 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   like.params = params;
   if (config) like.config = *config;
   lunai_optimizer_default(&like, d);
-  mark = lunai_persistent(ctx);
+  const lunai_persistent_mark mark = lunai_persistent(ctx);
   if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
   else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, &like, d->name))
     status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
@@ -17694,28 +17636,21 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   o->next = ctx->optimizers;
   return ctx->optimizers = o;
 }
-LUNA_API luna_optimizer *luna_sgd(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_SGD, config);
-}
-LUNA_API luna_optimizer *luna_adam(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAM, config);
-}
-LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_ADAMW, config);
-}
-LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config) {
-  return lunai_optimizer_open(params, LUNA_OPTIMIZER_APOLLO, config);
-}
+#define LUNAI_OPTIMIZER_OPEN(name, kind, ...) \
+  LUNA_API luna_optimizer *luna_##name(luna_params *params, const luna_optimizer_config *config) { \
+    return lunai_optimizer_open(params, LUNA_OPTIMIZER_##kind, config); \
+  }
+LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_OPEN)
 
 /* as the last of the optimiser's groups, in place of an earlier one that fits the same parameters; false: no memory */
 LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o->params->ctx;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   const char *name = group->name ? group->name : "";
-  lunai_group **at = &o->groups, *kept;
+  lunai_group **at = &o->groups;
   void *memory;
   while (*at && ((*at)->group.max_rank != group->max_rank || strcmp((*at)->group.name, name) != 0)) at = &(*at)->next;
-  kept = *at;
+  lunai_group *kept = *at;
   if (kept) {
     *at = kept->next;
     name = kept->group.name;
@@ -17734,19 +17669,18 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group)
 }
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_group *group) {
   luna_ctx *ctx = o ? o->params->ctx : NULL;
-  int64_t i, matched = 0;
-  luna_status status;
+  int64_t matched = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_given(ctx, "luna_optimizer_group", "group", group != NULL) ||
       !lunai_is_rate(ctx, "luna_optimizer_group", "lr", group->lr) ||
       !lunai_is_rate(ctx, "luna_optimizer_group", "weight_decay", group->weight_decay)) return ctx->last_status;
-  status = lunai_optimizer_join(o, "luna_optimizer_group");
+  const luna_status status = lunai_optimizer_join(o, "luna_optimizer_group");
   if (status != LUNA_OK) return status;
-  for (i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
+  for (int64_t i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
-  for (i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
+  for (int64_t i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
   return LUNA_OK;
 }
 
@@ -17761,8 +17695,7 @@ LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
   return lunai_fail_status(o->params->ctx, LUNA_ERROR_SKIPPED_STEPS, (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
-  luna_optimizer *o;
-  for (o = ctx->optimizers; o; o = o->next)
+  for (luna_optimizer *o = ctx->optimizers; o; o = o->next)
     if (skipped || o->skipped_in_row > 0) o->skipped_in_row = lunai_state_of(ctx, o->state).skipped_in_row;
 }
 
@@ -17770,24 +17703,21 @@ LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
 }
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
-  luna_ctx *ctx;
-  luna_status status;
-  float lr;
   if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  status = lunai_optimizer_stopped(o);
+  luna_ctx *ctx = o->params->ctx;
+  luna_status status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  lr = lunai_scheduled_lr(o, o->attempts++);
+  float lr = lunai_scheduled_lr(o, o->attempts++);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
 /* the parts of those parameters that have a gradient; what changed goes to the device */
 LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
-  int64_t i, reached = 0, first = 0;
+  int64_t reached = 0, first = 0;
   bool changed = false;
-  for (i = 0; i < o->size; i++) {
+  for (int64_t i = 0; i < o->size; i++) {
     const lunai_trained *t = &o->trained[i];
     luna_update part;
     if (!t->tensor->grad) continue;
@@ -17812,8 +17742,8 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
 LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float *bucket, int64_t room, bool back,
                                       luna_status *status) {
   luna_ctx *ctx = o->params->ctx;
-  int64_t i, moved = 0;
-  for (i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
+  int64_t moved = 0;
+  for (int64_t i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
     const luna_tensor *t = o->trained[i].tensor;
     const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0, n = lunai_min(count - at, room - moved);
     const size_t bytes = n > 0 ? (size_t)n * sizeof(float) : 0;
@@ -17838,16 +17768,11 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   luna_step_state state = lunai_state_of(ctx, ctx->state);
   luna_status status = LUNA_OK;
   const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[4], *all, at, n;
+  int64_t mine[4] = { o->attempts, 0, 0, state.nonfinite != 0 }, *all, n;
   void *bucket;
-  bool good;
-  int i;
-  mine[0] = o->attempts;
-  mine[1] = mine[2] = 0;
-  mine[3] = state.nonfinite != 0;
-  good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
-         lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
-  for (at = 0; at < o->size && good; at++) {
+  bool good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
+              lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
+  for (int64_t at = 0; at < o->size && good; at++) {
     const luna_tensor *t = o->trained[at].tensor;
     if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
@@ -17856,9 +17781,9 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
                                         (size_t)luna_count(t) * sizeof(float));
   }
   good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
-  for (i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
   if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
-  for (at = 0; good && status == LUNA_OK; at += n) {
+  for (int64_t at = 0; good && status == LUNA_OK; at += n) {
     n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
     if (n == 0) break;
     good = status == LUNA_OK && lunai_rank_reduce(ctx, name, bucket, n, LUNA_REDUCTION_SUM_F32);
@@ -17875,12 +17800,10 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   const luna_status status = (update ? ctx->backend->update : ctx->backend->norm)(ctx, rule, o->parts, o->table,
                                                                                   o->reached);
   double floats = 0;
-  int64_t i;
-  int k;
   if (!ctx->profile) return status;
-  for (i = 0; i < o->reached; i++) {
+  for (int64_t i = 0; i < o->reached; i++) {
     int passes = update ? 4 : 1;     /* values and gradients are read and written */
-    for (k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    for (int k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
     floats += (double)o->parts[i].count * passes;
   }
   lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
@@ -17888,12 +17811,10 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
-  luna_ctx *ctx;
   luna_rule rule;
-  luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  status = lunai_optimizer_stopped(o);
+  luna_ctx *ctx = o->params->ctx;
+  luna_status status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
@@ -17917,9 +17838,8 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   return lunai_optimizer_finite(o);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
-  luna_status status;
   if (!o) return LUNA_BAD_ARGUMENT;
-  status = lunai_optimizer_stopped(o);
+  luna_status status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK && o->backwards == o->params->ctx->backwards)
     return lunai_fail_status(o->params->ctx, LUNA_ERROR_NO_BACKWARD);
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
@@ -17962,63 +17882,45 @@ LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_
 }
 
 /* what a file holds besides a set's parameters and pairs */
+LUNAI_FN lunai_st_source lunai_source_of(const char *name, const luna_tensor *like, const float *data) {
+  const lunai_st_source source = { name, like->rank, like->shape, data };
+  return source;
+}
 typedef struct lunai_extras {
   const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
 } lunai_extras;
 
 LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
                                 const char *name) {
-  lunai_st_writer writer;
-  lunai_st_pair *pairs;
-  lunai_st_source *sources;
-  const lunai_mark mark = lunai_step_mark(params->ctx);
-  lunai_meta *m;
-  lunai_param *p;
-  void *memory = NULL, *more = NULL;
-  int64_t pair_count = extras->pair_count, count = extras->count;
-  lunai_saving saving;
-  if (params->ctx->call) name = params->ctx->call;
-  for (m = params->metas; m; m = m->next) pair_count++;
-  if (!lunai_step(params->ctx, (size_t)pair_count * sizeof *pairs, false, &memory) ||
-      !lunai_step(params->ctx, (size_t)(params->size + count) * sizeof *sources, false, &more)) {
-    lunai_step_rewind(params->ctx, mark);
-    return lunai_fail_memory(params->ctx, name, (size_t)(params->size + count) * sizeof *sources);
+  luna_ctx *ctx = params->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  int64_t pair_count = extras->pair_count, count = 0;
+  if (ctx->call) name = ctx->call;
+  for (const lunai_meta *m = params->metas; m; m = m->next) pair_count++;
+  lunai_st_pair *pairs = (lunai_st_pair *)lunai_step_host(ctx, name, false, (size_t)pair_count * sizeof *pairs);
+  const size_t bytes = (size_t)(params->size + extras->count) * sizeof(lunai_st_source);
+  lunai_st_source *sources = pairs ? (lunai_st_source *)lunai_step_host(ctx, name, false, bytes) : NULL;
+  if (!sources) return lunai_step_rewind(ctx, mark), ctx->last_status;
+  pair_count = extras->pair_count;
+  lunai_copy(pairs, extras->pairs, (size_t)pair_count * sizeof *pairs);
+  for (const lunai_meta *m = params->metas; m; m = m->next) {
+    const lunai_st_pair pair = { m->key, m->value };
+    pairs[pair_count++] = pair;
   }
-  pairs = (lunai_st_pair *)memory;
-  sources = (lunai_st_source *)more;
-  if (extras->pair_count) memcpy(pairs, extras->pairs, (size_t)extras->pair_count * sizeof *pairs);
-  for (pair_count = extras->pair_count, m = params->metas; m; m = m->next, pair_count++) {
-    pairs[pair_count].key = m->key;
-    pairs[pair_count].value = m->value;
-  }
-  for (count = 0, p = params->first; p; p = p->next, count++) {
-    sources[count].name = p->name;
-    sources[count].rank = p->tensor.rank;
-    sources[count].shape = p->tensor.shape;
-    sources[count].data = p->tensor.data;
-  }
-  if (extras->count) memcpy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
-  if (params->ctx->options.measure) {
-    lunai_step_rewind(params->ctx, mark);
-    return LUNA_OK;
-  }
-  saving.ctx = params->ctx;
-  saving.io = *io;
-  memset(&writer, 0, sizeof writer);
-  writer.write = lunai_save_write;
-  writer.fetch = lunai_on_device(params->ctx) ? lunai_save_fetch : NULL;
-  writer.user = &saving;
-  lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
-  lunai_step_rewind(params->ctx, mark);
-  if (!writer.failed) return LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(params->ctx));
+  for (lunai_param *p = params->first; p; p = p->next)
+    sources[count++] = lunai_source_of(p->name, &p->tensor, p->tensor.data);
+  lunai_copy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
+  lunai_saving saving = { ctx, *io };
+  lunai_st_writer writer = { lunai_save_write, lunai_on_device(ctx) ? lunai_save_fetch : NULL, &saving, 0, false };
+  if (!ctx->options.measure) lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
+  lunai_step_rewind(ctx, mark);
+  return writer.failed ? lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx)) : LUNA_OK;
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
-  lunai_extras none;
+  const lunai_extras none = { NULL, NULL, 0, 0 };
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->write)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_io", io ? "io->write" : "io");
-  memset(&none, 0, sizeof none);
+  if (!lunai_is_given(params->ctx, "luna_save_io", io ? "io->write" : "io", io && io->write))
+    return params->ctx->last_status;
   return lunai_save(params, &none, io, "luna_save_io");
 }
 
@@ -18033,10 +17935,9 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
    differ, and so may the longest sequence, which a learned table has as its shape. */
 LUNAI_FN luna_status lunai_load_config(const luna_params *params, const lunai_st *st) {
   luna_ctx *ctx = params->ctx;
-  const lunai_meta *m;
   char in_file[40];
   lunai_st_text value;
-  for (m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
+  for (const lunai_meta *m = params->metas; m && lunai_st_meta(st, "luna.kind", &value); m = m->next) {
     if (!lunai_is_ours(m->key) || strstr(m->key, "dropout") || strstr(m->key, "length")) continue;
     if (!lunai_st_meta(st, m->key, &value) || lunai_st_equal(value, m->value)) continue;
     lunai_st_decode(value, in_file, sizeof in_file);
@@ -18050,14 +17951,13 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t matched = 0;
-  lunai_param *p;
   const luna_status status = lunai_load_config(params, st);
   if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
     char name[80];
     if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
-    p = lunai_param_of(params, &t);
+    lunai_param *p = lunai_param_of(params, &t);
     if (!p) return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
     if (!lunai_st_like(&t, &p->tensor))
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, name, &p->tensor, file);
@@ -18065,7 +17965,7 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, name, &p->tensor);
     matched++;
   }
-  for (p = params->first; p && matched < params->size; p = p->next)
+  for (lunai_param *p = params->first; p && matched < params->size; p = p->next)
     if (!lunai_st_find(st, p->name, &t))
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, file, p->name, &p->tensor);
   return LUNA_OK;
@@ -18076,13 +17976,11 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   lunai_meta *pairs, *pair, **link = &params->metas;
   lunai_st_text key, value;
   size_t cursor = 0, size = st->pairs * sizeof *pairs;
-  void *memory;
-  char *text;
   if (st->pairs == 0) return LUNA_OK;
   while (lunai_st_meta_next(st, &cursor, &key, &value)) size += key.size + value.size + 2; /* no longer when decoded */
-  if (!lunai_persist(params->ctx, size, false, &memory)) return lunai_fail_memory(params->ctx, params->ctx->call, size);
-  pairs = pair = (lunai_meta *)memory;
-  text = (char *)(pairs + st->pairs);
+  pairs = pair = (lunai_meta *)lunai_persist_host(params->ctx, params->ctx->call, size);
+  if (!pairs) return params->ctx->last_status;
+  char *text = (char *)(pairs + st->pairs);
   for (params->last_meta = NULL; *link;) { /* removes the pairs that the file has */
     if (!lunai_is_ours((*link)->key) && lunai_st_meta(st, (*link)->key, &value)) *link = (*link)->next;
     else link = &(params->last_meta = *link)->next;
@@ -18119,39 +18017,26 @@ struct lunai_reading {
   void *into;                        /* the reader's */
   luna_params *params;
 };
-LUNAI_FN lunai_reading lunai_reading_of(luna_ctx *ctx, const char *name,
-                                        luna_status (*read)(const lunai_reading *r, lunai_st *st), void *into,
-                                        luna_params *params) {
-  lunai_reading r;
-  r.ctx = ctx;
-  r.name = name;
-  r.read = read;
-  r.into = into;
-  r.params = params;
-  return r;
-}
 LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
   luna_ctx *ctx = r->ctx;
-  lunai_chunk *last = NULL, *chunk, **newer;
-  const char *outer, *wrong;
+  lunai_chunk *last = NULL;
   luna_status status = LUNA_OK;
-  lunai_mark mark;
-  void *index;
   lunai_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  outer = lunai_enter(ctx, r->name);
-  mark = lunai_step_mark(ctx);
-  for (chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
-  wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
+  const char *outer = lunai_enter(ctx, r->name);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  for (lunai_chunk *chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
+  const char *wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
   if (!wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
-    if (!lunai_step(ctx, need, false, &index)) status = lunai_fail_memory(ctx, ctx->call, need);
-    else wrong = lunai_st_index(&st, (uint64_t *)index, (uint64_t *)index + st.tensors);
+    uint64_t *index = (uint64_t *)lunai_step_host(ctx, ctx->call, false, need);
+    if (!index) status = ctx->last_status;
+    else wrong = lunai_st_index(&st, index, index + st.tensors);
   }
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
   if (status == LUNA_OK) status = r->read(r, &st);
   lunai_step_rewind(ctx, mark);
-  for (newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
+  for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
     lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
   if (!last) ctx->arena[0].step = NULL;
   lunai_leave(ctx, outer);
@@ -18160,49 +18045,44 @@ LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes,
 
 LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
 LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
   luna_params *params = r->params;
   uint64_t *names = params->source.names;
-  lunai_param *p;
   luna_error_id wrong;
-  void *memory;
   if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
   if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
-  for (p = params->first; p; p = p->next) {
+  for (lunai_param *p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
     if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    const size_t size = st->tensors * sizeof *names;
-    if (!lunai_persist(params->ctx, size, false, &memory))
-      return lunai_fail_memory(params->ctx, "luna_load_borrowed", size);
-    names = (uint64_t *)memory;
+    names = (uint64_t *)lunai_persist_host(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    if (!names) return params->ctx->last_status;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
   params->source = *st;
   params->source.names = names;
   params->source.keys = NULL;
-  for (p = params->first; p; p = p->next) lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, st, &wrong));
+  for (lunai_param *p = params->first; p; p = p->next)
+    lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, st, &wrong));
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL,
-                                           params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
-  int a;
   memset(entry, 0, sizeof *entry);
   entry->name = name;
   entry->dtype = lunai_st_formats[t->dtype].name;
   entry->rank = t->rank;
-  for (a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
+  for (int a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
   entry->count = t->count;
   entry->data = t->data;
   entry->bytes = t->bytes;
@@ -18220,10 +18100,9 @@ LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
 /* a JSON string of the file as text in the step; null when there is no memory */
 LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   const size_t size = lunai_st_decode(text, NULL, 0) + 1;
-  void *memory;
-  if (!lunai_step(ctx, size, false, &memory)) return lunai_fail_memory(ctx, ctx->call, size), (const char *)NULL;
-  lunai_st_decode(text, (char *)memory, size);
-  return (const char *)memory;
+  char *out = (char *)lunai_step_host(ctx, ctx->call, false, size);
+  if (out) lunai_st_decode(text, out, size);
+  return out;
 }
 LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
   const luna_inspection *inspection = (const luna_inspection *)r->into;
@@ -18253,8 +18132,7 @@ LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection,
-                                           NULL);
+  const lunai_reading r = { ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   return inspection ? lunai_read_bytes(&r, bytes, size) : LUNA_BAD_ARGUMENT;
 }
 
@@ -18264,12 +18142,11 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
   char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
-  lunai_param *p;
   size_t cursor = 0;
   if (!r->into) memset(&none, 0, sizeof none);
   if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
   m->loaded = m->missing = m->unused = 0;
-  for (p = params->first; p && status == LUNA_OK; p = p->next) {
+  for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
@@ -18290,16 +18167,12 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching,
-                                           report, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, report, params };
   return lunai_read_bytes(&r, bytes, size);
 }
 
 /* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
    name and shape; then the file may have no more. False: a sentence says why. */
-LUNAI_FN void lunai_fill_begin(luna_params *params, const lunai_st *st) {
-  if (!params->borrowing) params->filling = st;
-}
 LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
   const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
   s->params->filling = NULL;
@@ -18319,11 +18192,6 @@ LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_f
   if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
   return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
-}
-/* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
-   memory comes first, are at most as many as tensors. */
-LUNAI_FN bool lunai_has_layers(luna_ctx *ctx, const lunai_st *st, int64_t layers) {
-  return layers <= lunai_st_tensors(st, NULL) || lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
 }
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -18353,10 +18221,13 @@ LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, con
       !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
       !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
     return false;
-  if (!lunai_has_layers(ctx, st, m.lm.layers) || !lunai_has_layers(ctx, st, m.seq2seq.decoder_layers) ||
-      !lunai_has_layers(ctx, st, m.encoder.tied_layers ? 1 : m.encoder.layers)) return false;
+  /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
+     memory comes first, are at most as many as tensors. */
+  const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
+  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > lunai_st_tensors(st, NULL))
+    return lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  lunai_fill_begin(s->params, st);
+  if (!s->params->borrowing) s->params->filling = st;
   return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
 }
 /* into setup's struct, its bytes of the member of luna_model at `at` */
@@ -18377,7 +18248,7 @@ LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
 #define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
   LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
     lunai_kind_load k; \
-    const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), #call, lunai_load_kind, &k, params); \
+    const lunai_reading r = { lunai_ctx_of(params), #call, lunai_load_kind, &k, params }; \
     const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
     k.kind = (luna_model_kind)chosen; \
     k.at = offsetof(luna_model, member); \
@@ -18399,16 +18270,14 @@ enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUN
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
-  int i;
-  for (i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
+  for (int i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
   out[16] = 0;
 }
 LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   lunai_st_text value;
-  size_t i;
   *out = 0;
   if (!lunai_st_meta(st, key, &value) || value.size != 16) return false;
-  for (i = 0; i < 16; i++) {
+  for (size_t i = 0; i < 16; i++) {
     const char c = value.at[i];
     if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'))) return false;
     *out = *out << 4 | (uint64_t)(c <= '9' ? c - '0' : c - 'a' + 10);
@@ -18422,9 +18291,8 @@ LUNAI_FN uint64_t lunai_float_bits(float x) {
   return bits;
 }
 LUNAI_FN float lunai_bits_float(uint64_t value) {
-  uint32_t bits;
   float x;
-  bits = (uint32_t)(value & UINT32_MAX);
+  uint32_t bits = (uint32_t)(value & UINT32_MAX);
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
@@ -18438,23 +18306,14 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   char text[LUNAI_TRAINING_KEYS][17];
   uint64_t value[LUNAI_TRAINING_KEYS];
   lunai_st_pair pairs[LUNAI_TRAINING_KEYS];
-  lunai_st_source *sources;
-  luna_step_state state;
-  lunai_extras extras;
-  lunai_mark mark;
-  luna_ctx *ctx;
-  luna_status status;
-  void *memory = NULL, *name = NULL;
-  int64_t i, count = 0;
-  int k;
-  bool good;
+  int64_t count = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
-  ctx = o->params->ctx;
-  if (!io || !io->write)
-    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_save_training_io", io ? "io->write" : "io");
-  status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training"); /* zeros, for who loads it */
+  luna_ctx *ctx = o->params->ctx;
+  if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
+  /* zeros, for who loads it */
+  luna_status status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
   if (status != LUNA_OK) return status;
-  state = lunai_optimizer_state(o);
+  luna_step_state state = lunai_optimizer_state(o);
   memset(value, 0, sizeof value);
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
@@ -18465,30 +18324,26 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   state = lunai_state_of(ctx, ctx->state);
   value[LUNAI_TRAINING_STEP] = state.step;
   value[LUNAI_TRAINING_SEED] = state.seed;
-  for (k = 0; k < LUNAI_TRAINING_KEYS; k++) {
+  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
     lunai_hex(value[k], text[k]);
     pairs[k].key = lunai_training_keys[k];
     pairs[k].value = text[k];
   }
-  mark = lunai_step_mark(ctx);
-  good = lunai_step(ctx, (size_t)(o->size * o->moments) * sizeof *sources, false, &memory);
-  sources = (lunai_st_source *)memory;
-  for (i = 0; i < o->size && good; i++)
-    for (k = 0; k < o->moments && good; k++) {
-      good = lunai_step(ctx, LUNAI_MOMENT_NAME + strlen(o->trained[i].name), false, &name);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t bytes = (size_t)(o->size * o->moments) * sizeof(lunai_st_source);
+  lunai_st_source *sources = (lunai_st_source *)lunai_step_host(ctx, "luna_save_training", false, bytes);
+  bool good = sources != NULL;
+  for (int64_t i = 0; i < o->size && good; i++)
+    for (int k = 0; k < o->moments && good; k++) {
+      const lunai_trained *t = &o->trained[i];
+      char *name = (char *)lunai_step_host(ctx, "luna_save_training", false, LUNAI_MOMENT_NAME + strlen(t->name));
+      good = name != NULL;
       if (!good) break;
-      lunai_moment_name((char *)name, k, o->trained[i].name);
-      sources[count].name = (const char *)name;
-      sources[count].rank = o->trained[i].tensor->rank;
-      sources[count].shape = o->trained[i].tensor->shape;
-      sources[count++].data = o->trained[i].moment[k];
+      lunai_moment_name(name, k, t->name);
+      sources[count++] = lunai_source_of(name, t->tensor, t->moment[k]);
     }
-  extras.pairs = pairs;
-  extras.pair_count = LUNAI_TRAINING_KEYS;
-  extras.sources = sources;
-  extras.count = count;
-  if (good) status = lunai_save(o->params, &extras, io, "luna_save_training_io");
-  else status = lunai_fail_memory(ctx, "luna_save_training", (size_t)(o->size * o->moments) * sizeof *sources);
+  const lunai_extras extras = { pairs, sources, LUNAI_TRAINING_KEYS, count };
+  status = good ? lunai_save(o->params, &extras, io, "luna_save_training_io") : ctx->last_status;
   lunai_step_rewind(ctx, mark);
   return status;
 }
@@ -18505,17 +18360,15 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   lunai_st_tensor t;
   lunai_st_text text;
   size_t cursor = 0;
-  int64_t i, count = 0;
-  float lr;
-  int k;
-  for (k = 0; k < LUNAI_TRAINING_KEYS; k++)
+  int64_t count = 0;
+  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++)
     if (!lunai_unhex(st, lunai_training_keys[k], &value[k]) &&
         (k != LUNAI_TRAINING_ROW || lunai_st_meta(st, lunai_training_keys[k], &text))) /* which older files lack */
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[k], file);
   if (value[LUNAI_TRAINING_KIND] != (uint64_t)o->kind)
     return lunai_fail_status(ctx, LUNA_ERROR_OPTIMIZER_KIND, ctx->call, file, (int64_t)value[LUNAI_TRAINING_KIND],
                              (int64_t)o->kind);
-  lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
+  const float lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
   if (value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
@@ -18527,8 +18380,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
   if (count != o->size * o->moments)
     return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->moments);
-  for (i = 0; i < o->size; i++)
-    for (k = 0; k < o->moments; k++)
+  for (int64_t i = 0; i < o->size; i++)
+    for (int k = 0; k < o->moments; k++)
       if (!lunai_moment_find(st, &o->trained[i], k, &t))
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
@@ -18537,22 +18390,18 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   luna_optimizer *o = (luna_optimizer *)r->into;
   luna_ctx *ctx = o->params->ctx;
   uint64_t value[LUNAI_TRAINING_KEYS];
-  luna_step_state state;
   lunai_st_tensor t;
-  luna_status status;
-  int64_t i;
-  int k;
-  status = lunai_optimizer_join(o, "luna_load_training");
+  luna_status status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
   if (status == LUNA_OK) status = lunai_load_st(o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
                                                                        run */
   if (status != LUNA_OK || ctx->options.measure) return status;
-  for (i = 0; i < o->size; i++)
-    for (k = 0; k < o->moments && status == LUNA_OK; k++)
+  for (int64_t i = 0; i < o->size; i++)
+    for (int k = 0; k < o->moments && status == LUNA_OK; k++)
       if (lunai_moment_find(st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
   if (status != LUNA_OK) return status;
-  state = lunai_optimizer_state(o);
+  luna_step_state state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
   state.skipped_in_row = o->skipped_in_row = value[LUNAI_TRAINING_ROW];
@@ -18564,12 +18413,8 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
-LUNAI_FN lunai_reading lunai_training_reading(luna_optimizer *o, const char *name) {
-  luna_params *params = o ? o->params : NULL;
-  return lunai_reading_of(lunai_ctx_of(params), name, lunai_load_training, o, params);
-}
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  const lunai_reading r = lunai_training_reading(o, "luna_load_training_bytes");
+  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training_bytes", lunai_load_training, o, NULL };
   return lunai_read_bytes(&r, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
@@ -18591,23 +18436,15 @@ LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
   return status;
 }
 LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params };
   if (!params) return LUNA_BAD_ARGUMENT;
-  if (!io || !io->read)
-    return lunai_fail_status(params->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_load_io", io ? "io->read" : "io");
+  if (!lunai_is_given(params->ctx, r.name, io ? "io->read" : "io", io && io->read)) return params->ctx->last_status;
   return lunai_read_io(&r, io);
 }
 
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
-#ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN
-#endif
-#ifndef NOMINMAX
-#define NOMINMAX
-#endif
-#include <windows.h>
 #include <fcntl.h>
 #include <io.h>
 #include <sys/stat.h>
@@ -18726,18 +18563,16 @@ LUNAI_FN bool lunai_saving_locks(int descriptor, const char *name) {
 LUNAI_FN void lunai_saving_sweep(const char *name) {
   struct stat old;
   char link[1];
-  int descriptor;
   if (stat(name, &old) != 0 || !S_ISREG(old.st_mode) || old.st_uid != geteuid() || old.st_nlink != 1) return;
   if (readlink(name, link, 1) >= 0) return;
-  descriptor = open(name, O_RDONLY | O_NONBLOCK);
+  const int descriptor = open(name, O_RDONLY | O_NONBLOCK);
   if (descriptor < 0) return;
   if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 && lunai_saving_locks(descriptor, name)) unlink(name);
   close(descriptor);
 }
 /* replaces a path that is a symbolic link by its target, which need not exist */
 LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
-  int links;
-  for (links = 0; links < 40; links++) {
+  for (int links = 0; links < 40; links++) {
     const ssize_t size = readlink(s->path, s->temporary, sizeof s->temporary);
     s->folder = size > 0 && s->temporary[0] == '/' ? 0 : lunai_folder_of(s->path);
     if (size < 0) return s->folder + 32 < LUNAI_LONGEST_PATH ? LUNA_ERROR_NONE : LUNA_ERROR_SAVE_PATH;
@@ -18750,21 +18585,19 @@ LUNAI_FN luna_error_id lunai_saving_resolve(lunai_saving_file *s) {
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   const luna_error_id wrong = lunai_saving_resolve(s);
   struct stat old;
-  int64_t number;
   if (wrong) return wrong;
   s->replaces = stat(s->path, &old) == 0;
   if (s->replaces && !S_ISREG(old.st_mode)) return LUNA_ERROR_SAVE_IRREGULAR;
   s->mode = s->replaces ? old.st_mode & 0777 : 0600;
   if (!s->replaces && errno == EOVERFLOW) s->replaces = true; /* likewise: it is there, and its mode is not known */
   else if (!s->replaces && errno != ENOENT) return LUNA_ERROR_SAVE_LOOKUP;
-  for (number = 0; number < 16; number++) {
+  for (int64_t number = 0; number < 16; number++) {
     lunai_saving_name(s, ".luna-%d.tmp", number);
     lunai_saving_sweep(s->temporary);
   }
-  for (number = 0; number < LUNAI_SAVERS; number++) {
-    int descriptor;
+  for (int64_t number = 0; number < LUNAI_SAVERS; number++) {
     lunai_saving_name(s, ".luna-%d.tmp", number);
-    descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
+    int descriptor = open(s->temporary, O_WRONLY | O_CREAT | O_EXCL, s->replaces ? 0600 : 0666); /* follows no link */
     if (descriptor < 0 && errno != EEXIST) break;
     if (descriptor < 0) continue;
     fcntl(descriptor, F_SETFD, FD_CLOEXEC);
@@ -18779,10 +18612,9 @@ LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
   return fflush(s->file) == 0 && fsync(fileno(s->file)) == 0;
 }
 LUNAI_FN bool lunai_saving_replace(lunai_saving_file *s) {
-  int folder;
   if (rename(s->temporary, s->path) != 0) return false;
   s->path[s->folder] = 0;
-  folder = open(s->folder ? s->path : ".", O_RDONLY);
+  const int folder = open(s->folder ? s->path : ".", O_RDONLY);
   if (folder < 0) return true;
   fsync(folder);                     /* best effort: the file is already renamed */
   close(folder);
@@ -18814,23 +18646,19 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
 LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
   lunai_saving_file s;
-  luna_io io;
-  luna_status status;
-  luna_error_id wrong;
-  memset(&io, 0, sizeof io);
-  io.write = lunai_file_write;
+  luna_io io = { NULL, lunai_file_write, NULL, 0 };
   if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
   if (strlen(path) + 32 > sizeof s.path)
     return lunai_fail_status(ctx, LUNA_ERROR_SAVE_PATH, ctx->call, (int64_t)sizeof s.path - 32, path);
   memset(&s, 0, sizeof s);
   memcpy(s.path, path, strlen(path));
   s.folder = lunai_folder_of(path);
-  wrong = lunai_saving_open(&s);
+  const luna_error_id wrong = lunai_saving_open(&s);
   if (wrong == LUNA_ERROR_SAVE_PATH)
     return lunai_fail_status(ctx, (int)wrong, ctx->call, (int64_t)sizeof s.path - 32, path);
   if (wrong) return lunai_fail_status(ctx, (int)wrong, ctx->call, path);
   io.user = s.file;
-  status = saver(what, &io);
+  luna_status status = saver(what, &io);
   if (status == LUNA_OK && !lunai_saving_flush(&s))
     status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call, path);
   if (status == LUNA_OK && !lunai_saving_replace(&s))
@@ -18840,11 +18668,10 @@ LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const voi
 }
 LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_saver saver, const void *what,
                                      const char *path) {
-  luna_status status;
   if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
   ctx->call = name;
   ctx->path = path;
-  status = lunai_save_file(ctx, saver, what, path);
+  const luna_status status = lunai_save_file(ctx, saver, what, path);
   ctx->call = ctx->path = NULL;
   return status;
 }
@@ -18865,20 +18692,14 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *pat
 
 LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   luna_ctx *ctx = r->ctx;
-  luna_io io;
   luna_status status;
-  int64_t size;
-  FILE *file;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
-  file = fopen(path, "rb");
+  FILE *file = fopen(path, "rb");
   if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
-  size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
+  int64_t size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
-  memset(&io, 0, sizeof io);
-  io.read = lunai_file_read;
-  io.user = file;
-  io.size = (uint64_t)size;
+  const luna_io io = { lunai_file_read, NULL, file, (uint64_t)size };
   rewind(file);
   ctx->path = path;
   if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
@@ -18888,7 +18709,7 @@ LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load", lunai_load, NULL, params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load", lunai_load, NULL, params };
   return lunai_read_path(&r, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
@@ -18896,18 +18717,17 @@ LUNA_API luna_status luna_load(luna_params *params, const char *path) {
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  const lunai_reading r = lunai_reading_of(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report,
-                                           params);
+  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report, params };
   return lunai_read_path(&r, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  const lunai_reading r = lunai_reading_of(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL);
+  const lunai_reading r = { ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
   return lunai_read_path(&r, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  const lunai_reading r = lunai_training_reading(o, "luna_load_training");
+  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, NULL };
   return lunai_read_path(&r, path);
 }
 #endif
@@ -18955,6 +18775,7 @@ struct luna_stream {
   lunai_lm_sizes sizes;
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
   lunai_bump bump;
+  size_t body;                       /* of its recorded ops those before the logits */
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
   lunai_beside model;
@@ -19053,65 +18874,78 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
 }
 
 /* --- a step: the layers' forward --- */
-/* x = y, and what was made since the mark is gone */
-LUNAI_FN luna_tensor *lunai_stream_keep(luna_stream *s, luna_tensor *x, const luna_tensor *y, lunai_mark mark) {
-  if (!x || !y) return NULL;
-  if (x != y && !lunai_stream_move(s, x->data, y->data, (size_t)luna_count(x) * sizeof(float), 0)) return NULL;
-  lunai_step_rewind(&s->ctx, mark);
-  return x;
+/* a tensor of the step on memory that is there */
+LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
+  void *memory;
+  if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
+  *(luna_tensor *)memory = lunai_stream_tensor(s, data, rank, a, b, c, 1);
+  return (luna_tensor *)memory;
 }
 /* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const luna_positions positions = (luna_positions)s->sizes.positions;
-  luna_tensor angles, features, *x, *y;
-  int64_t shape[2], i;
-  lunai_mark mark;
-  s->bump.part[0].used = s->bump.part[1].used = 0;
+  const int64_t d = s->sizes.dim, k = s->sizes.features;
+  luna_scope scope;
+  luna_tensor *x;
+  int64_t i;
+  lunai_bump_begin(&s->bump);
   s->bump.single = rows == 1;
-  if (s->sizes.features) {
-    features = lunai_stream_tensor(s, in.features, 3, s->batch, rows, s->sizes.features, 1);
-    x = y = luna_linear_layer_forward(&s->model.input.projection, &features);
-  } else x = y = luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
-  mark = lunai_step_mark(&s->ctx);
-  if (s->scale != 1) y = luna_scale(y, s->scale);
-  shape[0] = rows;
-  shape[1] = s->sizes.dim;
-  lunai_tensor_set(&angles, &s->ctx, 2, shape);
-  angles.data = in.angles;
-  if (positions == LUNA_POSITIONS_SINUSOIDAL) y = luna_add(y, &angles);
+  scope = luna_scope_begin(&s->ctx);
+  x = k ? luna_linear_layer_forward(&s->model.input.projection,
+                                    lunai_stream_view(s, in.features, 3, s->batch, rows, k)) :
+      luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
+  if (s->scale != 1) x = luna_scale(x, s->scale);
+  if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, lunai_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
-    y = luna_add(y, luna_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, shape));
-  x = lunai_stream_keep(s, x, y, mark);
+    x = luna_add(x, lunai_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
   for (i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
     if (s->cross) {
       lunai_flow f = lunai_flow_of(x, NULL, NULL);
       f.past = &layer->past;
-      y = lunai_decoder_layer(&layer->of.decoder, &f);
+      x = lunai_decoder_layer(&layer->of.decoder, &f);
     } else
 #endif
-      y = lunai_causal_layer(&layer->of.causal, x, &layer->past);
-    x = lunai_stream_keep(s, x, y, mark);
+      x = lunai_causal_layer(&layer->of.causal, x, &layer->past);
+    x = lunai_result_so_far(scope, x);
   }
+  s->body = s->bump.count;
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
   if (s->model.norm.weight && x) x = luna_norm_layer_forward(&s->model.norm, x);
   return luna_linear_layer_forward(&s->model.output, x);
 }
+/* the same, of single rows by the ops that the first of them has recorded */
+LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
+  lunai_bump *b = &s->bump;
+  luna_status status = LUNA_OK;
+  luna_tensor *y;
+  size_t i;
+  if (!LUNAI_REPLAYS) return lunai_stream_forward(s, rows, last);
+  if (rows > 1 || b->count == 0) {
+    b->count = b->kept = 0;
+    b->records = rows == 1;
+    y = lunai_stream_forward(s, rows, last || b->records);
+    if (b->records) b->kept = b->part[0].used;
+    b->records = false;
+    if (!y) b->count = b->kept = 0;
+    return y;
+  }
+  for (i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
+    status = s->ctx.backend->op[b->ops[i].kind].forward(&b->ops[i]);
+  if (status == LUNA_OK) return b->ops[b->count - 1].out[0];
+  return lunai_fail_backend(&s->ctx, false, "luna_stream", status);
+}
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
 LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
-  luna_tensor table, *y;
-  int64_t shape[2];
-  shape[0] = s->batch;
-  shape[1] = width;
-  lunai_tensor_set(&table, &s->ctx, 2, shape);
-  table.data = (float *)state;
-  s->bump.part[0].used = s->bump.part[1].used = 0;
-  y = luna_embedding(&table, lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
+  const luna_tensor *y;
+  lunai_bump_begin(&s->bump);
+  y = luna_embedding(lunai_stream_view(s, (float *)state, 2, s->batch, width, 1),
+                     lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
   if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
 }
 LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
@@ -19149,7 +18983,7 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
   s->bump.single = false;
   for (b = 0; b < LUNAI_SOURCES(s); b += each) {
     float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    s->bump.part[0].used = s->bump.part[1].used = 0;
+    lunai_bump_begin(&s->bump);
     p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
                             z->dim, 1);
     queries = scores = lunai_causal_queries(attention, &p);
@@ -19328,7 +19162,8 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   const int64_t layers = s->sizes.layers;
   luna_tensor small[40];
   lunai_stream_layer layer;
-  int64_t rows;
+  size_t count[2] = { 0, 0 }, kept[2] = { 0, 0 }, peak;
+  int64_t rows, i;
   bool good;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = &s->bump;
@@ -19338,14 +19173,25 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   layer.past.history = (float *)(void *)s;
   s->bump.part[0].start = (char *)small;
   s->bump.part[0].size = sizeof small;
-  s->bump.part[1].size = SIZE_MAX / 2;
-  s->sizes.layers = 1;
+  s->bump.part[1].size = s->bump.room = SIZE_MAX / 2;
   s->ctx.reserving = true;
   good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
-    good = lunai_stream_forward(s, rows, true) != NULL;
+    for (i = LUNAI_REPLAYS ? 0 : 1; good && i < 2; i++) {
+      s->sizes.layers = i;
+      s->bump.count = 0;
+      good = lunai_stream_rows(s, rows, true) != NULL;
+      count[i] = s->bump.count;
+      kept[i] = s->bump.kept;
+    }
+  s->bump.room = !LUNAI_REPLAYS ? 0 : count[0] + (count[1] - count[0]) * (size_t)layers;
+  s->bump.count = s->bump.kept = 0;
   good = good && lunai_stream_fold(s, &layer, NULL);
+  peak = s->bump.part[0].peak;
+  s->bump.part[0].peak = 0;
   if (good) lunai_stream_reorder_all(s);
+  if (LUNAI_REPLAYS) s->bump.part[0].peak += kept[0] + (kept[1] - kept[0]) * (size_t)layers;
+  if (s->bump.part[0].peak < peak) s->bump.part[0].peak = peak;
   s->ctx.reserving = false;
   s->sizes.layers = layers;
   s->inputs = NULL;
@@ -19374,9 +19220,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
   s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
-  if (device) {
-    s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
-  }
+  s->bump.ops = (luna_op *)lunai_stream_take(base, &used, (int64_t)s->bump.room, sizeof(luna_op));
+  if (device) s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   if (device) base = s->device_memory;
@@ -19612,7 +19457,7 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   for (at = 0; at < n; at += rows) {
     rows = lunai_min(s->chunk, n - at);
     LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
-                            lunai_stream_forward(s, rows, at + rows == n));
+                            lunai_stream_rows(s, rows, at + rows == n));
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);

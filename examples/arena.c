@@ -3,11 +3,13 @@
 
      cc -O2 -I. examples/arena.c -o arena -lm -lpthread
 
-     arena table [FILE] [--svg arena.svg] [--minutes N] ...  Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K
-                                                             where cost is linear; Markdown; the paper's numbers in
-                                                             brackets
-     arena one SYSTEM [FILE] [--tokens N] ...                one system, "performer features=64" (attentions/attentions.h), or transformer, luna
-     arena ablate [FILE] [--steps N] ...                     of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
+     arena table [FILE] [--svg arena.svg] [--minutes N] ...
+       Table 2 of arXiv 2106.01540v2: byte-level text, batch 1, 1K to 4K tokens, and 16K where cost is linear; Markdown;
+       the paper's numbers in brackets
+     arena one SYSTEM [FILE] [--tokens N] ...
+       one system: "performer features=64" (attentions/attentions.h), or transformer, luna
+     arena ablate [FILE] [--steps N] ...
+       of Luna: contextual and own P, l, sharing, pooling: loss, accuracy, speed, memory
 
    FILE: any bytes, luna.h without one. A training step is forward, backward and SGD, so that memory is the
    activations'. The first table's models classify a text, by the mean of X (pooling P, Luna would not compute all of
@@ -274,11 +276,12 @@ static double place(double ratio) {
 static void draw_panel(FILE *to, const results *all, double top, bool speed) {
   fprintf(to, "<text x='10' y='%.0f' font-weight='bold'>%s at %s tokens, relative to the Transformer%s</text>\n", top,
           speed ? "steps per second" : "peak memory", length_name(LENGTHS - 1).text,
-              speed ? "" : " with stored scores");
+          speed ? "" : " with stored scores");
   for (int tick = -4; tick <= 3; tick++)
-    fprintf(to, "<text x='%.0f' y='%.0f' fill='#777' text-anchor='middle'>%s%d</text><path d='M%.0f %.0f v%d' stroke='#ddd'/>\n", place(pow(2, tick)), top + 18,
-            tick < 0 ? "1/" : "", 1 << (tick < 0 ? -tick : tick), place(pow(2, tick)), top + 22,
-                20 * COUNT(classifiers));
+    fprintf(to, "<text x='%.0f' y='%.0f' fill='#777' text-anchor='middle'>%s%d</text>"
+                "<path d='M%.0f %.0f v%d' stroke='#ddd'/>\n",
+            place(pow(2, tick)), top + 18, tick < 0 ? "1/" : "", 1 << (tick < 0 ? -tick : tick), place(pow(2, tick)),
+            top + 22, 20 * COUNT(classifiers));
   for (int i = 0; i < COUNT(classifiers); i++) {
     const result *r = &all[i].at[LENGTHS - 1], *base = &all[0].at[LENGTHS - 1];
     const double ours = speed ? r->rate / base->rate : r->bytes / (base->bytes + scores(length(LENGTHS - 1))),
@@ -286,8 +289,8 @@ static void draw_panel(FILE *to, const results *all, double top, bool speed) {
     const double paper = speed ? classifiers[i].speed[LENGTHS - 1] : i ? classifiers[i].bytes[LENGTHS - 1] : 0;
     const double from = place(ours < 1 ? ours : 1), end = place(ours < 1 ? 1 : ours);
     fprintf(to, "<text x='10' y='%.0f'>%s</text><rect x='%.1f' y='%.0f' width='%.1f' height='12' fill='%s'/>\n", y + 10,
-            classifiers[i].title, from, y,
-            end - from + 1, strncmp(classifiers[i].title, "Luna", 4) == 0 ? "#c33" : "#48a");
+            classifiers[i].title, from, y, end - from + 1,
+            strncmp(classifiers[i].title, "Luna", 4) == 0 ? "#c33" : "#48a");
     if (paper > 0 && own.tokens == 4096)
       fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>\n", place(paper), y + 6);
     fprintf(to, "<text x='490' y='%.0f'>%.2f</text>\n", y + 10, ours);
@@ -297,8 +300,8 @@ static int draw_table(const results *all) {
   const double height = 60 + 20 * COUNT(classifiers);
   FILE *to = fopen(own.svg, "w");
   if (!to) return fail("cannot write %s: %s", own.svg, strerror(errno));
-  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='540' height='%.0f' font-family='sans-serif' font-size='12'>\n<rect width='100%%' height='100%%' "
-          "fill='#fff'/>\n", 2 * height + 20);
+  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='540' height='%.0f' font-family='sans-serif' "
+              "font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n", 2 * height + 20);
   draw_panel(to, all, 20, true);
   draw_panel(to, all, 20 + height, false);
   fprintf(to, "<text x='10' y='%.0f' fill='#777'>bars: measured here; rings: the paper's Table 2</text>\n</svg>\n",
@@ -318,9 +321,10 @@ static int table_command(luna_ctx *ctx, const char **words) {
   if (!status) status = run_rows(writers, COUNT(writers), &text, true, end, &tokens, second);
   free(text.data);
   if (status) return status;
-  printf("# Speed and memory, byte-level text, batch 1\n\n%lld layers, d %lld, %lld heads, feed-forward %lld; in brackets Table 2 of arXiv 2106.01540v2, whose "
-         "ten other systems are LRA's numbers on TPUs.\n\n## Classifiers\n", (long long)set.layers, (long long)set.dim,
-             (long long)set.heads, (long long)set.ffn);
+  printf("# Speed and memory, byte-level text, batch 1\n\n"
+         "%lld layers, d %lld, %lld heads, feed-forward %lld; in brackets Table 2 of arXiv 2106.01540v2, whose ten "
+         "other systems are LRA's numbers on TPUs.\n\n## Classifiers\n",
+         (long long)set.layers, (long long)set.dim, (long long)set.heads, (long long)set.ffn);
   print_tables(classifiers, first, COUNT(classifiers));
   printf("\n## Language models\n");
   print_tables(writers, second, COUNT(writers));

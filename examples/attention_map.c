@@ -3,8 +3,8 @@
 
      cc -O2 -I. examples/attention_map.c -o attention_map -lm -lpthread
 
-     attention_map draw M --text "a film that I would see again" [--layer 1] [--head 2] [--out map.svg]      seconds
-     attention_map draw M <FILE                                                                               the text from the input
+     attention_map draw M --text "a film that I would see again" [--layer 1] [--head 2] [--out map.svg]
+     attention_map draw M <FILE      the text from the input
 
    M is a classifier, a masked language model or an encoder-decoder of the other examples, whose encoder it shows; the
    text is cut into tokens as M was trained, which M says. Of other models --as says it. Colours compare with attention
@@ -245,11 +245,12 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
   const int64_t width = 60 + (count < COLUMNS ? count < 50 ? 50 : count : COLUMNS) * CELL;
   const int64_t height = 60 + bands * (shown * (30 + label_height()) + heads * (slots * SLOT + 4) + 16);
   int64_t y = 50;
-  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %lld %lld\" width=\"%lld\" height=\"%lld\" font-family=\"sans-serif\" "
-             "font-size=\"11\" fill=\"#444\">\n<rect width=\"%lld\" height=\"%lld\" fill=\"#fff\"/>\n<text x=\"40\" y=\"26\" font-size=\"15\">"
-             "layer %lld of %lld, %lld slots, ", (long long)width, (long long)height, (long long)width,
-                 (long long)height, (long long)width,
-          (long long)height, (long long)own.layer, (long long)layers, (long long)slots);
+  const long long w = width, h = height;
+  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %lld %lld\" width=\"%lld\" height=\"%lld\" "
+             "font-family=\"sans-serif\" font-size=\"11\" fill=\"#444\">\n"
+             "<rect width=\"%lld\" height=\"%lld\" fill=\"#fff\"/>\n"
+             "<text x=\"40\" y=\"26\" font-size=\"15\">layer %lld of %lld, %lld slots, ",
+          w, h, w, h, w, h, (long long)own.layer, (long long)layers, (long long)slots);
   fprintf(f, own.head ? "head %lld</text>\n" : "each head</text>\n", (long long)own.head);
   draw_legend(f, y);
   for (int64_t from = 0; from < count; from += COLUMNS) {

@@ -3,9 +3,9 @@
 
    A program says in a `struct samples` what there is, and for a sample's number writes its tokens and returns its
    label:
-     batch_open(&s)                                  memory for batches: 0, or 2 after a sentence. batch_close() at the end
-     batch_random(&s, step)                          the batch of a training step: from --seed and the step alone
-     batch_at(&s, first, count, at)                  the batch at `at` of samples first .. first + count - 1 */
+     batch_open(&s)                    memory for batches: 0, or 2 after a sentence. batch_close() at the end
+     batch_random(&s, step)            the batch of a training step: from --seed and the step alone
+     batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1 */
 #define QUICK 500                    /* samples that validations during a training look at, at most */
 /* batches fetched at once and sorted by length, so that little of a batch is padding */
 #define POOL 16
@@ -27,6 +27,7 @@ static struct pool {                 /* POOL batches of samples */
   int64_t first, count;              /* which samples lie here */
   int32_t *tokens, *batch;           /* [rows, parts, longest]; those of one batch [set.batch, parts, its longest] */
   int32_t *lengths, *sorted_lengths; /* [rows, parts] */
+  int64_t n;                         /* rows of the last batch's sequences, on all ranks */
   int32_t *labels, *sizes, *order, *sorted_labels; /* sizes: of a sample's longest part; order: samples by size */
 } pool;
 
@@ -73,6 +74,7 @@ TOOL void pool_fill(const samples *s, int64_t first, int64_t count) {
 TOOL batch pool_batch(const samples *s, int64_t at, int64_t count) {
   const int64_t parts = parts_of(s), n = pool.sizes[pool.order[at + count - 1]]; /* the longest is the last */
   const portion own = rank_part(LUNA_PARALLEL_DATA, count), cut = rank_part(LUNA_PARALLEL_SEQUENCE, n);
+  pool.n = n;
   const int32_t *lengths = pool.sorted_lengths + (at += own.first) * parts;
   for (int64_t i = 0; i < own.count * parts; i++) {
     const int64_t left = lengths[i] - cut.first, real = left < 0 ? 0 : left < cut.count ? left : cut.count;
@@ -138,9 +140,9 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
   const double share = validate(ctx, model, s, bar, s->held);
   if (share < 0) return failed(ctx);
-  printf("%s: %lld steps in %.0f s, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n", set.out,
-         (long long)bar->step,
-         took, (long long)s->held, 100 * share, bar->validation.y[bar->validation.count - 1]);
+  printf("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n",
+         set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held, 100 * share,
+         bar->validation.y[bar->validation.count - 1]);
   return plot(bar, s->title);
 }
 

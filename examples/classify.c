@@ -36,6 +36,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
+  FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }
 };
@@ -152,6 +153,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = s->longest,
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+      .recompute = (luna_recompute_kind)set.recompute,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){

@@ -60,7 +60,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, parallel;
+      device, parallel, recompute;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -83,6 +83,8 @@ TOOL int fail(const char *format, ...) {
   va_end(list);
   return 2;
 }
+
+TOOL double megabytes(luna_ctx *ctx) { return (double)luna_memory(ctx).peak / 1e6; } /* at most, so far */
 
 TOOL int failed(const luna_ctx *ctx) { /* the same with the context's own sentence */
   return fail("%s", *luna_error(ctx) ? luna_error(ctx) : "the model's numbers are not finite; try a lower --lr");
@@ -164,6 +166,9 @@ typedef struct flag {
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
 #define FLAG_PARALLEL { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), "what the ranks of mpirun share, of a program that make mpi built" }
+#define FLAG_RECOMPUTE /* names in the order of luna_recompute_kind */ \
+  { "--recompute", "t", CHOICE(set.recompute, "no ffn layer"), \
+   "what backward computes again instead of keeping it: less memory, the same result" }
 #define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
@@ -382,7 +387,7 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
       c->run(ctx, words);
   if (status == 0 && set.profile && ranks.rank == 0) status = write_profile(ctx);
   if (status == 0 && ranks.ranks > 1)
-    printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, (double)luna_memory(ctx).peak / 1e6);
+    printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
   luna_close(ctx);
   return status;
 }

@@ -4,10 +4,12 @@
 
      cc -O2 -I. examples/listops.c -o listops -lm -lpthread
 
-     listops train [--attention luna|softmax|linear|linformer] [--plot loss.svg] ...     short lists, about a minute
-     listops train --shortest 500 --longest 2000 --batch 32 --lr 1e-3 --steps 1000       the Arena's lengths, 5 to 10 minutes
-     listops eval M [--data FILE]                                                        accuracy, on new lists or on a file's
-     listops write [--count 1000] >lists.tsv                                             lines: answer TAB list
+     listops train [--attention luna|softmax|linear|linformer] [--plot loss.svg] ...
+       short lists, about a minute
+     listops train --shortest 500 --longest 2000 --batch 32 --lr 1e-3 --steps 1000
+       the Arena's lengths, 5 to 10 minutes
+     listops eval M [--data FILE]                 accuracy, on new lists or on a file's
+     listops write [--count 1000] >lists.tsv      lines: answer TAB list
 
    Lists to learn from are made as they are needed, or come from --data. Ctrl-C ends the training early and keeps what
    has been learnt. */
@@ -44,6 +46,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
+  FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }
 };
@@ -70,6 +73,7 @@ static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* retu
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = s->longest,
     .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+      .recompute = (luna_recompute_kind)set.recompute,
       .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) return failed(ctx);

@@ -2,12 +2,14 @@
 
      cc -O2 -I. examples/lm.c -o lm -lm -lpthread
 
-     lm train FILE [--out M] [--steps N] [--plot loss.svg] ...          learns FILE, all but its last tenth, and writes M; a minute
-     lm train FILE --save-every N ...                                   saves the training in M as it goes, and
-     lm train FILE --resume M                                           goes on from there, to the same bits as if it had never stopped
-     mpirun -n 4 build/mpi/lm train FILE --parallel sequence            4 processes, of several machines if need be: make mpi
-     lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...   writes on from the prompt, in constant memory
-     lm eval M FILE                                                     how well M foretells FILE, in bits per byte
+     lm train FILE [--out M] [--steps N] [--plot loss.svg] ...
+       learns FILE, all but its last tenth, and writes M; a minute
+     lm train FILE --save-every N ...                           saves the training in M as it goes, and
+     lm train FILE --resume M                                   goes on from there, to the same bits as if never stopped
+     mpirun -n 4 build/mpi/lm train FILE --parallel sequence    4 processes, of several machines if need be: make mpi
+     lm generate M [--prompt "..."] [--bytes N] [--temperature T] ...
+       writes on from the prompt, in constant memory
+     lm eval M FILE                                             how well M foretells FILE, in bits per byte
 
    Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
@@ -47,6 +49,7 @@ static const flag flags[] = {
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),
   FLAG_DEVICE("te"),
+  FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { "--graph", "t", SWITCH(own.graph), "on a GPU each step is one launch; the same result" },
   { 0 }
@@ -211,7 +214,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   luna_lm model;
   luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
                            .memory = set.memory,
-    .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout } };
+    .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout,
+      .recompute = (luna_recompute_kind)set.recompute } };
   if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
@@ -240,9 +244,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
 
   if (!show_sample("after the last step", &model, &prompt)) return failed(ctx);
   if (plot(&bar, path)) return 2;
-  printf("%s: %lld steps in %.0f s, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte\n", set.out,
-         (long long)(bar.step - begin), took,
-         first, last, first / LN2, last / LN2);
+  printf("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte\n",
+         set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2);
   return last >= 0 ? 0 : failed(ctx);
 }
 

@@ -30,7 +30,7 @@ static struct settings set = { .memory = 16, .seed = 1 };
 static struct {
   const char *data, *valid, *svg;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, difficulty, data_seed, count;
-  double weight_decay, attention_dropout;
+  double weight_decay, attention_dropout, growing;
 } own = { .difficulty = 2, .data_seed = 1, .count = 3 };
 
 static const flag flags[] = {
@@ -49,6 +49,7 @@ static const flag flags[] = {
   { "--warmup", "t", WHOLE(own.warmup, 0, 1e9), "steps of warm-up" },
   { "--decay", "t", CHOICE(own.decay, DECAY_NAMES), "of the learning rate, then" },
   { "--weight-decay", "t", REAL(own.weight_decay, 0, 10), "decoupled" },
+  { "--growing", "t", REAL(own.growing, 0, 1), "listops: in this part of the steps lists grow from 24 tokens" },
   { "--layers", "t", WHOLE(set.layers, 1, 1000), "layers" },
   { "--dim", "t", WHOLE(set.dim, 1, 65536), "width of the model, d" },
   { "--heads", "t", WHOLE(set.heads, 1, 65536), "attention heads; they divide d" },
@@ -65,6 +66,8 @@ static const flag flags[] = {
   { "--svg", "Ts", WRITES(own.svg), "file to draw in" },
   FLAG_SEED("t"),
   FLAG_THREADS("te"),
+  FLAG_RECOMPUTE,
+  FLAG_PARALLEL,
   { 0 }
 };
 
@@ -86,7 +89,7 @@ static void choose_settings(void) {
   whole(&own.positions, r.positions), whole(&set.pooling, r.pooling);
   whole(&set.batch, r.batch), whole(&set.steps, r.steps), whole(&own.warmup, r.warmup), whole(&own.decay, r.decay);
   real(&set.lr, r.lr), real(&own.weight_decay, r.weight_decay);
-  real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
+  real(&own.growing, r.growing), real(&set.dropout, r.dropout), real(&own.attention_dropout, r.attention_dropout);
 }
 
 typedef struct path { char text[440]; } path;              /* a text or a file's name, by value */
@@ -98,7 +101,8 @@ static path describe(void) {
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
-    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]);
+    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
+                           (f->real == &own.growing && data.task != &tasks[LISTOPS]);
     char value[40];
     if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
     flag_text(f, value, sizeof value);
@@ -127,7 +131,7 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
   const luna_layer_config layer = {
     .activation = LUNA_ACTIVATION_GELU, .pre_norm = !authors, .sharing = LUNA_SHARING_FULL, .bert_init = bert,
     .dropout = (float)set.dropout, .attention_dropout = (float)own.attention_dropout, .attention = a->kind,
-    .linformer.k = lra ? 16 : own.longest < 256 ? own.longest : 256
+    .recompute = (luna_recompute_kind)set.recompute, .linformer.k = lra ? 16 : own.longest < 256 ? own.longest : 256
   };
   luna_encoder_config c = {
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory, .layer = layer,
@@ -151,11 +155,20 @@ static void model_close(void) { if (model.choice.system) attentions_close(&model
 static luna_tensor *mean_of(luna_tensor *x, const luna_input *input) {
   const int64_t shape[2] = { input->batch, 1 };
   luna_tensor *mean = luna_mean(x, 1);
-  float *factors = (float *)grow(NULL, input->batch, sizeof(float));
-  for (int64_t b = 0; b < input->batch; b++) factors[b] = (float)input->n / (float)input->lengths[b];
+  float *factors = (float *)grow(NULL, input->batch + 1, sizeof(float));
+  for (int64_t b = 0; b < input->batch; b++) factors[b] = (float)pool.n / (float)input->lengths[b];
   if (mean) mean = luna_mul(mean, luna_tensor_new(mean->ctx, factors, 2, shape));
   free(factors);
   return mean;
+}
+
+/* X of CLS, the first token; where rows are cut, the sum of the ranks' when all others are zeros. */
+static luna_tensor *cls_of(luna_tensor *x, const luna_input *input) {
+  if (rank_part(LUNA_PARALLEL_SEQUENCE, pool.n).count == pool.n) return luna_slice(x, 1, 0, 1);
+  int32_t *lengths = (int32_t *)grow(NULL, input->batch + 1, sizeof(int32_t));
+  for (int64_t b = 0; b < input->batch; b++) lengths[b] = 1;
+  x = luna_sum(luna_mask(x, lengths), 1);
+  return free(lengths), x;
 }
 
 /* -> [samples,classes]. A sample's parts follow one another: their features [samples parts,d] joined are
@@ -163,7 +176,7 @@ static luna_tensor *mean_of(luna_tensor *x, const luna_input *input) {
 static luna_tensor *logits(const luna_input *input) {
   const int64_t pooled[2] = { input->batch / data.task->parts, data.task->parts * set.dim };
   luna_tensor *x = luna_encoder_forward(&model.encoder, input, NULL);
-  x = set.pooling == MEAN ? mean_of(x, input) : luna_slice(x, 1, set.pooling == FIRST, 1);
+  x = set.pooling == MEAN ? mean_of(x, input) : cls_of(x, input);
   x = luna_reshape(x, 2, pooled);
   if (own.hidden) x = luna_relu(luna_linear_layer_forward(&model.hidden, x));
   return luna_linear_layer_forward(&model.out, luna_dropout(x, (float)set.dropout));
@@ -215,7 +228,7 @@ static int name_run(void) {
   if (!out) snprintf(run.name, sizeof run.name, "%s-%.*s%s-%lld", data.task->name, length, name, number, seed);
   char *end = strstr(run.name, ".training");
   if (!set.out && end) *end = 0;
-  return writable(run_file("txt").text) ? 0 : cannot_write(run_file("txt"));
+  return ranks.rank > 0 || writable(run_file("txt").text) ? 0 : cannot_write(run_file("txt"));
 }
 
 /* RUN.txt, anew: what lra table reads. accuracy: of the best model, on `held` samples. */
@@ -224,6 +237,7 @@ static int write_report(const luna_params *params, double accuracy, int64_t held
   const path to = run_file("txt"), beside = run_file("txt.probe");
   int length = 0;
   const char *settings = name_at(SETTINGS_NAMES, own.settings, &length);
+  if (ranks.rank > 0) return 0;
   FILE *f = fopen(beside.text, "wb");
   if (!f) return cannot_write(beside);
   fprintf(f, "task %s\nsystem %s\nsettings %.*s\n", data.task->name, title().text, length, settings);
@@ -240,7 +254,8 @@ static int write_report(const luna_params *params, double accuracy, int64_t held
 /* A row of RUN.csv; share and loss: of the validation, share negative without one. */
 static int write_curve(double share, double loss) {
   const path to = run_file("csv");
-  FILE *f = fopen(to.text, "ab");
+  FILE *f = ranks.rank > 0 ? NULL : fopen(to.text, "ab");
+  if (ranks.rank > 0) return run.loss = 0, run.losses = 0, 0;
   if (!f) return cannot_write(to);
   fprintf(f, "%lld,%.6f,", (long long)bar.step, run.loss / (double)run.losses);
   if (share >= 0) fprintf(f, "%.6f,%.4f\n", loss, share);
@@ -256,6 +271,7 @@ static int begin_curve(int64_t step) {
   contents old = { NULL, 0 };
   int64_t at = 0, length, keep = 0;
   const unsigned char *line;
+  if (ranks.rank > 0) return 0;
   FILE *f = step ? fopen(to.text, "rb") : NULL;
   if (f && (fclose(f), read_file(to.text, &old))) return 2;
   while ((line = next_line(old, &at, &length)) != NULL && (keep == 0 || atoll((const char *)line) <= step))
@@ -275,6 +291,7 @@ static bool keep_run(luna_params *params, const char *going) {
 
 static int save_training(luna_ctx *ctx, const luna_optimizer *adam, luna_params *params) {
   char text[160];
+  if (ranks.rank > 0) return 0;
   snprintf(text, sizeof text, "%.17g %lld %.17g %lld %.17g", run.best, (long long)run.best_step, run.loss,
            (long long)run.losses, run.before + seconds() - bar.start);
   return keep_run(params, text) && luna_save_training(adam, run_file("training").text) == LUNA_OK ? 0 : failed(ctx);
@@ -303,7 +320,7 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * share);
   if (share > run.best) {
     run.best = share, run.best_step = bar.step;
-    if (!keep_run(params, "") || luna_save(params, run_file("safetensors").text) != LUNA_OK) return failed(ctx);
+    if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, run_file("safetensors").text) != LUNA_OK)) return failed(ctx);
   }
   return write_curve(share, loss) || write_report(params, run.best, held);
 }
@@ -311,6 +328,7 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
 static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const samples *s) {
   const int64_t every = set.steps < 100 ? 1 : set.steps / 100; /* steps of a row of the curve */
   while (bar.step < set.steps && !interrupted) {
+    data.grown = own.growing > 0 ? (double)bar.step / (own.growing * (double)set.steps) : 1;
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels);
@@ -318,13 +336,28 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
     const double value = (double)luna_item(loss);
-    progress_step(&bar, value, (double)(b.input.batch * b.input.n));
+    progress_step(&bar, value, (double)(b.input.batch * b.input.n * ranks.ranks));
     run.loss += value, run.losses++;
     const bool due = bar.step % validation_period() == 0 || bar.step == set.steps;
     if (due ? look(ctx, params, s) : bar.step % every == 0 && write_curve(-1, 0)) return 2;
     if (set.save_every && bar.step % set.save_every == 0 && save_training(ctx, adam, params)) return 2;
   }
   return interrupted && set.save_every ? save_training(ctx, adam, params) : 0;
+}
+
+/* Loads a model that rank 0 has written, whose values the others get from it. */
+static bool load_best(luna_params *params, const char *path) {
+  bool good = ranks.rank > 0 || luna_load(params, path) == LUNA_OK;
+  for (int64_t i = 0; good && ranks.ranks > 1 && i < luna_params_tensor_count(params); i++) {
+    luna_tensor *t = luna_params_at(params, i, NULL);
+    const int64_t count = luna_count(t);
+    float *values = (float *)grow(NULL, count, sizeof(float));
+    if (ranks.rank == 0) good = luna_read(t, values) == LUNA_OK;
+    else memset(values, 0, (size_t)count * sizeof(float));
+    good = good && ranks.all_reduce(ranks.user, values, count, LUNA_REDUCTION_SUM_F32) && luna_write(t, values) == LUNA_OK;
+    free(values);
+  }
+  return good;
 }
 
 /* The best model once more, on all samples held. */
@@ -335,7 +368,7 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   progress_end(&bar);
   if (interrupted) printf("stopped at step %lld\n", (long long)bar.step);
   if (run.best_step == 0) return fail("stopped before the first validation: no model was written");
-  if (luna_load(params, best.text) == LUNA_OK) share = accuracy(ctx, NULL, s, s->training, s->held, &loss);
+  if (load_best(params, best.text)) share = accuracy(ctx, NULL, s, s->training, s->held, &loss);
   if (share < 0) return failed(ctx);
   if (write_report(params, share, s->held)) return 2;
   printf("%s: %lld steps in %.0f s, ", best.text, (long long)bar.step, took);
@@ -355,8 +388,8 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   printf("%lld parameters\n%s\n", (long long)luna_params_element_count(params), describe().text);
   if (begin) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
   fflush(stdout);
-  FILE *old = run.best_step ? fopen(best.text, "rb") : NULL;
-  if (run.best_step && !old) return fail("%s, the best model so far, is not there; --out is the run's name", best.text);
+  FILE *old = run.best_step && ranks.rank == 0 ? fopen(best.text, "rb") : NULL;
+  if (run.best_step && ranks.rank == 0 && !old) return fail("%s, the best model so far, is not there; --out is the run's name", best.text);
   if (old) fclose(old);
   if (begin_curve(begin)) return 2;
   progress_start(&bar, begin);

@@ -65,36 +65,37 @@ static void attention_line(const attention_kind *a, int64_t settings, int64_t ta
 }
 
 enum { SINUSOIDAL, LEARNED };
-enum { CLS, MEAN, FIRST };            /* X of CLS, the mean of X, X of the first token after CLS */
-#define POOLING_NAMES "cls mean first"
+enum { CLS, MEAN };                  /* X of CLS, the mean of X */
+#define POOLING_NAMES "cls mean"
 #define DECAY_NAMES "inverse-sqrt cosine"
 #define POSITION_NAMES "sinusoidal learned"
 
-typedef struct recipe {              /* hidden: of the classifier's ReLU layer, 0 for none; longest: tokens, with CLS */
+/* hidden: of the classifier's ReLU layer, 0 for none; longest: tokens, with CLS; growing: see data.grown */
+typedef struct recipe {
   int64_t layers, dim, heads, ffn, hidden, longest, positions, pooling, batch, steps, warmup, decay;
-  double lr, weight_decay, dropout, attention_dropout;
+  double lr, weight_decay, dropout, attention_dropout, growing;
 } recipe;
 static const recipe recipes[3][TASKS] = {
   { /* authors: XuezheMax/fairseq-apollo, examples/luna/README.lra.md and, for the models, the code of 2021-11-18 */
-    { 1, 512, 8, 2048, 2048, 2001, LEARNED, CLS, 32, 5000, 1000, 0, 1e-4, 1e-4, 0.1, 0.1 },
-    { 4, 256, 4, 1024, 1024, 4002, LEARNED, CLS, 32, 20000, 8000, 0, 5e-5, 1e-4, 0.3, 0.3 },
-    { 4, 128, 4, 512, 512, 4002, LEARNED, CLS, 32, 20000, 8000, 0, 5e-4, 1e-4, 0.1, 0.1 },
-    { 1, 64, 8, 128, 128, 1024, LEARNED, CLS, 256, 35000, 4000, 0, 5e-3, 0, 0.3, 0.1 },
-    { 1, 128, 4, 128, 256, 1026, LEARNED, MEAN, 512, 62500, 4000, 0, 1e-3, 0, 0.2, 0.1 },
+    { 1, 512, 8, 2048, 2048, 2001, LEARNED, CLS, 32, 5000, 1000, 0, 1e-4, 1e-4, 0.1, 0.1, 0 },
+    { 4, 256, 4, 1024, 1024, 4002, LEARNED, CLS, 32, 20000, 8000, 0, 5e-5, 1e-4, 0.3, 0.3, 0 },
+    { 4, 128, 4, 512, 512, 4002, LEARNED, CLS, 32, 20000, 8000, 0, 5e-4, 1e-4, 0.1, 0.1, 0 },
+    { 1, 64, 8, 128, 128, 1024, LEARNED, CLS, 256, 35000, 4000, 0, 5e-3, 0, 0.3, 0.1, 0 },
+    { 1, 128, 4, 128, 256, 1026, LEARNED, MEAN, 512, 62500, 4000, 0, 1e-3, 0, 0.2, 0.1, 0 },
   },
   { /* lra: google-research/long-range-arena; 0.05 / sqrt(max(step, warm-up)) has the peak 0.05 / sqrt(warm-up) */
-    { 4, 512, 8, 1024, 1024, 2001, SINUSOIDAL, CLS, 32, 5000, 1000, 0, 1.5811e-3, 0.1, 0.1, 0.1 },
-    { 4, 256, 4, 1024, 1024, 4001, SINUSOIDAL, CLS, 32, 20000, 8000, 0, 5.5902e-4, 0.1, 0.1, 0.1 },
-    { 4, 128, 4, 512, 512, 4001, SINUSOIDAL, CLS, 32, 5000, 8000, 0, 5.5902e-4, 0.1, 0.1, 0.1 },
-    { 1, 128, 8, 128, 128, 1025, LEARNED, CLS, 256, 35000, 175, 1, 5e-4, 0, 0.3, 0.2 },
-    { 4, 32, 4, 32, 32, 1025, SINUSOIDAL, MEAN, 512, 62400, 312, 1, 1e-3, 0, 0.2, 0.1 },
+    { 4, 512, 8, 1024, 1024, 2001, SINUSOIDAL, CLS, 32, 5000, 1000, 0, 1.5811e-3, 0.1, 0.1, 0.1, 0 },
+    { 4, 256, 4, 1024, 1024, 4001, SINUSOIDAL, CLS, 32, 20000, 8000, 0, 5.5902e-4, 0.1, 0.1, 0.1, 0 },
+    { 4, 128, 4, 512, 512, 4001, SINUSOIDAL, CLS, 32, 5000, 8000, 0, 5.5902e-4, 0.1, 0.1, 0.1, 0 },
+    { 1, 128, 8, 128, 128, 1025, LEARNED, CLS, 256, 35000, 175, 1, 5e-4, 0, 0.3, 0.2, 0 },
+    { 4, 32, 4, 32, 32, 1025, SINUSOIDAL, MEAN, 512, 62400, 312, 1, 1e-3, 0, 0.2, 0.1, 0 },
   },
   { /* quick: of luna.h, minutes on two cores */
-    { 2, 64, 4, 128, 0, 2001, SINUSOIDAL, FIRST, 32, 1000, 100, 1, 1e-3, 0.01, 0, 0 },
-    { 2, 64, 4, 128, 0, 4001, SINUSOIDAL, MEAN, 8, 300, 30, 1, 2e-3, 0.01, 0, 0 },
-    { 2, 64, 4, 128, 0, 2001, SINUSOIDAL, MEAN, 8, 300, 30, 1, 2e-3, 0.01, 0, 0 },
-    { 2, 64, 4, 128, 0, 1025, LEARNED, MEAN, 64, 1500, 150, 1, 2e-3, 0.01, 0, 0 },
-    { 2, 64, 4, 128, 0, 1025, LEARNED, MEAN, 64, 20000, 500, 1, 1e-3, 0, 0, 0 },
+    { 2, 64, 8, 128, 0, 2001, SINUSOIDAL, MEAN, 128, 1000, 100, 1, 4e-3, 0.01, 0, 0, 0.8 },
+    { 2, 64, 4, 128, 0, 4001, SINUSOIDAL, MEAN, 8, 300, 30, 1, 2e-3, 0.01, 0, 0, 0 },
+    { 2, 64, 4, 128, 0, 2001, SINUSOIDAL, MEAN, 8, 300, 30, 1, 2e-3, 0.01, 0, 0, 0 },
+    { 2, 64, 4, 128, 0, 1025, LEARNED, MEAN, 64, 1500, 150, 1, 2e-3, 0.01, 0, 0, 0 },
+    { 2, 64, 4, 128, 0, 1025, LEARNED, MEAN, 64, 20000, 500, 1, 1e-3, 0, 0, 0, 0 },
   },
 };
 

@@ -29,6 +29,8 @@ static struct {
   uint64_t seed;                     /* of what is generated */
   int64_t difficulty;                /* of Pathfinder */
   int64_t first, made;               /* the first sample that is generated, and how many are; the others are items */
+  int64_t growing;                   /* so many of these, the first, are of the sizes lists_grown(.., grown) */
+  double grown;
   item *items;
   int64_t count;
   contents files[2];
@@ -140,7 +142,8 @@ static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *lengths) {
   luna_philox(counter, data.seed, random);
   const uint64_t seed = (uint64_t)random[0] << 32 | random[1];
   int32_t label, size = PIXELS;
-  if (data.task == &tasks[LISTOPS]) label = list_make(arena_lists, seed, INT64_MAX, list, &size);
+  if (data.task == &tasks[LISTOPS])
+    label = list_make(lists_grown(arena_lists, index < data.growing ? data.grown : 1), seed, INT64_MAX, list, &size);
   else {
     draw_picture(&p, pathfinder_levels[data.difficulty], seed);
     label = p.label;
@@ -166,6 +169,7 @@ static int task_open(samples *s, const char *path, const char *valid, bool measu
   s->training = measure || path ? 0 : t->made[0], s->held = path || valid ? 0 : t->made[measure ? 2 : 1];
   data.first = measure ? t->made[0] + t->made[1] : 0;
   data.made = s->training + s->held;
+  data.growing = s->training, data.grown = 1;
   if ((path || valid) && t == &tasks[PATHFINDER]) return fail("pathfinder is generated, not read");
   if (!path && t->made[0] == 0) return fail("%s needs --data FILE: %s --help says what is in it", t->name, program);
   if (path && read_items(path, 0)) return 2;

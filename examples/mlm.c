@@ -3,10 +3,11 @@
 
      cc -O2 -I. examples/mlm.c -o mlm -lm -lpthread
 
-     mlm pretrain FILE [--out M] [--steps N] [--window W] ...     learns to fill in the masked bytes of a text
-     mlm tune M FILE.tsv [--out C] [--rows N] ...                 from lines "label TAB text": a classifier with M's encoder, and beside it,
-                                                                  to compare, the same from scratch. Labels are 0, 1,
-                                                                  ...
+     mlm pretrain FILE [--out M] [--steps N] [--window W] ...
+       learns to fill in the masked bytes of a text
+     mlm tune M FILE.tsv [--out C] [--rows N] ...
+       from lines "label TAB text", labels 0, 1, ...: a classifier with M's encoder, and beside it, to compare, the same
+       from scratch
    Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"

@@ -12,6 +12,7 @@
    MPI. */
 #include <limits.h>
 #include <mpi.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,6 +24,14 @@ typedef struct mpi_ranks {
   int64_t calls, bytes;                /* of luna.h, and bytes that this rank has handed over in them */
 } mpi_ranks;
 
+/* Waits for a call that has begun, and lets others run meanwhile: ranks may be more than cores. */
+static bool mpi_wait(int begun, MPI_Request *request) {
+  int done = 0;
+  if (begun != MPI_SUCCESS) return false;
+  while (MPI_Test(request, &done, MPI_STATUS_IGNORE) == MPI_SUCCESS && !done) sched_yield();
+  return done != 0;
+}
+
 /* rank r's part of n numbers begins here */
 static int mpi_begin(int64_t n, int r, int ranks) { return (int)(n * r / ranks); }
 
@@ -32,6 +41,7 @@ static bool mpi_sum(const mpi_ranks *m, char *buffer, int n, luna_reduction what
   const bool wide = what == LUNA_REDUCTION_SUM_F64;
   const int ranks = m->collective.ranks, rank = m->collective.rank, size = wide ? 8 : 4;
   const int own = mpi_begin(n, rank + 1, ranks) - mpi_begin(n, rank, ranks);
+  MPI_Request request;
   const MPI_Datatype type = wide ? MPI_DOUBLE : MPI_FLOAT;
   int *counts = (int *)(void *)memory, *starts = counts + ranks, *own_counts = starts + ranks,
       *own_starts = own_counts + ranks;
@@ -40,15 +50,15 @@ static bool mpi_sum(const mpi_ranks *m, char *buffer, int n, luna_reduction what
     starts[r] = mpi_begin(n, r, ranks), counts[r] = mpi_begin(n, r + 1, ranks) - starts[r];
     own_starts[r] = own * r, own_counts[r] = own;
   }
-  if (MPI_Alltoallv(buffer, counts, starts, type, got, own_counts, own_starts, type, m->comm) != MPI_SUCCESS)
-    return false;
+  if (!mpi_wait(MPI_Ialltoallv(buffer, counts, starts, type, got, own_counts, own_starts, type, m->comm, &request),
+                &request)) return false;
   for (int r = 1; r < ranks; r++)
     for (int i = 0; i < own; i++) {
       if (wide) ((double *)(void *)got)[i] += ((double *)(void *)got)[r * own + i];
       else ((float *)(void *)got)[i] += ((float *)(void *)got)[r * own + i];
     }
   memcpy(buffer + (size_t)starts[rank] * (size_t)size, got, (size_t)own * (size_t)size);
-  return MPI_Allgatherv(MPI_IN_PLACE, 0, type, buffer, counts, starts, type, m->comm) == MPI_SUCCESS;
+  return mpi_wait(MPI_Iallgatherv(MPI_IN_PLACE, 0, type, buffer, counts, starts, type, m->comm, &request), &request);
 }
 
 static bool mpi_reduce(void *user, void *buffer, int64_t count, luna_reduction what) {
@@ -66,9 +76,10 @@ static bool mpi_reduce(void *user, void *buffer, int64_t count, luna_reduction w
 
 static bool mpi_gather(void *user, const void *mine, void *all, size_t bytes) {
   mpi_ranks *m = (mpi_ranks *)user;
+  MPI_Request request;
   m->calls++, m->bytes += (int64_t)bytes;
-  return bytes <= INT_MAX && MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, m->comm) ==
-      MPI_SUCCESS;
+  return bytes <= INT_MAX &&
+         mpi_wait(MPI_Iallgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, m->comm, &request), &request);
 }
 
 /* False: MPI could not be started. Its own errors come back as failed calls, so that luna.h's sentence is seen. */

@@ -51,6 +51,8 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
+  FLAG_RECOMPUTE,
+  FLAG_PARALLEL,
   { "--svg", "p", WRITES(own.svg), "file to draw the first series and what is found in, SVG" },
   { 0 }
 };
@@ -309,7 +311,8 @@ static luna_tensor *run(const luna_input *input) {
 }
 static luna_status make_model(luna_params *params) {
   const luna_layer_config layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
-                                   .attention = (luna_attention_kind)set.attention };
+                                   .attention = (luna_attention_kind)set.attention,
+                                   .recompute = (luna_recompute_kind)set.recompute };
   const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
                                        .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = 4096, .layer = layer };
@@ -456,6 +459,22 @@ static void training_batch(int64_t step, int32_t *order) {
         batch.x[(b * longest + i) * data.k + c] = batch.targets[(b * longest + i) * data.k + c] = NAN;
     }
   }
+}
+
+/* Of the batch this rank's sequences, or its rows of each; lengths stay those of whole sequences. */
+static void own_part(void) {
+  const portion rows = rank_part(LUNA_PARALLEL_DATA, batch.rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, batch.n);
+  const size_t numbers = (size_t)(cut.count * data.k) * sizeof(float);
+  const int64_t per = steps_have_labels() ? cut.count : 1; /* labels of a sequence */
+  for (int64_t b = 0; b < rows.count; b++) {               /* what moves, moves down */
+    const int64_t from = (rows.first + b) * batch.n + cut.first;
+    memmove(batch.x + b * cut.count * data.k, batch.x + from * data.k, numbers);
+    memmove(batch.targets + b * cut.count * data.k, batch.targets + from * data.k, numbers);
+    memmove(batch.labels + b * per, batch.labels + (steps_have_labels() ? from : rows.first + b),
+            (size_t)per * sizeof(int32_t));
+    batch.lengths[b] = batch.lengths[rows.first + b];
+  }
+  batch.rows = rows.count, batch.n = cut.count;
 }
 
 static luna_tensor *loss_of(luna_tensor *y) {
@@ -638,16 +657,26 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   progress_start(&bar, 0);
   while (adam && bar.step < set.steps && !interrupted) {
     training_batch(bar.step, order);
+    own_part();
     luna_begin_step(ctx);
     luna_input input = batch_input();
     luna_tensor *loss = loss_of(run(&input));
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return free(order), failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(batch.rows * batch.n));
+    progress_step(&bar, (double)luna_item(loss), (double)(batch.rows * batch.n * ranks.ranks));
   }
   progress_end(&bar);
   free(order);
   return !adam ? failed(ctx) : bar.step ? 0 : fail("stopped before the first step: nothing learnt, nothing written");
+}
+
+/* On several ranks the first one measures alone, in a context that has no others. */
+static int score_held(luna_ctx *ctx, luna_params *params) {
+  luna_ctx *alone = ranks.ranks == 1 ? ctx : luna_open(&(luna_options){ .threads = (int)set.threads });
+  int status = alone != ctx && make_model(luna_params_share(alone, params)) != LUNA_OK ? failed(alone) : 0;
+  if (!status) status = print_score(alone, data.training, data.count, "on what was not learnt from: ");
+  if (alone != ctx) luna_close(alone);
+  return status;
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -671,11 +700,11 @@ static int train(luna_ctx *ctx, const char **words) {
          (long long)data.k, (int)label_count, (long long)luna_params_element_count(params));
   fflush(stdout);
   if (learn(ctx, params)) return 2;
+  if (ranks.rank > 0) return 0;
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);
   if (own.per_step && !data.csv) join(data.training);
-  if (data.count > data.training && print_score(ctx, data.training, data.count, "on what was not learnt from: "))
-    return 2;
+  if (data.count > data.training && score_held(ctx, params)) return 2;
   return plot(&bar, words[0]);
 }
 

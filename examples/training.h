@@ -1,16 +1,20 @@
 /* training.h: what training needs besides its loop: a progress line, a plot of the loss, checkpoints to go on from.
    example.h includes it.
 
-     static progress bar;                                       large: not for the stack
-     progress_start(&bar, 0);                                   from here Ctrl-C sets `interrupted`
+     static progress bar;                             large: not for the stack
+     progress_start(&bar, 0);                         from here Ctrl-C sets `interrupted`
      while (bar.step < set.steps && !interrupted) {
-       if (progress_due(&bar)) { double since = seconds(); ...; progress_validated(&bar, since, loss); }      or without this line
+       if (progress_due(&bar)) {                      where there is something to validate on
+         double since = seconds();
+         ...
+         progress_validated(&bar, since, loss);
+       }
        ...
        progress_step(&bar, luna_item(loss), tokens);
      }
-     progress_end(&bar);                                        then the last validation, in the same way
-     ...                                                        luna_save to set.out
-     return plot(&bar, words[0]);                               draws the loss in set.plot, if there is one */
+     progress_end(&bar);                              then the last validation, in the same way
+     ...                                              luna_save to set.out
+     return plot(&bar, words[0]);                     draws the loss in set.plot, if there is one */
 
 /* ---- progress and the plot of the loss --------------------------------------------------------------------------- */
 
@@ -141,20 +145,25 @@ TOOL int plot(const progress *p, const char *title) {
   char *beside = (char *)malloc(strlen(set.plot) + 7);
   FILE *f = beside ? fopen(strcat(strcpy(beside, set.plot), ".probe"), "wb") : NULL;
   if (!f) return free(beside), fail("cannot write %s: %s", set.plot, strerror(errno));
-  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
+  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 400\" width=\"720\" height=\"400\" "
+             "font-family=\"sans-serif\" font-size=\"12\" fill=\"#444\">\n"
              "<rect width=\"720\" height=\"400\" fill=\"#fff\"/>\n<text x=\"60\" y=\"28\" font-size=\"15\">%s: ",
-                 program);
+          program);
   for (; *title; title++) fputc(*title < 32 || *title > 126 || strchr("<>&", *title) ? '?' : *title, f);
-  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n<text x=\"54\" y=\"36\" text-anchor=\"end\">loss</text>\n");
+  fprintf(f, "</text>\n<text x=\"380\" y=\"392\" text-anchor=\"middle\">step</text>\n"
+             "<text x=\"54\" y=\"36\" text-anchor=\"end\">loss</text>\n");
   for (double v = x.low; v < x.high + x.tick / 2; v += x.tick)
-    fprintf(f, "<path d=\"M%.1f 350V50\" stroke=\"#eee\"/><text x=\"%.1f\" y=\"368\" text-anchor=\"middle\">%g</text>\n", X(v), X(v), v);
+    fprintf(f, "<path d=\"M%.1f 350V50\" stroke=\"#eee\"/>"
+               "<text x=\"%.1f\" y=\"368\" text-anchor=\"middle\">%g</text>\n", X(v), X(v), v);
   for (double v = y.low; v < y.high + y.tick / 2; v += y.tick)
     fprintf(f, "<path d=\"M60 %.1fH700\" stroke=\"#eee\"/><text x=\"54\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n",
             Y(v), Y(v) + 4, fabs(v) < y.tick / 2 ? 0 : v);
   for (int l = 0; l < 2; l++) {
     const curve *c = lines[l].c;
     if (c->count == 0) continue;
-    fprintf(f, "<text x=\"%d\" y=\"28\" fill=\"%s\">%s</text>\n<g fill=\"none\" stroke=\"%s\" stroke-linejoin=\"round\">\n", 540 + 90 * l, lines[l].colour, lines[l].name, lines[l].colour);
+    fprintf(f, "<text x=\"%d\" y=\"28\" fill=\"%s\">%s</text>\n"
+               "<g fill=\"none\" stroke=\"%s\" stroke-linejoin=\"round\">\n",
+            540 + 90 * l, lines[l].colour, lines[l].name, lines[l].colour);
     /* training: the points pale, their running mean above them */
     for (int smooth = l; smooth < 2; smooth++) {
       fprintf(f, "<polyline stroke-width=\"%s\" points=\"", smooth ? "1.8" : "1\" opacity=\"0.3");
@@ -182,7 +191,7 @@ TOOL int plot(const progress *p, const char *title) {
 /* Flags that say how a training goes: all numbers of `train` but those that change no bit of the result. */
 TOOL bool shapes_training(const flag *f) {
   return !f->text && strchr(f->commands, 't') && f->whole != &set.threads && f->whole != &set.parallel &&
-      f->whole != &set.save_every;
+      f->whole != &set.recompute && f->whole != &set.save_every;
 }
 
 /* Puts these flags and `step` in the set's text pairs, so that luna_save_training() writes them too. */

@@ -2,9 +2,10 @@
 
      cc -O2 -I. examples/translate.c -o translate -lm -lpthread
 
-     translate train SOURCE TARGET [--out M] [--plot SVG] ...    learns from two files whose lines belong together, or from one, PAIRS.tsv
-     translate eval M SOURCE TARGET [--beam B]                   BLEU-4 of its translations, words split as mteval-v13a does
-     translate run M [--beam B] <LINES                           a translation a line
+     translate train SOURCE TARGET [--out M] [--plot SVG] ...
+       learns from two files whose lines belong together, or from one, PAIRS.tsv
+     translate eval M SOURCE TARGET [--beam B]    BLEU-4 of its translations, words split as mteval-v13a does
+     translate run M [--beam B] <LINES            a translation a line
 
    Multi30k, 29,000 pairs: translate train train.en train.de, half an hour of processor time; eval, seconds: BLEU 31.
    Ctrl-C ends the training early and keeps what has been learnt. The vocabulary lies in the checkpoint: M is all one

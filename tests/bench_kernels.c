@@ -117,10 +117,10 @@ int main(int argc, char **argv) {
   bench_start(argc, argv);
   bench_budget = 0.25;
   a = floats(4096 * 2048), b = floats(4096 * 2048), c = floats(4096 * 2048), scratch = floats(SCRATCH / sizeof(float));
-  printf("%s: %.1f GFLOP/s of multiply-add on one core, %.1f on two; reads %.0f GB/s of 256 KB, %.0f of 4 MB, %.0f of 64 MB\n", luna_isa_name(best),
+  printf("%s: %.1f GFLOP/s of multiply-add on one core, %.1f on two; reads %.0f GB/s of 256 KB, %.0f of 4 MB, "
+         "%.0f of 64 MB\n", luna_isa_name(best),
          1e-9 * bench_peak(best, 1), 1e-9 * bench_peak(best, 2), 1e-9 * bench_read(a, 1 << 16, 512),
-             1e-9 * bench_read(a, 1 << 20, 32),
-         1e-9 * bench_read(a, 4096 * 2048, 4));
+         1e-9 * bench_read(a, 1 << 20, 32), 1e-9 * bench_read(a, 4096 * 2048, 4));
   for (int i = 0; i < 2; i++) {
     const luna_isa isa = i == 0 ? best : LUNA_ISA_AVX2;
     if (i && (best != LUNA_ISA_AVX512)) break;

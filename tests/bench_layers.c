@@ -90,8 +90,8 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
   }
   bench_cases(c, count);
   if (threads > 1)
-    printf("    the second thread: forward %.2f, training %.2f times one; a word there and back took %.0f ns before, %.0f after\n", c[0].seconds / c[1].seconds,
-           c[2].seconds / c[3].seconds, trip, bench_round_trip());
+    printf("    the second thread: forward %.2f, training %.2f times one; a word there and back took %.0f ns before, "
+           "%.0f after\n", c[0].seconds / c[1].seconds, c[2].seconds / c[3].seconds, trip, bench_round_trip());
   for (i = 0; i < 4; i++)
     if (i % 2 == 0 || threads > 1) luna_close(b[i].ctx);
 }

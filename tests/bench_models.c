@@ -212,10 +212,11 @@ static void transformer_rows(void) {
       bytes[j] = activation_bytes(&b[j]);
       model_close(&b[j]);
     }
-    printf("    Luna takes %.2f of the activations' bytes (%.2f computed, were the scores stored), and is %.2f times as fast (2.2 to 4.9 at 1K to 4K by\n"
+    printf("    Luna takes %.2f of the activations' bytes (%.2f computed, were the scores stored), and is %.2f times "
+           "as fast (2.2 to 4.9 at 1K to 4K by\n"
            "    the attentions' flops: here %.1f; the paper's Table 2, against stored scores: %.1f)\n",
            bytes[0] / bytes[1], bytes[0] / (bytes[1] + 4.0 * LAYERS * HEADS * (double)(n * n)),
-               c[1].seconds / c[0].seconds, flop_ratio[i], paper[i]);
+           c[1].seconds / c[0].seconds, flop_ratio[i], paper[i]);
   }
 }
 

@@ -357,9 +357,8 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
       for (int o = 0; o < 6; o++)
         causality_try(&c, f, rows[r], odd[o], false), causality_try(&c, f, rows[r], odd[o], true);
   CHECK(c.wrong == 0 && c.lost == 0,
-        "%s: causality of %d rows, dim %d, slots %d%s: %d times what is before or beside a token changed, %d times a NaN was lost",
-          kernels_name, (int)n, (int)d,
-        (int)l, tiny ? ", tiny values" : "", c.wrong, c.lost);
+        "%s: causality of %d rows, dim %d, slots %d%s: %d times what is before or beside a token changed, %d times a "
+        "NaN was lost", kernels_name, (int)n, (int)d, (int)l, tiny ? ", tiny values" : "", c.wrong, c.lost);
   float *grads[4] = {zeros(c.u.dims), zeros(c.u.dims), zeros(c.u.dims), zeros(c.u.slots)};
   /* backward too must come to its end */
   c.u.q[n / 2 * d] = (float)NAN, c.u.v[n / 3 * d] = (float)INFINITY, c.u.s[n / 4 * l] = 1e38f;

@@ -32,7 +32,7 @@ static luna_tensor *run_product(net *m, luna_tensor *x) {
 static luna_tensor *run_convolution(net *m, luna_tensor *x) { return luna_short_convolution(x, m->kernel, NULL); }
 static luna_tensor *run_nested(net *m, luna_tensor *x) {
   (void)m;
-  return luna_causal_nested_attention(x, x, x, x, HEADS, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0);
+  return luna_causal_nested_attention(x, x, x, x, &(luna_causal_nested_config){.heads = HEADS});
 }
 static luna_tensor *run_layer_attention(net *m, luna_tensor *x) {
   return luna_causal_attention_layer_forward(&m->attention, x, m->memory, NULL);

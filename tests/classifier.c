@@ -79,10 +79,9 @@ static double *hand_features(classifier *c, const int32_t *tokens, const int32_t
   const int64_t slots = memory && p ? p->shape[1] : 0, rows = memory ? slots : n;
   float *x = values_of(c->ctx, memory ? p : tx, "luna_encoder_forward");
   for (int64_t b = 0; b < batch; b++) {
-    const int64_t length = lengths ? lengths[b] : n, count = pooling == LUNA_POOLING_CLS                             ? 1
-                                                             : pooling == LUNA_POOLING_MEMORY_BATCH ||
-                                                                 length > rows ? rows
-                                                                                                                  : length;
+    const int64_t length = lengths ? lengths[b] : n;
+    const bool all = pooling == LUNA_POOLING_MEMORY_BATCH || length > rows;
+    const int64_t count = pooling == LUNA_POOLING_CLS ? 1 : all ? rows : length;
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < DIM; j++) f[b * DIM + j] += (double)x[(b * rows + i) * DIM + j] / (double)count;
   }

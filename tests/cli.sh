@@ -154,6 +154,26 @@ lm train text --out b.safetensors --plot b.svg --profile b.json --steps 40 $smal
 check "with a point for the start, each tenth and the end" [ "$(tags b.svg circle)" = 11 ]
 check "the time of each op is written" grep -q '"op": "FEED_FORWARD", "pass": "backward"' b.json
 rm -f b.safetensors b.svg b.json
+# ---- what backward computes again
+deep="$small --layers 3 --window 256 --ffn 128 --steps 30 --dropout 0.1"
+losses() { sed -n 's/^\(step.*\) [0-9.]*k tokens.*/\1/p; s/.*validation loss/validation loss/p' out; }
+peak() { sed -n 's/.* s and \([0-9.]*\) MB, .*/\1/p' "$1"; }
+lm train text --out b.safetensors $deep
+losses >kept && cp out kept.out
+for what in ffn layer; do
+  check "--recompute $what trains" lm train text --out c.safetensors --recompute $what $deep
+  losses >again
+  check "with the same losses" [ "$(cat kept)" = "$(cat again)" ]
+  check "in less memory: $(peak kept.out) MB, then $(peak out)" awk "BEGIN { exit !($(peak out) < 0.9 * $(peak kept.out)) }"
+  lm eval b.safetensors text && sed 's/^.*text: //' out >first
+  lm eval c.safetensors text && sed 's/^.*text: //' out >second
+  check "the same weights" same first second
+done
+check "a training that goes on may compute again" lm train text --resume middle.safetensors --out b.safetensors --recompute ffn
+lm eval b.safetensors text && sed 's/^.*text: //' out >first
+lm eval whole.safetensors text && sed 's/^.*text: //' out >second
+check "to the same weights" same first second
+rm -f b.safetensors c.safetensors
 refuses "has made all its 1500 steps" train text --resume on.safetensors
 refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
 refuses "was 4 in the training of middle.safetensors" train text --resume middle.safetensors --batch 8

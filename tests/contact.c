@@ -290,7 +290,8 @@ static void check_inputs(void) {
   const luna_input features = { .features = x, .batch = 2, .n = N }, tokens = { .tokens = good, .batch = 2, .n = N },
                    outside = { .tokens = bad, .batch = 2, .n = N }, longer = { .tokens = good, .batch = 1, .n = N + 1 },
                    ragged = { .tokens = good, .lengths = lengths, .batch = 2, .n = N };
-#define FAILS(call, ...) (luna_begin_inference(ctx), CHECK((call) == NULL, "%s succeeds", #call), SAYS(ctx, __VA_ARGS__))
+#define FAILS(call, ...) \
+  (luna_begin_inference(ctx), CHECK((call) == NULL, "%s succeeds", #call), SAYS(ctx, __VA_ARGS__))
   FAILS(luna_lm_forward(&lm, &features), "luna_lm_forward: ", "input.tokens", "in place of features");
   FAILS(luna_lm_loss(&lm, &features, labels), "luna_lm_loss: ", "input.tokens");
   FAILS(luna_classifier_forward(&classifier, &features), "luna_classifier_forward: ", "input.tokens");

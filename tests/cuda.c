@@ -197,7 +197,8 @@ static void check_stream_graphs(void) {
   without.backend = &table;
   for (int kind = 0; kind < 3; kind++) {
     device_models m[2];
-    if (device_models_open(&m[0], &without, kind) & device_models_open(&m[1], &cuda, kind)) {
+    const bool one = device_models_open(&m[0], &without, kind), two = device_models_open(&m[1], &cuda, kind);
+    if (one && two) {
       const int64_t batch = m[0].config.batch, row = batch * STREAM_VOCAB;
       int32_t *tokens = common_tokens(batch * TOKENS, 7, STREAM_VOCAB);
       luna_stream *s[2] = {device_stream(&m[0], 1), device_stream(&m[1], 1)};

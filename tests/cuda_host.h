@@ -11,35 +11,42 @@
    Kernels start by LUNACU_START(kernel, ...), whose value is CUDA's error; luna_cuda.cuh's LUNACU_LAUNCH is made of it.
 
    VOCABULARY
-     Kernels      __global__ __device__ __host__ __constant__ __forceinline__ __launch_bounds__ LUNACU_UNROLL, threadIdx blockIdx blockDim gridDim
-                  warpSize, LUNACU_START((kernel<a, b>), grid, block, shared bytes, stream, arguments...)
-     Shared       LUNACU_SHARED(type, name, count), LUNACU_DYNAMIC_SHARED(type, name), lunacu_shared<type> for a pointer, lunacu_cast<type>(pointer).
-                  Elements are of 4 or 8 bytes; before several are moved as one: cuda_host_wide(pointer, bytes).
-                  Never `auto x = p[i]`: p[i] is a reference that reads when its value is used.
-     Meeting      __syncthreads, __syncthreads_or _and _count, __syncwarp, __shfl_sync, __shfl_xor_sync, __shfl_up_sync, __shfl_down_sync,
-                  __ballot_sync, __any_sync, __all_sync
-     Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches of float32
-     cuda_host    what a test turns (devices, seed, failures) and reads (counters, errors, the first message); cuda_host_reset() after a fault
+     Kernels      __global__ __device__ __host__ __constant__ __forceinline__ __launch_bounds__ LUNACU_UNROLL, threadIdx
+                  blockIdx blockDim gridDim warpSize, LUNACU_START((kernel<a, b>), grid, block, shared bytes, stream,
+                  arguments...)
+     Shared       LUNACU_SHARED(type, name, count), LUNACU_DYNAMIC_SHARED(type, name), lunacu_shared<type> for a
+                  pointer, lunacu_cast<type>(pointer). Elements are of 4 or 8 bytes; before several are moved as one:
+                  cuda_host_wide(pointer, bytes). Never `auto x = p[i]`: p[i] is a reference that reads when its value
+                  is used.
+     Meeting      __syncthreads, __syncthreads_or _and _count, __syncwarp, __shfl_sync, __shfl_xor_sync, __shfl_up_sync,
+                  __shfl_down_sync, __ballot_sync, __any_sync, __all_sync
+     Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches
+                  of float32
+     cuda_host    what a test turns (devices, seed, failures) and reads (counters, errors, the first message);
+                  cuda_host_reset() after a fault
 
    WHAT IT CHECKS. Each finding is one line on stderr and counts in cuda_host.errors; a kernel's finding abandons that
    launch.
-     Meeting      All live threads of the block, or all lanes of the mask, must come to the same line; a thread that returned or waits elsewhere, a
-                  lane outside its own mask, a shuffle from a lane that does not take part are errors.
-     Shared       Filled with NaN bits for every block; every access is checked for bounds and alignment. With cuda_host.debug every word remembers
-                  who wrote and read it: reading what nobody wrote, and two threads of which one writes with no barrier
-                  between, are errors. Barriers are __syncthreads and, within a warp, a full __syncwarp. Shuffles and
-                  votes order no memory, as CUDA's manual says.
+     Meeting      All live threads of the block, or all lanes of the mask, must come to the same line; a thread that
+                  returned or waits elsewhere, a lane outside its own mask, a shuffle from a lane that does not take
+                  part are errors.
+     Shared       Filled with NaN bits for every block; every access is checked for bounds and alignment. With
+                  cuda_host.debug every word remembers who wrote and read it: reading what nobody wrote, and two threads
+                  of which one writes with no barrier between, are errors. Barriers are __syncthreads and, within a
+                  warp, a full __syncwarp. Shuffles and votes order no memory, as CUDA's manual says.
      Copies       Of device memory to itself, they must not overlap.
-     Global       Device memory is a separate region, closed while host code runs: touching it there ends the program. New memory and freed memory is
-                  NaN bits. 256 bytes before and after each allocation are watched; with the address sanitizer they are
-                  poisoned. A kernel given a pointer, alone or (by g++) inside a struct, to pageable host memory or to
-                  freed memory is an error. A wild access is a sticky fault.
-     Order        Blocks run one at a time in random order over the grid, threads in random order from meeting to meeting, streams in random order
-                  where nothing orders them. Results that change with cuda_host.seed are races.
-     Streams      Nothing runs before the host waits: stream, device and event synchronise, cudaMemcpy, cudaFree, a copy to pageable memory. A query
-                  runs one piece of work. So a host that forgets to wait sees old data.
-     Capture      What may not happen in global capture mode is an error that spoils the capture. A copy from or to pageable memory is a trap in a
-                  graph, and an error as well. A capture is of one stream: work cannot fork to others.
+     Global       Device memory is a separate region, closed while host code runs: touching it there ends the program.
+                  New memory and freed memory is NaN bits. 256 bytes before and after each allocation are watched; with
+                  the address sanitizer they are poisoned. A kernel given a pointer, alone or (by g++) inside a struct,
+                  to pageable host memory or to freed memory is an error. A wild access is a sticky fault.
+     Order        Blocks run one at a time in random order over the grid, threads in random order from meeting to
+                  meeting, streams in random order where nothing orders them. Results that change with cuda_host.seed
+                  are races.
+     Streams      Nothing runs before the host waits: stream, device and event synchronise, cudaMemcpy, cudaFree, a copy
+                  to pageable memory. A query runs one piece of work. So a host that forgets to wait sees old data.
+     Capture      What may not happen in global capture mode is an error that spoils the capture. A copy from or to
+                  pageable memory is a trap in a graph, and an error as well. A capture is of one stream: work cannot
+                  fork to others.
      Launches     Limits of grid, block and shared memory as on the GPU of cuda_host.major and minor.
      Devices      With cuda_host.devices > 1 errors are: a launch, fill or product while another device than that of its
                   stream or handle is current, memory of another device given to one, an event recorded in another
@@ -225,14 +232,17 @@ inline void prepare_stack(context &c, char *stack, size_t size, void (*entry)())
 struct context { void *sp; };
 extern "C" void cuda_host_switch(void **from, void *to) __asm__("cuda_host_switch");
 #if defined(__x86_64__)
-__asm__(".text\n.p2align 4\ncuda_host_switch:\n push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
+__asm__(".text\n.p2align 4\ncuda_host_switch:\n"
+        " push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
         " pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
 enum { ENTRY_WORD = 6, FRAME_WORDS = 8 };             /* r15 .. rbp, where to return, and no caller */
 #else
-__asm__(".text\n.p2align 4\ncuda_host_switch:\n stp x19, x20, [sp, #-160]!\n stp x21, x22, [sp, #16]\n stp x23, x24, [sp, #32]\n stp x25, x26, [sp, #48]\n"
-        " stp x27, x28, [sp, #64]\n stp x29, x30, [sp, #80]\n stp d8, d9, [sp, #96]\n stp d10, d11, [sp, #112]\n stp d12, d13, [sp, #128]\n"
-        " stp d14, d15, [sp, #144]\n mov x9, sp\n str x9, [x0]\n mov sp, x1\n ldp x21, x22, [sp, #16]\n ldp x23, x24, [sp, #32]\n ldp x25, x26, [sp, #48]\n"
-        " ldp x27, x28, [sp, #64]\n ldp x29, x30, [sp, #80]\n ldp d8, d9, [sp, #96]\n ldp d10, d11, [sp, #112]\n ldp d12, d13, [sp, #128]\n"
+__asm__(".text\n.p2align 4\ncuda_host_switch:\n"
+        " stp x19, x20, [sp, #-160]!\n stp x21, x22, [sp, #16]\n stp x23, x24, [sp, #32]\n stp x25, x26, [sp, #48]\n"
+        " stp x27, x28, [sp, #64]\n stp x29, x30, [sp, #80]\n stp d8, d9, [sp, #96]\n stp d10, d11, [sp, #112]\n"
+        " stp d12, d13, [sp, #128]\n stp d14, d15, [sp, #144]\n mov x9, sp\n str x9, [x0]\n mov sp, x1\n"
+        " ldp x21, x22, [sp, #16]\n ldp x23, x24, [sp, #32]\n ldp x25, x26, [sp, #48]\n ldp x27, x28, [sp, #64]\n"
+        " ldp x29, x30, [sp, #80]\n ldp d8, d9, [sp, #96]\n ldp d10, d11, [sp, #112]\n ldp d12, d13, [sp, #128]\n"
         " ldp d14, d15, [sp, #144]\n ldp x19, x20, [sp], #160\n ret\n");
 /* x19 .. x28, x29, x30 = where to return, d8 .. d15 */
 enum { ENTRY_WORD = 11, FRAME_WORDS = 20 };
@@ -544,7 +554,8 @@ inline void abandon() {                      /* never comes back: the scheduler 
   context nowhere;
   switch_stack(nowhere, m.scheduler);
 }
-#define CUDA_HOST_FAIL(file, line, ...) (cudahost::report(cudahost::m.current, file, line, __VA_ARGS__), cudahost::abandon())
+#define CUDA_HOST_FAIL(file, line, ...) \
+  (cudahost::report(cudahost::m.current, file, line, __VA_ARGS__), cudahost::abandon())
 
 inline void thread_returns() {
   const int t = m.current;
@@ -1278,7 +1289,11 @@ inline void cuda_host_reset() {
 /* ---------------------------------------------------------------------------------------------------------------------
    >>runtime
    ------------------------------------------------------------------------------------------------------------------ */
-#define CUDA_HOST_BEGIN(how) do { const cudaError_t begun_ = cudahost::how(); if (begun_ != cudaSuccess) return cudahost::fail(begun_); } while (0)
+#define CUDA_HOST_BEGIN(how) \
+  do { \
+    const cudaError_t begun_ = cudahost::how(); \
+    if (begun_ != cudaSuccess) return cudahost::fail(begun_); \
+  } while (0)
 #define CUDA_HOST_NEED(condition, error) do { if (!(condition)) return cudahost::fail(error); } while (0)
 
 inline cudaError_t cudaGetLastError() {
@@ -1712,13 +1727,15 @@ inline cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void *workspace, size
   return CUBLAS_STATUS_SUCCESS;
 }
 inline cublasStatus_t cublasSetMathMode(cublasHandle_t h, cublasMath_t mode) {
-  if (!h) return CUBLAS_STATUS_NOT_INITIALIZED; h->math = mode; return CUBLAS_STATUS_SUCCESS;
+  if (h) h->math = mode;
+  return h ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
 }
 inline cublasStatus_t cublasSetAtomicsMode(cublasHandle_t h, cublasAtomicsMode_t) {
   return h ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
 }
 inline cublasStatus_t cublasSetPointerMode(cublasHandle_t h, cublasPointerMode_t mode) {
-  if (!h) return CUBLAS_STATUS_NOT_INITIALIZED; h->pointers = mode; return CUBLAS_STATUS_SUCCESS;
+  if (h) h->pointers = mode;
+  return h ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_INITIALIZED;
 }
 inline cublasStatus_t cublasGetVersion(cublasHandle_t, int *version) {
   *version = 120400; return CUBLAS_STATUS_SUCCESS;
@@ -1889,8 +1906,11 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 template <class T> T __ldg(const T *p) { return *p; }
-#define CUDA_HOST_MIN_MAX(T) inline T min(T a, T b) { return b < a ? b : a; } inline T max(T a, T b) { return a < b ? b : a; }
-CUDA_HOST_MIN_MAX(int) CUDA_HOST_MIN_MAX(unsigned) CUDA_HOST_MIN_MAX(long) CUDA_HOST_MIN_MAX(unsigned long) CUDA_HOST_MIN_MAX(long long) CUDA_HOST_MIN_MAX(unsigned long long)
+#define CUDA_HOST_MIN_MAX(T) \
+  inline T min(T a, T b) { return b < a ? b : a; } \
+  inline T max(T a, T b) { return a < b ? b : a; }
+CUDA_HOST_MIN_MAX(int) CUDA_HOST_MIN_MAX(unsigned) CUDA_HOST_MIN_MAX(long) CUDA_HOST_MIN_MAX(unsigned long)
+CUDA_HOST_MIN_MAX(long long) CUDA_HOST_MIN_MAX(unsigned long long)
 inline float min(float a, float b) { return fminf(a, b); }           /* a NaN loses, as on the GPU */
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
@@ -1914,12 +1934,14 @@ inline long long clock64() { static long long ticks; return ++ticks; }
 #define LUNACU_SHARED(type, name, count) \
   static cudahost::array name##_place; \
   const lunacu_shared<type> name = cudahost::place<type>(name##_place, count, #name, __FILE__, __LINE__)
-#define LUNACU_DYNAMIC_SHARED(type, name) const lunacu_shared<type> name = cudahost::place_dynamic<type>(#name, __FILE__, __LINE__)
+#define LUNACU_DYNAMIC_SHARED(type, name) \
+  const lunacu_shared<type> name = cudahost::place_dynamic<type>(#name, __FILE__, __LINE__)
 
 #define CUDA_HOST_HERE (cudahost::here{__FILE__, __LINE__})
 #define __syncthreads() ((void)CUDA_HOST_HERE.block("__syncthreads"))
 #define __syncthreads_or(predicate) ((int)(CUDA_HOST_HERE.block("__syncthreads_or", predicate) > 0))
-#define __syncthreads_and(predicate) ((int)(CUDA_HOST_HERE.block("__syncthreads_and", predicate) == cudahost::m.threads))
+#define __syncthreads_and(predicate) \
+  ((int)(CUDA_HOST_HERE.block("__syncthreads_and", predicate) == cudahost::m.threads))
 #define __syncthreads_count(predicate) (CUDA_HOST_HERE.block("__syncthreads_count", predicate))
 #define __syncwarp(...) (CUDA_HOST_HERE.warp_barrier(__VA_ARGS__))
 #define __shfl_sync(...) (CUDA_HOST_HERE.shuffle(__VA_ARGS__))

@@ -82,7 +82,8 @@ FAR_ENTRY(zero, (luna_ctx *ctx, void *at, size_t bytes), (ctx, at, bytes), at)
 FAR_ENTRY(begin, (luna_ctx *ctx, luna_step_state *state, bool training, bool stepped), (ctx, state, training, stepped),
           state)
 FAR_ENTRY(check, (luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state), (ctx, loss, state), state)
-#define FAR_PARTS (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count)
+#define FAR_PARTS \
+  (luna_ctx *ctx, const luna_rule *rule, const luna_update *parts, const luna_update *table, int64_t count)
 FAR_ENTRY(norm, FAR_PARTS, (ctx, rule, parts, table, count), rule->state)
 FAR_ENTRY(update, FAR_PARTS, (ctx, rule, ((void)parts, table), table, count), table)
 

@@ -129,11 +129,12 @@ static void check_elementwise(int64_t n) {
   x[1][0] = -0.5f, x[2][0] = 0.75f;    /* a single low and high */
   for (int kind = LUNA_OP_ADD; kind <= LUNA_OP_CLAMP; kind++)
     for (int form = 0; form < 8; form++) {
-      const int64_t step[3] = {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1};
+      const lunai_each e = {kind, n, {x[0], x[1], x[2]}, {form & 1 ? 0 : 1, form & 2 ? 0 : 1, form & 4 ? 0 : 1}};
+      const int64_t *step = e.step;
       float *y = zeros(n), *other = copied(before, n);
       const char *name = each_name[kind - LUNA_OP_ADD];
       int wrong = 0;
-      kernels->elementwise(kind, (const float *const *)x, step, n, y);
+      kernels->elementwise(&e, y);
       for (int64_t i = 0; i < n; i++) {
         const float want = (float)each_exact(kind, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
                                              (double)x[2][i * step[2]]);
@@ -143,9 +144,9 @@ static void check_elementwise(int64_t n) {
       for (int input = 0; input < 3; input++) {
         if (!(inputs[kind - LUNA_OP_ADD] >> input & 1)) continue;
         double worst = 0;
-        kernels->elementwise_slope(kind, input, (const float *const *)x, step, n, dy, y, false);
+        kernels->elementwise_slope(&e, input, dy, y, false);
         memcpy(other, before, (size_t)n * sizeof *other);
-        kernels->elementwise_slope(kind, input, (const float *const *)x, step, n, dy, other, true);
+        kernels->elementwise_slope(&e, input, dy, other, true);
         for (int64_t i = 0; i < n; i++) {
           const double want = each_slope(kind, input, (double)x[0][i * step[0]], (double)x[1][i * step[1]],
                                          (double)x[2][i * step[2]], (double)dy[i]);
@@ -241,9 +242,9 @@ static normed norm_exact(int64_t rows, int64_t n, const float *x) {
   }
   return e;
 }
-static void check_norm_backward(int64_t rows, int64_t n, const float *x, const normed *e, const float *weight,
-                                const float *mean,
-                                const float *rstd, double back) {
+static void check_norm_backward(lunai_layer_norm a, const normed *e, double back) {
+  const int64_t rows = a.rows, n = a.n;
+  const float *weight = a.weight;
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1);
   double *want = doubles(rows * n);
   for (int64_t r = 0; r < rows; r++) {
@@ -258,17 +259,18 @@ static void check_norm_backward(int64_t rows, int64_t n, const float *x, const n
     }
   }
   float *start = copied(dx, rows * n);
-  kernels->layer_norm_backward(false, rows, n, x, weight, mean, rstd, dy, dx, true);
+  a.dy = dy, a.dx = dx, a.add = true;
+  kernels->layer_norm_backward(&a);
   if (n > 2) near("layer_norm_backward", n, rows * n, dx, want, back);
   for (int64_t i = 0; i < rows * n; i++) want[i] -= (double)start[i], dx[i] = (float)NAN;
-  kernels->layer_norm_backward(false, rows, n, x, weight, mean, rstd, dy, dx, false);
+  a.add = false;
+  kernels->layer_norm_backward(&a);
   if (n > 2) near("layer_norm_backward, set", n, rows * n, dx, want, back);
   release(dy), release(dx), release(start), free(want);
 }
 /* column sums: any split of the columns gives the same bits */
-static void check_norm_weights(int64_t rows, int64_t n, const float *x, const normed *e, const float *mean,
-                               const float *rstd,
-                               double back) {
+static void check_norm_weights(lunai_layer_norm a, const normed *e, double back) {
+  const int64_t rows = a.rows, n = a.n;
   float *dy = random_floats(rows * n, 1), *dw = random_floats(n, 1), *db = random_floats(n, 1), *dw1 = copied(dw, n),
       *db1 = copied(db, n);
   double *want_w = doubles(n), *want_b = doubles(n);
@@ -278,34 +280,46 @@ static void check_norm_weights(int64_t rows, int64_t n, const float *x, const no
     for (int64_t r = 0; r < rows; r++)
       want_w[i] += (double)dy[r * n + i] * e->hat[r * n + i], want_b[i] += (double)dy[r * n + i];
   }
-  kernels->layer_norm_weights(rows, n, 0, n, x, mean, rstd, dy, dw, db);
+  a.dy = dy, a.dweight = dw, a.dbias = db;
+  kernels->layer_norm_weights(&a, 0, n);
   near("layer_norm_weights", n, n, dw, want_w, 2 * back + 2e-8 * (double)rows);
   near("layer_norm_weights, bias", n, n, db, want_b, 1e-6 + 2e-8 * (double)rows);
-  kernels->layer_norm_weights(rows, n, 0, cut, x, mean, rstd, dy, dw1, NULL);
-  kernels->layer_norm_weights(rows, n, cut, cut2, x, mean, rstd, dy, dw1, NULL);
-  kernels->layer_norm_weights(rows, n, cut2, n, x, mean, rstd, dy, dw1, NULL);
-  for (int64_t i = n; i-- > 0;) kernels->layer_norm_weights(rows, n, i, i + 1, x, mean, rstd, dy, NULL, db1);
+  a.dweight = dw1, a.dbias = NULL;
+  kernels->layer_norm_weights(&a, 0, cut);
+  kernels->layer_norm_weights(&a, cut, cut2);
+  kernels->layer_norm_weights(&a, cut2, n);
+  a.dweight = NULL, a.dbias = db1;
+  for (int64_t i = n; i-- > 0;) kernels->layer_norm_weights(&a, i, i + 1);
   equal("layer_norm_weights in pieces", n, dw, dw1, n);
   equal("layer_norm_weights, bias, in pieces", n, db, db1, n);
   release(dy), release(dw), release(db), release(dw1), release(db1), free(want_w), free(want_b);
+}
+static lunai_layer_norm norm_of(bool rms, int64_t rows, int64_t n, const float *x, float *y) {
+  lunai_layer_norm a;
+  memset(&a, 0, sizeof a);
+  a.rms = rms, a.epsilon = 1e-5f, a.rows = rows, a.n = n, a.x = x, a.y = y;
+  return a;
 }
 static void check_norm(int64_t rows, int64_t n, double shift) {
   float *x = random_floats(rows * n, 2), *weight = random_floats(n, 1), *bias = random_floats(n, 1),
       *y = zeros(rows * n), *mean = zeros(rows), *rstd = zeros(rows);
   double *want = doubles(rows * n);
   const double back = shift > 0 ? 1e-3 : 2e-6;
+  lunai_layer_norm a = norm_of(false, rows, n, x, y);
   for (int64_t i = 0; i < rows * n; i++) x[i] = (float)((double)x[i] + shift);
   normed e = norm_exact(rows, n, x);
   for (int without = 3; without >= 0; without--) { /* weight, bias, mean and rstd may be null */
-    const float *w = without & 1 ? NULL : weight, *b = without & 2 ? NULL : bias;
+    const float *w = a.weight = without & 1 ? NULL : weight, *b = a.bias = without & 2 ? NULL : bias;
     for (int64_t i = 0; i < rows * n; i++) want[i] = e.hat[i] * (w ? (double)w[i % n] : 1) + (b ? (double)b[i % n] : 0);
-    kernels->layer_norm(rows, n, x, w, b, 1e-5f, y, without & 1 ? NULL : mean, without & 2 ? NULL : rstd);
+    a.mean = without & 1 ? NULL : mean, a.rstd = without & 2 ? NULL : rstd;
+    kernels->layer_norm(&a);
     near("layer_norm", n, rows * n, y, want, 1e-6);
   }
   near("layer_norm's rstd", n, n ? rows : 0, rstd, e.rstd, 3e-7);
-  check_norm_backward(rows, n, x, &e, weight, mean, rstd, back);
-  check_norm_backward(rows, n, x, &e, NULL, mean, rstd, back);
-  check_norm_weights(rows, n, x, &e, mean, rstd, back);
+  check_norm_backward(a, &e, back);
+  a.weight = NULL;
+  check_norm_backward(a, &e, back);
+  check_norm_weights(a, &e, back);
   release(x), release(weight), release(bias), release(y), release(mean), release(rstd), free(want), free(e.hat),
       free(e.rstd);
 }
@@ -315,6 +329,8 @@ static void check_rms_norm(int64_t rows, int64_t n) {
       *mean = random_floats(rows, 1), *rstd = zeros(rows);
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *set = random_floats(rows * n, 1);
   double *want = doubles(rows * n), *slope = doubles(rows * n);
+  lunai_layer_norm a = norm_of(true, rows, n, x, y);
+  a.mean = mean, a.rstd = rstd, a.dy = dy;
   for (int with = 0; with < 2; with++) {
     for (int64_t r = 0; r < rows; r++) {
       double squares = 0, moment = 0;
@@ -328,12 +344,15 @@ static void check_rms_norm(int64_t rows, int64_t n) {
         slope[r * n + i] = squares * ((double)dy[r * n + i] * (with ? (double)weight[i] : 1) - (double)x[r * n + i] *
                                       squares * moment);
     }
-    kernels->rms_norm(rows, n, x, with ? weight : NULL, 1e-5f, y, mean, rstd);
+    a.weight = with ? weight : NULL;
+    kernels->layer_norm(&a);
     near("rms_norm", n, rows * n, y, want, 5e-7);
-    kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, set, false);
+    a.dx = set, a.add = false;
+    kernels->layer_norm_backward(&a);
     near("rms_norm's gradient", n, rows * n, set, slope, 2e-6);
     for (int64_t i = 0; i < rows * n; i++) slope[i] += (double)dx[i];
-    kernels->layer_norm_backward(true, rows, n, x, with ? weight : NULL, mean, rstd, dy, dx, true);
+    a.dx = dx, a.add = true;
+    kernels->layer_norm_backward(&a);
     near("rms_norm's gradient, added", n, rows * n, dx, slope, 2e-6);
   }
   release(x), release(weight), release(y), release(mean), release(rstd), release(dy), release(dx), release(set),
@@ -348,9 +367,11 @@ static void check_sum_rows(int64_t rows, int64_t n) {
     want[i] = (double)y[i];
     for (int64_t r = 0; r < rows; r++) want[i] += (double)0.7f * (double)x[r * stride + i];
   }
-  kernels->sum_rows(rows, n, stride, 0, n, 0.7f, x, y);
+  const lunai_matrix all = lunai_strided(x, rows, n, stride);
+  kernels->sum_rows(all, 0.7f, y);
   near("sum_rows", n, n, y, want, 1e-6 + 2e-8 * (double)rows);
-  for (int64_t i = 0; i < n; i += 5) kernels->sum_rows(rows, n, stride, i, i + 5 < n ? i + 5 : n, 0.7f, x, pieces);
+  for (int64_t i = 0; i < n; i += 5)
+    kernels->sum_rows(lunai_columns(all, i, i + 5 < n ? i + 5 : n), 0.7f, pieces + i);
   equal("sum_rows in pieces", n, y, pieces, n);
   release(x), release(y), release(pieces), free(want);
 }
@@ -460,9 +481,7 @@ static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
 }
 
 /* ---- the short convolution ---- */
-typedef struct convolution { int64_t rows, n, width; float *x, *history, *weight, *bias; } convolution;
-
-static void check_convolution_forward(const convolution *c) {
+static void check_convolution_forward(const lunai_convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width, cut = rows / 2;
   float *y = zeros(rows * n), *z = zeros(rows * n), *later = zeros((width - 1) * n);
   double *want = doubles(rows * n);
@@ -476,7 +495,9 @@ static void check_convolution_forward(const convolution *c) {
       }
       want[t * n + ch] = sum;
     }
-  kernels->short_convolution(rows, n, width, c->x, c->history, c->weight, c->bias, y);
+  lunai_convolution a = *c;
+  a.y = y;
+  kernels->short_convolution(&a);
   near("short_convolution", n, rows * n, y, want, 1e-6);
   /* in two pieces, the second with the first's end as its history: the same bits */
   if (c->history && n > 0 && rows > 0) {
@@ -485,17 +506,20 @@ static void check_convolution_forward(const convolution *c) {
       memcpy(later + t * n, from >= 0 ? c->x + from * n : c->history + (from + width - 1) * n,
              (size_t)n * sizeof(float));
     }
-    kernels->short_convolution(cut, n, width, c->x, c->history, c->weight, c->bias, z);
-    kernels->short_convolution(rows - cut, n, width, c->x + cut * n, later, c->weight, c->bias, z + cut * n);
+    a.rows = cut, a.y = z;
+    kernels->short_convolution(&a);
+    a.rows = rows - cut, a.x = c->x + cut * n, a.history = later, a.y = z + cut * n;
+    kernels->short_convolution(&a);
     equal("short_convolution in pieces", n, y, z, rows * n);
   }
   float *odd = copied(c->x, rows * n);
   for (int64_t i = cut * n; i < rows * n; i++) odd[i] = i % 3 ? (float)NAN : (float)INFINITY;
-  kernels->short_convolution(rows, n, width, odd, c->history, c->weight, c->bias, z);
+  a = *c, a.x = odd, a.y = z;
+  kernels->short_convolution(&a);
   equal("short_convolution before a NaN", n, y, z, cut * n);
   release(y), release(z), release(later), release(odd), free(want);
 }
-static void check_convolution_backward(const convolution *c) {
+static void check_convolution_backward(const lunai_convolution *c) {
   const int64_t rows = c->rows, n = c->n, width = c->width;
   float *dy = random_floats(rows * n, 1), *dx = random_floats(rows * n, 1), *dw = random_floats(n * width, 1),
       *db = random_floats(n, 1), *dw1 = copied(dw, n * width),
@@ -515,14 +539,18 @@ static void check_convolution_backward(const convolution *c) {
       }
     }
   }
-  kernels->short_convolution_backward(rows, n, width, c->weight, dy, dx);
+  lunai_convolution a = *c;
+  a.dy = dy, a.dx = dx, a.dweight = dw, a.dbias = db;
+  kernels->short_convolution_backward(&a);
   near("short_convolution_backward", n, rows * n, dx, want_x, 1e-6);
-  kernels->short_convolution_weights(rows, n, width, 0, n, c->x, dy, dw, db);
+  kernels->short_convolution_weights(&a, 0, n);
   near("short_convolution_weights", n, n * width, dw, want_w, 1e-6 + 3e-8 * (double)rows);
   near("short_convolution_weights, bias", n, n, db, want_b, 1e-6 + 3e-8 * (double)rows);
   for (int64_t i = 0; i < n; i += 3) {
-    kernels->short_convolution_weights(rows, n, width, i, i + 3 < n ? i + 3 : n, c->x, dy, dw1, NULL);
-    kernels->short_convolution_weights(rows, n, width, i, i + 3 < n ? i + 3 : n, c->x, dy, NULL, db1);
+    a.dweight = dw1, a.dbias = NULL;
+    kernels->short_convolution_weights(&a, i, i + 3 < n ? i + 3 : n);
+    a.dweight = NULL, a.dbias = db1;
+    kernels->short_convolution_weights(&a, i, i + 3 < n ? i + 3 : n);
   }
   equal("short_convolution_weights in pieces", n, dw, dw1, n * width);
   equal("short_convolution_weights, bias, in pieces", n, db, db1, n);
@@ -530,7 +558,7 @@ static void check_convolution_backward(const convolution *c) {
       free(want_b);
 }
 static void check_convolution(int64_t rows, int64_t n, int64_t width, bool history, bool bias) {
-  convolution c;
+  lunai_convolution c;
   c.rows = rows, c.n = n, c.width = width;
   c.x = random_floats(rows * n, 1), c.weight = random_floats(n * width, 1);
   c.history = history ? random_floats((width - 1) * n, 1) : NULL;

@@ -597,7 +597,8 @@ static buffer set_file(void) {
   return file;
 }
 
-#define T(name, dtype, shape, begin, end) "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
+#define T(name, dtype, shape, begin, end) \
+  "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "],\"data_offsets\":[" #begin "," #end "]}"
 #define FIRST T("first", "F32", "2,3", 0, 24)
 #define BOTH FIRST "," T("second", "F32", "4", 24, 40)
 #define SHAPE(name, dtype, shape) name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape "]"

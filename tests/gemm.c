@@ -134,9 +134,8 @@ static void check_alone(const trial *t, const float *c, bool column) {
 static void check_product(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
   float *panels = zeros(lunai_panels_size(kernels, g->n, g->k)), *own = copied(t->before, t->c_size);
-  lunai_matmul(kernels, g->m, g->n, g->k, g->a, g->a_row, g->a_column, g->b, g->b_row, g->b_column, g->alpha, own,
-               g->c_row,
-               g->accumulate, panels);
+  const lunai_matrix a = {g->a, g->m, g->k, g->a_row, g->a_column}, b = {g->b, g->k, g->n, g->b_row, g->b_column};
+  lunai_matmul(kernels, g->alpha, a, b, lunai_into(own, g->c_row, g->accumulate), panels);
   CHECK(same(own, c, g->c_batch[1]), "%s: product [%d,%d] x [%d,%d] and gemm differ", kernels_name, (int)g->m,
         (int)g->k, (int)g->k,
         (int)g->n);

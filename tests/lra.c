@@ -47,6 +47,15 @@ static void check_lists(void) {
   const double share = (double)operators / (double)sum;
   CHECK(fabs(share - 0.1423) < 0.002, "%.4f of the tokens are operators", share);
   CHECK(hash == 0x4d4c8295474a3c87u, "the lists are the same everywhere: %llx", (unsigned long long)hash);
+  for (int64_t at = 0, before = 0; at <= 10; at++) {       /* as they grow */
+    const list_sizes sizes = lists_grown(arena_lists, (double)at / 10);
+    const int32_t value = list_make(sizes, (uint64_t)at, INT64_MAX, tokens, &length);
+    CHECK(value >= 0 && length >= sizes.shortest && length <= sizes.longest, "%d tokens at %lld", length,
+          (long long)at);
+    CHECK(sizes.longest >= before && (at > 0 || sizes.longest == 24) && (at < 10 || sizes.longest == 1999),
+          "%lld tokens at %lld after %lld", (long long)sizes.longest, (long long)at, (long long)before);
+    before = sizes.longest;
+  }
   list_make(arena_lists, 7, INT64_MAX, tokens, &length), list_make(arena_lists, 7, INT64_MAX, again, &other);
   const size_t size = (size_t)length * sizeof *tokens;
   CHECK(length == other && memcmp(tokens, again, size) == 0, "the same number makes the same list");

@@ -48,8 +48,8 @@ static void check_mask_rates(luna_masking masking, int32_t vocab, const int32_t 
     }
   }
   CHECK(wrong == 0,
-        "masking is wrong in %lld places: a label that is not the token, an input that changed without one, a place beyond a length",
-        (long long)wrong);
+        "masking is wrong in %lld places: a label that is not the token, an input that changed without one, a place "
+        "beyond a length", (long long)wrong);
   CHECK(m.count == chosen, "%lld places are chosen, counted %lld", (long long)chosen, (long long)m.count);
   check_rate("chosen", chosen, real, masking.probability > 0 ? (double)masking.probability : 0.15);
   check_rate("masked", hidden, chosen, 0.8);

@@ -4,10 +4,8 @@ cd "$(dirname "$0")/.." || exit 1
 name=mpi_cli root=$PWD
 . tests/cli_checks.sh
 program=lm
-# Open MPI: more ranks than cores, which do not spin; as root and without ssh, as in a container. Other MPIs need nothing of this.
-export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
-export OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_plm_rsh_agent= OMPI_MCA_btl_vader_single_copy_mechanism=none PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
-mpi() { timeout 120 "${MPIRUN:-mpirun}" "$@" >out 2>err </dev/null; }
+. "$root/tests/mpi_here.sh"
+mpi() { timeout 300 "${MPIRUN:-mpirun}" "$@" >out 2>err </dev/null; }
 lm=$build/mpi/lm
 small="--window 48 --layers 2 --dim 32 --heads 2 --memory 8 --ffn 64 --convolution 3 --dropout 0.1 --threads 1"
 for i in 1 2 3 4 5 6 7 8; do cat "$root/tests/mpi.sh"; done >text
@@ -44,7 +42,7 @@ for mode in data sequence; do
   mpi $run_3 --out whole.st
   check "$mode: a run that is not killed" cp out whole
   rm -f killed.st
-  timeout 120 "${MPIRUN:-mpirun}" $run_3 --out killed.st >out 2>err </dev/null &
+  timeout 300 "${MPIRUN:-mpirun}" $run_3 --out killed.st >out 2>err </dev/null &
   job=$!
   tries=0
   until [ -s killed.st ] || [ $tries = 300 ]; do sleep 0.1; tries=$((tries + 1)); done
@@ -104,4 +102,55 @@ classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --he
 classes classify labelled --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --vocab 50 --threads 1
 mpi -n 2 "$build/mpi/listops" train --attention softmax --parallel sequence --threads 1
 check "listops: softmax attention cannot be cut, it says" grep -q "cut over" err
+
+# series: the losses of one rank, and its score of what was held
+program=series
+sizes="--dim 16 --heads 2 --memory 4 --ffn 32 --batch 5 --layers 2 --steps 30 --threads 1"
+awk 'BEGIN { srand(1); print "@data"; for (i = 0; i < 60; i++) { n = 9 + int(rand() * 9); for (d = 0; d < 2; d++) { for (t = 0; t < n; t++)
+  printf "%s%s", t ? "," : "", rand() < 0.03 ? "?" : (i % 2 ? 1 : -1) * t / n + 0.2 * rand(); printf ":" } print i % 2 ? "up" : "down" } }' >slopes.ts
+awk 'BEGIN { print "wave,other,state"; for (t = 0; t < 400; t++) { f = int(t / 50) % 2; a += f ? 1.2 : 0.3; printf "%.4f,%.4f,%s\n", sin(a) + f, cos(a), f ? "fast" : "slow" } }' >waves.csv
+series_losses() { sed -n 's/^step *\([0-9]*\).* loss \([0-9.]*\).*/\1 \2/p; s/^on what.* \(accuracy\|error\) \([0-9.]*\).*/\1 \2/p' "$1"; }
+series_near() { series_losses one >a; series_losses out >b; [ "$(grep -c . a)" = 31 ] && paste -d ' ' a b | awk '{ d = $2 - $4; if ($1 != $3 || d * d > 2e-6) bad = 1 } END { exit bad }'; }
+for what in "slopes.ts --held 2" "slopes.ts --held 1 --per-step --window 40" "waves.csv --label state --causal --window 40" "waves.csv --forecast --window 40 --recompute layer"; do
+  mpi -n 1 "$build/mpi/series" train $what --out one.st $sizes
+  check "series $what on one rank" cp out one
+  for mode in data sequence; do
+    mpi -n 3 "$build/mpi/series" train $what --out many.st --parallel $mode $sizes
+    check "series $what, $mode: the losses of one rank" series_near
+    check "series $what, $mode: rank 0 saves the model" mpi -n 1 "$build/mpi/series" eval many.st "${what%% *}"
+  done
+  rm -f one.st many.st
+done
+
+# lra: the curve of one rank, its best model, a training that goes on
+program=lra
+rm -f one.* many.*
+sizes="--quick --longest 80 --layers 2 --dim 16 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 1 --dropout 0.1 --attention-dropout 0.1"
+awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""; for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad"); print i % 2 "\tfilm" s "\tother" substr(s, 1, 9) } }' >pairs
+cut -f 1,2 pairs >texts
+curve() { paste -d , one.csv many.csv | awk -F , 'NR > 1 { d = $2 / $6 - 1; if ($1 != $5 || d * d > 1e-9 || $4 != $8) bad = 1 } END { exit bad || NR != 21 }'; }
+for what in "text --data texts --pooling mean" "text --data texts --pooling cls" "retrieval --data pairs --pooling first --recompute ffn"; do
+  mpi -n 1 "$build/mpi/lra" train $what --out one $sizes
+  check "lra $what on one rank" cp one.txt one
+  for mode in data sequence; do
+    mpi -n 4 "$build/mpi/lra" train $what --out many --parallel $mode $sizes
+    check "lra $what, $mode: the curve of one rank" curve
+    check "lra $what, $mode: its report" sh -c "sed 's/^seconds.*//' one >a; sed 's/^seconds.*//' many.txt | cmp - a"
+    check "lra $what, $mode: no other file" [ "$(echo many.*)" = "many.csv many.safetensors many.txt" ]
+    rm -f many.*
+  done
+done
+for attention in synthesizer reformer; do # dropout masks of their own making
+  mpi -n 1 "$build/mpi/lra" train text --data texts --out one $sizes --attention $attention
+  mpi -n 3 "$build/mpi/lra" train text --data texts --out many --parallel data $sizes --attention $attention
+  check "lra --attention $attention, data: the curve of one rank" curve
+  mpi -n 2 "$build/mpi/lra" train text --data texts --out many --parallel sequence $sizes --attention $attention
+  check "lra --attention $attention cannot be cut, it says" grep -q "an attention hook cannot be .* cut over 2 ranks" err
+done
+mpi -n 3 "$build/mpi/lra" train text --data texts --out whole --parallel sequence $sizes --save-every 12
+cp whole.training on.training && cp whole.safetensors on.safetensors && cp whole.csv on.csv
+mpi -n 3 "$build/mpi/lra" train text --data texts --resume on.training --parallel sequence --threads 1
+check "lra goes on" grep -q "^going on from step 12" out
+check "to the bits of a run that was never stopped" same whole.safetensors on.safetensors
+check "and its curve" same whole.csv on.csv
 finish

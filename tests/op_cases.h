@@ -463,9 +463,11 @@ static void op_unpack(trial *t, int v) {
   /* 5: more rows than a block */
   const int64_t n = v == 5 ? SIZE(515, 1030) : SIZE(5, 70), d = SIZE(3, 37), h = 2, l = SIZE(3, 18);
   luna_tensor *x = in3(t, 2, n, d), *k = in4(t, 2, h, l, d), *bias = in3(t, 2, h, l), *values = in4(t, 2, h, l, d);
-  give(t, luna_unpack(x, k, bias, values, v % 2 ? in1(t, d) : NULL,
-                      v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL,
-                      v >= 2 ? (float)0.3 : 0));
+  luna_unpack_config c = {0};
+  c.out_bias = v % 2 ? in1(t, d) : NULL;
+  c.lengths = v == 1 || v == 3 ? lengths : v == 4 ? empty : NULL;
+  c.dropout = v >= 2 ? (float)0.3 : 0;
+  give(t, luna_unpack(x, k, bias, values, v ? &c : NULL));
 }
 /* the residual: none, of its own, x itself, and x itself as an op's result, whose gradient is then made in place */
 static void op_feed_forward(trial *t, int v) {
@@ -491,9 +493,9 @@ static void op_causal_nested(trial *t, int v) {
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d),
       *s = in3(t, 2, n, h * l);
-  give(t,
-       luna_causal_nested_attention(q, k, values, s, h, omega[v % 3], v == 3 || v == 4 ? lengths : NULL,
-                                    v >= 4 && v < 7 ? (float)0.3 : 0));
+  luna_causal_nested_config c = {h, v % 3 ? omega[v % 3] : LUNA_ACTIVATION_NONE, v == 3 || v == 4 ? lengths : NULL, 0};
+  c.dropout = v >= 4 && v < 7 ? (float)0.3 : 0;
+  give(t, luna_causal_nested_attention(q, k, values, s, &c));
 }
 
 /* y = factor a b^2, with the factor in the op's state */

@@ -61,7 +61,8 @@ static void check_composed(const op_case *c, int variant) {
   char what[128];
   memset(&fused, 0, sizeof fused);
   memset(&composed, 0, sizeof composed);
-#define TIER(name, tier, reads, cheap) if (tier == 2 && LUNA_OP_##name != LUNA_OP_SPARSE_ATTENTION) tier1.op[LUNA_OP_##name].forward = NULL;
+#define TIER(name, tier, reads, cheap) \
+  if (tier == 2 && LUNA_OP_##name != LUNA_OP_SPARSE_ATTENTION) tier1.op[LUNA_OP_##name].forward = NULL;
 #define TIER_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc)
   LUNA_OPS(TIER, TIER_EACH) /* sparse attention is not made of others */
 #undef TIER
@@ -369,9 +370,10 @@ static void check_values_unpack(luna_ctx *ctx) {
       }
     }
   luna_begin_inference(ctx);
+  const luna_unpack_config config = {luna_tensor_new(ctx, last, 1, &d), lengths, 0};
   expect(ctx, "unpack",
          luna_unpack(luna_tensor_new(ctx, x, 3, xs), luna_tensor_new(ctx, k, 4, ks), luna_tensor_new(ctx, bias, 3, bs),
-                     luna_tensor_new(ctx, v, 4, ks), luna_tensor_new(ctx, last, 1, &d), lengths, 0),
+                     luna_tensor_new(ctx, v, 4, ks), &config),
          out, B * N * D);
   free(x), free(k), free(v), free(bias), free(last), free(out);
 }
@@ -402,8 +404,8 @@ static void check_values_causal(luna_ctx *ctx) {
       for (int64_t j = 0; j < L; j++) u[r * L + j] = j < slots ? (float)(exp((double)u[r * L + j] / 3) / sum) : 0;
     }
     naive_causal(B, N, H, L, D, u, a, v, out);
-    expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, H, omegas[o],
-        o == 2 ? lengths : NULL, 0), out, qn);
+    const luna_causal_nested_config config = {H, omegas[o], o == 2 ? lengths : NULL, 0};
+    expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, &config), out, qn);
   }
   for (int64_t i = 0; i < qn; i++) {
     const int64_t c = i % (H * D), t = i / (H * D) % N;
@@ -583,7 +585,7 @@ static void check_slots(luna_isa isa) {
       bias->data[i] = NAN;
       for (int e = 0; e < 12; e++) k->data[i * 12 + e] = v->data[i * 12 + e] = NAN;
     }
-  luna_tensor *y = luna_unpack(x, k, bias, v, NULL, lengths, 0);
+  luna_tensor *y = luna_unpack(x, k, bias, v, &(luna_unpack_config){.lengths = lengths});
   if (CHECK(y && luna_backward(common_loss(y, 5)) == LUNA_OK, "unpack: %s", luna_error(ctx))) {
     int64_t bad = 0;
     for (int64_t i = 0; i < luna_count(y); i++) bad += !isfinite(y->data[i]) || !isfinite(x->grad[i]);
@@ -833,11 +835,11 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_pack(q, narrow, NULL, 0, NULL), SHAPES);
   REFUSED(luna_pack(q, cube, lengths, 0, NULL), ELEMENT_RANGE);
   REFUSED(luna_pack(q, cube, NULL, 2, NULL), PROBABILITY);
-  REFUSED(luna_unpack(q, cube, cube, cube, NULL, NULL, 0), SHAPES);
+  REFUSED(luna_unpack(q, cube, cube, cube, NULL), SHAPES);
   REFUSED(luna_feed_forward(q, cube, NULL, cube, NULL, NULL), SHAPES);
-  REFUSED(luna_causal_nested_attention(q, q, cube, q, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), SHAPES);
-  REFUSED(luna_causal_nested_attention(q, q, q, q, 5, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), HEADS);
-  REFUSED(luna_causal_nested_attention(q, q, q, q, 4, LUNA_ACTIVATION_GELU, NULL, 0), OMEGA);
+  REFUSED(luna_causal_nested_attention(q, q, cube, q, NULL), SHAPES);
+  REFUSED(luna_causal_nested_attention(q, q, q, q, &(luna_causal_nested_config){.heads = 5}), HEADS);
+  REFUSED(luna_causal_nested_attention(q, q, q, q, &(luna_causal_nested_config){.omega = LUNA_ACTIVATION_GELU}), OMEGA);
   REFUSED(luna_layer_norm(cube, d, a), SHAPES);
 }
 
@@ -921,8 +923,8 @@ static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_permute(a, NULL), NULL_ARGUMENT);
   REFUSED(luna_reshape(a, 2, NULL), SHAPE);
   REFUSED(luna_add(a, NULL), NULL_ARGUMENT);
-  REFUSED(luna_unpack(x, k, bias, NULL, NULL, NULL, 0), NULL_ARGUMENT);
-  REFUSED(luna_causal_nested_attention(x, x, x, NULL, 4, LUNA_ACTIVATION_SOFTPLUS2, NULL, 0), NULL_ARGUMENT);
+  REFUSED(luna_unpack(x, k, bias, NULL, NULL), NULL_ARGUMENT);
+  REFUSED(luna_causal_nested_attention(x, x, x, NULL, NULL), NULL_ARGUMENT);
   REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), NULL_ARGUMENT);
   luna_begin_step(ctx);
   CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",

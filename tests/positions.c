@@ -28,10 +28,8 @@ static void check_sinusoids(int64_t dim, int64_t first, int64_t n) {
       for (int64_t i = 0; i < dim; i++) {
         const float frequency = (float)exp(-(double)(half ? i % half : 0) * log(10000.0) /
                                            (half > 1 ? (double)(half - 1) : 1));
-        const double angle = (double)(t < n ? first + t : t - n) * (double)frequency, expected = i == 2 * half ? 0
-                                                                                                 : i < half    ?
-                                                                                                     sin(angle)
-                                                                                                               : cos(angle);
+        const double angle = (double)(t < n ? first + t : t - n) * (double)frequency;
+        const double expected = i == 2 * half ? 0 : i < half ? sin(angle) : cos(angle);
         const double off = fabs((double)(t < n ? x[t * dim + i] : memory[(t - n) * dim + i]) - expected);
         if (!(off <= worst)) worst = off;
       }

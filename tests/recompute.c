@@ -198,9 +198,8 @@ static void check_savings(void) {
     const double keep = (double)measured(dim, 65536, LUNA_RECOMPUTE_NONE, LUNA_POOLING_MEAN),
         ffn = (double)measured(dim, 65536, LUNA_RECOMPUTE_FFN, LUNA_POOLING_MEAN) / keep,
                  layer = (double)measured(dim, 65536, LUNA_RECOMPUTE_LAYER, LUNA_POOLING_MEAN) / keep;
-    printf(
-        "models: training on 65536 tokens in %d dimensions takes %.0f MiB; recomputing the feed-forwards %.3f of that, the layers %.3f\n",
-        (int)dim, keep / 1048576, ffn, layer);
+    printf("models: training on 65536 tokens in %d dimensions takes %.0f MiB; recomputing the feed-forwards %.3f of "
+           "that, the layers %.3f\n", (int)dim, keep / 1048576, ffn, layer);
     CHECK(keep <= (double)(dim * 65536 * 4) * (dim == 64 ? 36 : 31) && ffn <= (dim == 64 ? 0.54 : 0.46),
           "%d dimensions: recomputing the feed-forwards takes %.3f of the memory", (int)dim, ffn);
     CHECK(layer <= 0.53, "%d dimensions: recomputing the layers takes %.3f of the memory", (int)dim, layer);

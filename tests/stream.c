@@ -417,7 +417,7 @@ static void counted_release(void *user, void *at, size_t bytes) {
 }
 static void check_memory(void) {
   /* dim, layers, slots, vocabulary, bytes at most */
-  static const int64_t sizes[2][5] = {{64, 2, 16, 256, 120000}, {32, 1, 8, 64, 30000}};
+  static const int64_t sizes[2][5] = {{64, 2, 16, 256, 132031}, {32, 1, 8, 64, 54975}};
   for (int i = 0; i < 2; i++) {
     buffer file = {NULL, 0, 0};
     luna_io io = {NULL, buffer_write, NULL, 0};
@@ -455,6 +455,113 @@ static void check_memory(void) {
     free(file.bytes);
     luna_close(ctx);
   }
+}
+
+/* ---- a step of single rows runs the ops that an earlier one has recorded: the bits of a stream that records each time
+   ---- */
+typedef struct pair {
+  luna_stream *s[2];                 /* the second forgets what it has recorded before each call */
+  int64_t batch, features, vocab, outputs;
+  const char *what;
+  int kind;
+} pair;
+static const float *pair_run(const pair *p, int i, int64_t n, const int32_t *tokens, const float *features) {
+  luna_stream *s = p->s[i];
+  if (i) s->bump.count = s->bump.kept = 0;
+  if (n > 1) return luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, n, features });
+  return features ? luna_stream_step_features(s, features) : luna_stream_step(s, tokens);
+}
+static void pair_check(const pair *p) {
+  const size_t size = luna_stream_state_size(p->s[0]);
+  char *state[3] = {common_alloc(size), common_alloc(size), common_alloc(size)};
+  for (int64_t t = 0; t < 80; t++) {
+    const int64_t n = t % 7 == 3 ? 2 + t % 5 * 4 : 1;
+    int32_t *tokens = common_tokens(p->batch * n, 700 + (uint64_t)t, p->vocab), order[8];
+    float *features = p->features ? common_random(p->batch * n * p->features, 800 + (uint64_t)t, 1) : NULL;
+    const float *y[2];
+    for (int i = 0; i < 2; i++) {
+      luna_stream *s = p->s[i];
+      if (t == 30) luna_stream_reset(s);
+      if (t == 40) CHECK(luna_stream_state_save(s, state[2], size) == LUNA_OK, "saving: %s", luna_stream_error(s));
+      if (t == 50) CHECK(luna_stream_state_load(s, state[2], size) == LUNA_OK, "loading: %s", luna_stream_error(s));
+      if (t % 11 == 5) { /* fails, and changes nothing */
+        int32_t wrong[8] = {-1};
+        float huge[8 * 4] = {INFINITY};
+        CHECK(!pair_run(p, i, 1, wrong, p->features ? huge : NULL) && *luna_stream_error(s), "%s %d: token -1", p->what,
+              p->kind);
+      }
+      y[i] = pair_run(p, i, n, tokens, features);
+      for (int64_t b = 0; b < p->batch; b++) order[b] = (int32_t)((b * 2 + t) % p->batch);
+      if (t % 3 == 1) CHECK(luna_stream_reorder(s, order) == LUNA_OK, "reordering: %s", luna_stream_error(s));
+    }
+    CHECK(y[0] && y[1] && memcmp(y[0], y[1], (size_t)(p->batch * p->outputs) * sizeof(float)) == 0,
+          "%s %d, batch %d: the logits of step %d have other bits", p->what, p->kind, (int)p->batch, (int)t);
+    CHECK(n > 1 || p->s[0]->bump.count > 0, "%s %d: step %d is not recorded", p->what, p->kind, (int)t);
+    free(tokens), free(features);
+  }
+  for (int i = 0; i < 2; i++) {
+    CHECK(luna_stream_state_save(p->s[i], state[i], size) == LUNA_OK, "saving: %s", luna_stream_error(p->s[i]));
+    luna_stream_close(p->s[i]);
+  }
+  CHECK(memcmp(state[0], state[1], size) == 0, "%s %d, batch %d: the state has other bits", p->what, p->kind,
+        (int)p->batch);
+  for (int i = 0; i < 3; i++) free(state[i]);
+}
+static void check_replay(int kind) {
+  lm m;
+  if (lm_open(&m, kind, LUNA_ISA_BEST))
+    for (int64_t batch = 1; batch < 4; batch += 2)
+      for (int64_t chunk = 1; chunk < 9; chunk += 7) {
+        pair p = {{NULL, NULL}, batch, 0, VOCAB, VOCAB, "model", kind};
+        for (int i = 0; i < 2; i++) p.s[i] = stream_open(&m, batch, chunk, LUNA_ISA_BEST);
+        if (p.s[0] && p.s[1]) pair_check(&p);
+      }
+  luna_close(m.ctx);
+}
+static void check_replay_features(int kind) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm_config config = {0};
+  luna_stream_config two = {.batch = 2, .chunk = 4};
+  luna_lm model;
+  config.features = 3;
+  config.outputs = 5;
+  config.layers = 2;
+  config.memory = SLOTS;
+  config.layer.dim = DIM;
+  config.layer.heads = 2;
+  config.positions = kind ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
+  config.max_length = 1000;
+  if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(ctx))) {
+    pair p = {{NULL, NULL}, 2, 3, 2, 5, "model of features", kind};
+    for (int i = 0; i < 2; i++) p.s[i] = luna_stream_open(&model, &two);
+    if (CHECK(p.s[0] && p.s[1], "luna_stream_open: %s", luna_error(ctx))) pair_check(&p);
+  }
+  luna_close(ctx);
+}
+static void check_replay_decoder(int kind) {
+  static const int32_t source[12] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8}, lengths[2] = {6, 3};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_seq2seq_config config = {0};
+  luna_seq2seq model;
+  config.vocab = config.target_vocab = 17;
+  config.encoder.dim = DIM;
+  config.encoder.heads = 4;
+  config.encoder.layers = config.decoder_layers = 2;
+  config.encoder.memory = kind == 2 ? 40 : 5; /* folded, and not */
+  config.encoder.layer.pre_norm = kind == 1;
+  config.encoder.positions = kind == 1 ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
+  config.max_target_length = 1000;
+  if (CHECK(luna_seq2seq_init(&model, params, &config) == LUNA_OK, "luna_seq2seq_init: %s", luna_error(ctx))) {
+    const int64_t sources = kind ? 2 : 1;
+    pair p = {{NULL, NULL}, 3 * sources, 0, 17, 17, "decoder", kind};
+    common_params(params, 61);
+    for (int i = 0; i < 2; i++)
+      p.s[i] = luna_seq2seq_stream_open(&model, &(luna_input){ source, lengths, sources, 6, NULL }, 3);
+    if (CHECK(p.s[0] && p.s[1], "luna_seq2seq_stream_open: %s", luna_error(ctx))) pair_check(&p);
+  }
+  luna_close(ctx);
 }
 
 /* ---- sampling ---- */
@@ -543,7 +650,10 @@ int main(void) {
   for (int kind = 0; kind < KINDS; kind++) {
     check_state(kind);
     check_bytes(kind);
+    check_replay(kind);
   }
+  check_replay_features(0), check_replay_features(1);
+  for (int kind = 0; kind < 3; kind++) check_replay_decoder(kind);
   check_memory();
   check_sampling();
   check_nucleus();

@@ -394,11 +394,11 @@ static void check_batch_of_sources(int v, int64_t max) {
         search.max_length = max;
         CHECK(one_length <= room && length[i] == one_length &&
               memcmp(out + i * room, one, (size_t)one_length * sizeof(int32_t)) == 0 &&
-                  fabs((double)(score[i] - one_score)) <= 1e-5,
-              "model %d, beam %d, most %d: source %d of a batch gives %d tokens, %d %d ..., score %.5f; alone %d, %d %d ..., %.5f", v,
+              fabs((double)(score[i] - one_score)) <= 1e-5,
+              "model %d, beam %d, most %d: source %d of a batch gives %d tokens, %d %d ..., score %.5f; alone %d, "
+              "%d %d ..., %.5f", v,
               (int)beam, (int)max, i, (int)length[i], (int)out[i * room], (int)out[i * room + 1], (double)score[i],
-                  (int)one_length,
-              (int)one[0], (int)one[1], (double)one_score);
+              (int)one_length, (int)one[0], (int)one[1], (double)one_score);
         if (config.encoder.positions == LUNA_POSITIONS_LEARNED)
           CHECK(one_length < STEPS, "%d tokens with %d positions", (int)one_length, STEPS);
       }

@@ -3,8 +3,10 @@
 
      NAME.h   typedef struct NAME { attention base; its options; its parameters; } NAME;
               static const attention_option NAME_options[] = { ..., { NULL, ATTENTION_COUNT, 0, NULL } };
-              static void NAME_init(void *layer);                     makes parameters by attention_param, attention_linear
-              static luna_tensor *NAME_forward(void *layer, luna_attention_call *call);    x [batch,n,d] -> y [batch,n,d]
+              static void NAME_init(void *layer);
+                makes parameters by attention_param and attention_linear
+              static luna_tensor *NAME_forward(void *layer, luna_attention_call *call);
+                x [batch,n,d] -> y [batch,n,d]
               static const attention_system NAME_system = { ... };
 
    and a line of attentions.h. What forward may count on: call->x has zeros beyond each length, whatever stood there. */

@@ -3,11 +3,12 @@
 
      C = [compressed; memory; x];   y = attention by relative position of x over C (relative.h)
      old = the rows of [memory; x] that leave;  next_memory = the rest (M rows)
-     new = compress(old with zero rows in front up to a multiple of c);  next_compressed = the last K rows of [compressed; new]
+     new = compress(old with zero rows in front up to a multiple of c)
+     next_compressed = the last K rows of [compressed; new]
      compress: mean or max of c rows, or conv: y_s = sum_a W[:,:,a] old[s c + a] + bias; or most-used: of the rows that
      leave, without the zero rows, one in c, those that a(old) below looks at most, in their order
-     loss = mean of (a(old) - a(new))^2,  a(m) = softmax(q (m k_proj)^T / sqrt(d_h)) (m v_proj) a head;  q, k_proj, v_proj and
-     old are constants in it: it alone trains conv
+     loss = mean of (a(old) - a(new))^2,  a(m) = softmax(q (m k_proj)^T / sqrt(d_h)) (m v_proj) a head
+     q, k_proj, v_proj and old are constants in it: it alone trains conv
    base.memory, base.compressed [batch,K,d] come in (null: none), base.next_memory, base.next_compressed, base.loss go
    out. M and K: options memory, compressed; 0 = as many rows as came in. Memories carry no gradient.
    Parameters: see relative.h; conv: compress (weight [d,d,c], bias [d]). Time O(n (K + M + n) d + n d^2). */

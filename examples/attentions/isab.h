@@ -1,10 +1,11 @@
 /* isab.h: the Set Transformer's induced set attention block (Lee et al., ICML 2019, arXiv 1810.00825).
 
-     MAB(Q, K): O = fc_q(Q) + softmax(fc_q(Q) fc_k(K)^T / sqrt(d)) fc_v(K) per head;  O = ln0(O);  O = ln1(O + relu(fc_o(O)))
+     MAB(Q, K): O = fc_q(Q) + softmax(fc_q(Q) fc_k(K)^T / sqrt(d)) fc_v(K) per head
+                O = ln0(O);  O = ln1(O + relu(fc_o(O)))
      y = MAB1(x, MAB0(inducing, x))
    sqrt(d), not sqrt(d_h), as in the authors' code; option norm false: without ln0 and ln1. Not causal.
-   Parameters: inducing [l,d]; mab0. and mab1.: fc_q, fc_k, fc_v, fc_o, ln0, ln1. Time O(n l d + n d^2), memory O(n
-   d). */
+   Parameters: inducing [l,d]; mab0. and mab1.: fc_q, fc_k, fc_v, fc_o, ln0, ln1.
+   Time O(n l d + n d^2), memory O(n d). */
 #ifndef ATTENTION_ISAB_H
 #define ATTENTION_ISAB_H
 #include "base.h"

@@ -1,7 +1,8 @@
 /* relative.h: attention by relative position over memory and sequence, of transformer_xl.h and compressive.h
    (Dai et al., ACL 2019, arXiv 1901.02860).
 
-     s_ij = ((q_i + r_w_bias) . k_j + (q_i + r_r_bias) . (r_proj rho(i - j))_head) / sqrt(d_h),  j <= i, i - j < window (0: all)
+     s_ij = ((q_i + r_w_bias) . k_j + (q_i + r_r_bias) . (r_proj rho(i - j))_head) / sqrt(d_h)
+     for j <= i and i - j < window (0: all)
      rho(t) = [sin(t w), cos(t w)],  w_a = 10000^(-2a/d), a < d/2
    q from x, k and v from C = [memory; x]; positions are counted in C. Projections without biases.
    Parameters: q_proj, k_proj, v_proj, out_proj, r_proj [d,d]; r_w_bias, r_r_bias [h,d_h]; all N(0, 0.02).

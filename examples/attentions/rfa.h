@@ -2,7 +2,8 @@
 
      x^ = x / (|x| + 1e-3);   W_h = features_h sigma_h / tau;   phi(x) = s [sin(W x^), cos(W x^)]       2D features
      bidirectional:  y_i = phi(q_i)^T sum_j phi(k_j) v_j^T / max(|phi(q_i) . sum_j phi(k_j)|, eps)
-     causal:         S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t);  y_t = phi(q_t)^T S_t / max(phi(q_t) . z_t, eps)
+     causal:         S_t = S_{t-1} + phi(k_t) v_t^T, z_t = z_{t-1} + phi(k_t)
+                     y_t = phi(q_t)^T S_t / max(phi(q_t) . z_t, eps)
      gate:           S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z_t likewise, g_t = sigmoid(gate(x_t)), one a head
    kernel arccosine: phi(x) = s relu(W x^), D features.
    The estimate of the kernel can be negative, hence the clamp. s: option scale, 0 = D^(-1/2).

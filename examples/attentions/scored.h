@@ -1,7 +1,8 @@
 /* scored.h: softmax attention over scores of any kind, forward and backward: the kernel of synthesizer.h and
    relative.h.
 
-     y_i = sum_j softmax_j(s_ij) v_j over the keys that query i sees:  all;  causal: j <= past + i;  window: past + i - j < window
+     y_i = sum_j softmax_j(s_ij) v_j over the keys that query i sees
+     these are: all; causal: j <= past + i; window: past + i - j < window
    v [batch,m,d], of which the first past + length rows are real. By blocks of 64 queries: a system fills a block's
    scores and takes their gradients, so that no [n,m] matrix is stored. Heads are shared out to threads. */
 #ifndef ATTENTION_SCORED_H
@@ -161,7 +162,7 @@ ATTENTION_FN luna_tensor *scored_attention(luna_tensor *x, const int32_t *length
   dh = x->shape[2] / s->heads;
   wide = m > SCORED_ROWS ? m : SCORED_ROWS;
   in[SCORED_LENGTHS] = attention_lengths(x, lengths);
-  if (dropout > 0) in[s->mask = count++] = luna_dropout(attention_filled(x->ctx, 1, 4, shape), dropout);
+  if (dropout > 0) in[s->mask = count++] = luna_dropout(luna_rank_part(attention_filled(x->ctx, 1, 4, shape)), dropout);
   bytes = attention_gemm_scratch(SCORED_ROWS, wide, dh), other = attention_gemm_scratch(SCORED_ROWS, dh, wide);
   if (other > bytes) bytes = other;
   if ((other = attention_gemm_scratch(wide, dh, SCORED_ROWS)) > bytes) bytes = other;

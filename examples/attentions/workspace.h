@@ -1,8 +1,9 @@
 /* workspace.h: the Shared Global Workspace (Goyal et al., ICLR 2022, arXiv 2103.01197).
 
      M [l,d]: the layer's p; null: row s of M is the unit vector e_s
-     write:  A = softmax over tokens of q(M) k(x)^T / sqrt(d_h), a head and slot; only its topk largest are kept (ties: the
-             first), with renormalise scaled to sum 1;   W = LN(M + A v(x));  r = W, mlp_layers times r = relu(mlp(r));  W = LN(W + r)
+     write:  A = softmax over tokens of q(M) k(x)^T / sqrt(d_h), a head and slot; only its topk largest are kept (ties:
+             the first), with renormalise scaled to sum 1
+             W = LN(M + A v(x));  r = W, mlp_layers times r = relu(mlp(r));  W = LN(W + r)
      gates:  G = gate_input(mean over tokens of relu(gate_scale x_t)) + gate_memory_s(tanh(M_s));   (i, f) = its halves
              M' = sigmoid(i + input_bias) tanh(W) + sigmoid(f + forget_bias) M        -> the next layer's p
      read:   y_t = softmax over slots of q(x_t) k(M')^T / sqrt(d_h), times v(M')
