@@ -1,24 +1,28 @@
 #!/usr/bin/env python3
-"""luna.h beside PyTorch and oneDNN on this machine: medians of interleaved runs and ratios, as a Markdown table.
+"""luna.h beside PyTorch, JAX and oneDNN on this machine: medians of interleaved runs and ratios, as a Markdown table.
 
-    python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--only TEXT] [--python /usr/bin/python3]
+    python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--seconds 10] [--limit 150]
+                                 [--only TEXT] [--python /usr/bin/python3]
 
 Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call
-makes a virtual environment in build/peers with PyTorch and oneDNN from PyPI; where that fails the system's torch
+makes a virtual environment in build/peers with PyTorch, JAX and oneDNN from PyPI; where that fails the system's torch
 serves, and the table says which it was. MKL takes its AVX-512 path on every maker's processors here (by a preloaded
-answer to its question): otherwise PyTorch's products would run at half their speed.
---python measures the PyTorch of another Python instead (a distribution's, with OpenBLAS told which kernels to take, for
-instance).
+answer to its question): otherwise PyTorch's products would run at half their speed. --python measures the PyTorch of
+another Python instead (a distribution's, with OpenBLAS told which kernels to take, for instance).
 PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h
-folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes, and
-build/peers keeps what it made). --isa names the instruction sets that both sides are held to in turn. The last lines
-are luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's time."""
-import argparse, ctypes, itertools, os, statistics, subprocess, sys, time
+folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes,
+and build/peers keeps what it made). JAX runs the encoder layer compiled by jit; where it cannot be imported its rows
+are left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within
+--limit seconds, or ends, is a row that says so. --isa names the instruction sets that both sides are held to in turn.
+The last lines are luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's
+time."""
+import argparse, ctypes, itertools, os, signal, statistics, subprocess, sys, threading, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, "build", "peers")
 D, H, FFN, N = 256, 4, 1024, 4096
 FORMS = ["torch plain", "torch folded", "torch compiled plain", "torch compiled folded"]
+JAX = ["jax plain", "jax folded"]
 # what holds each side to an instruction set; "best": nothing
 ISA = {"SSE2": ("default", "SSE4_2", "SSE41"), "AVX2": ("avx2", "AVX2", "AVX2"),
        "AVX-512": ("avx512", "AVX512", "AVX512_CORE")}
@@ -32,7 +36,7 @@ def cases():
     for l in (16, 128, 256):
         for what in ("forward", "training"):
             rows.append((f"encoder layer, l = {l}, {what}",
-                         FORMS if l == 16 else ["torch plain", "torch compiled plain"]))
+                         FORMS + JAX if l == 16 else ["torch plain", "torch compiled plain", "jax plain"]))
     rows += [(f"causal layer, l = 16, {what}", ["torch chunked", "torch compiled chunked"])
              for what in ("forward", "training")]
     rows += [(f"classifier, batch {b}, training", FORMS) for b in (1, 4)]
@@ -72,7 +76,10 @@ def gemm_sizes(name):
 # ---- oneDNN's and PyTorch's ----
 def onednn_open(name, threads):
     import glob
-    lib = ctypes.CDLL(glob.glob(os.path.join(sys.prefix, "lib", "libdnnl.so*"))[0])
+    found = glob.glob(os.path.join(sys.prefix, "lib", "libdnnl.so*"))
+    if not found:
+        sys.exit("this Python has no oneDNN")
+    lib = ctypes.CDLL(found[0])
     m, n, k = gemm_sizes(name)
     floats = lambda count: (ctypes.c_float * count)(*([0.5] * count))
     a, b, c, i64 = floats(m * k), floats(n * k), floats(m * n), ctypes.c_int64
@@ -203,7 +210,8 @@ def torch_open(name, threads, form):
     if name.startswith("classifier"):
         batch = int(name.split("batch ")[1].split(",")[0])
         layers, table = torch.nn.ModuleList(Luna() for _ in range(4)), torch.nn.Embedding(256, D)
-        p, head = torch.nn.Parameter(torch.randn(1, 16, D) / 16), torch.nn.Linear(D, 2)
+        head = torch.nn.Linear(D, 2)
+        p = torch.nn.Parameter(torch.randn(1, 16, D) / 16)
         weights = [*layers.parameters(), *table.parameters(), p, *head.parameters()]
         tokens, labels = torch.arange(batch * N).view(batch, N) * 7919 % 256, torch.arange(batch) % 2
         positions = torch.randn(N, D)
@@ -240,6 +248,67 @@ def torch_open(name, threads, form):
     return run
 
 
+# the encoder layer compiled as one function; a training step is its gradients and Adam's update
+def jax_open(name, form):
+    import jax
+    import jax.numpy as jnp
+    l, scale = int(name.split("l = ")[1].split(",")[0]), (D // H) ** -0.5
+    keys = iter(jax.random.split(jax.random.PRNGKey(1), 16))
+    linear = lambda to, of: (jax.random.normal(next(keys), (to, of)) * of ** -0.5, jnp.zeros(to))
+    weights = {w: linear(D, D) for w in ("pq", "pc", "q", "c", "out")}
+    weights.update(fc1=linear(FFN, D), fc2=linear(D, FFN))
+    weights.update({w: (jnp.ones(D), jnp.zeros(D)) for w in ("x_norm", "norm")})
+    x, p = jax.random.normal(next(keys), (N, D)), jax.random.normal(next(keys), (l, D))
+    apply = lambda w, x: x @ w[0].T + w[1]
+    split = lambda x: x.reshape(x.shape[0], H, D // H).transpose(1, 0, 2)
+    merge = lambda x: x.transpose(1, 0, 2).reshape(x.shape[1], D)
+    heads = lambda w: w.reshape(H, D // H, D)
+
+    def norm(w, x):
+        x = x - x.mean(-1, keepdims=True)
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w[0] + w[1]
+
+    def attention(q, k, v):
+        return jax.nn.softmax(q @ k.transpose(0, 2, 1) * scale, -1) @ v
+
+    def plain(w, x, p):
+        kv = split(apply(w["pc"], x))
+        c = split(apply(w["c"], merge(attention(split(apply(w["pq"], p)), kv, kv))))
+        return apply(w["out"], merge(attention(split(apply(w["q"], x)), c, c)))
+
+    def folded(w, x, p):
+        g = (split(apply(w["pq"], p)) * scale @ heads(w["pc"][0])).reshape(H * l, D)
+        z = (jax.nn.softmax(g @ x.T, -1) @ x).reshape(H, l, D)
+        c = split(apply(w["c"], merge(z @ heads(w["pc"][0]).transpose(0, 2, 1)) + w["pc"][1]))
+        k = (c * scale @ heads(w["q"][0])).reshape(H * l, D)
+        v = (c @ w["out"][0].T.reshape(H, D // H, D)).reshape(H * l, D)
+        s = (x @ k.T).reshape(-1, H, l) + (c * scale @ w["q"][1].reshape(H, D // H, 1)).reshape(H, l)
+        return jax.nn.softmax(s, -1).reshape(-1, H * l) @ v + w["out"][1]
+
+    def layer(w, x, p):
+        x = norm(w["x_norm"], x + (folded if form == "folded" else plain)(w, x, p))
+        return norm(w["norm"], x + apply(w["fc2"], jax.nn.relu(apply(w["fc1"], x))))
+
+    if "forward" in name:
+        forward = jax.jit(layer)
+        return lambda: forward(weights, x, p).block_until_ready()
+
+    def step(state, x, p):
+        w, m, v, t = state
+        (dw, dx, dp) = jax.grad(lambda *a: layer(*a).mean(), (0, 1, 2))(w, x, p)
+        t, each = t + 1, jax.tree_util.tree_map
+        m, v = each(lambda m, g: 0.9 * m + 0.1 * g, m, dw), each(lambda v, g: 0.999 * v + 0.001 * g * g, v, dw)
+        new = lambda w, m, v: w - 1e-4 * (m / (1 - 0.9 ** t)) / (jnp.sqrt(v / (1 - 0.999 ** t)) + 1e-8)
+        return (each(new, w, m, v), m, v, t), dx, dp
+
+    zeros = lambda: jax.tree_util.tree_map(jnp.zeros_like, weights)
+    held, step = [((weights, zeros(), zeros(), 0.0),)], jax.jit(step)
+
+    def run():
+        held[0] = jax.block_until_ready(step(held[0][0], x, p))
+    return run
+
+
 # ---- a side's process: "open CASE", then "run COUNT" as often as wanted ----
 def peak_memory():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
@@ -250,6 +319,9 @@ def serve(side, threads):
     if side.startswith("torch"):
         import torch
         print(torch.__version__, flush=True)
+    elif side.startswith("jax"):
+        import jax
+        print(jax.__version__, flush=True)
     else:
         print(side, flush=True)
     run, base = None, 0
@@ -261,6 +333,8 @@ def serve(side, threads):
                 run = luna_open(rest, threads)
             elif side == "onednn":
                 run = onednn_open(rest, threads)
+            elif side.startswith("jax"):
+                run = jax_open(rest, side.split(" ", 1)[1])
             else:
                 run = torch_open(rest, threads, side.split(" ", 1)[1] if " " in side else "")
             for _ in range(3):       # the second may compile again
@@ -276,7 +350,7 @@ def serve(side, threads):
 
 
 class Side:
-    def __init__(self, python, side, threads, case, isa):
+    def __init__(self, python, side, threads, case, isa, limit):
         env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=os.path.join(BUILD, "inductor", isa),
                    OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side,
                    PEERS_THREADS=str(threads))
@@ -285,22 +359,43 @@ class Side:
         if isa in ISA:
             env["BENCH_ISA"] = isa
             env["ATEN_CPU_CAPABILITY"], env["MKL_ENABLE_INSTRUCTIONS"], env["ONEDNN_MAX_CPU_ISA"] = ISA[isa]
+            env["XLA_FLAGS"] = "--xla_cpu_max_isa=" + ISA[isa][1]
         if side.startswith("torch"):
             env["LD_PRELOAD"] = os.path.join(BUILD, "mkl_avx512.so")
         if side == "onednn":
             env["LD_LIBRARY_PATH"] = os.path.join(os.path.dirname(os.path.dirname(python)), "lib")
+        # a group of its own: a compiler that is under way ends with it
+        self.limit, self.errors = limit, open(os.path.join(BUILD, "errors.txt"), "w+")
         self.process = subprocess.Popen([python, os.path.abspath(__file__)], env=env, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, text=True)
-        self.version = self.process.stdout.readline().strip()
-        self.once, self.seconds, self.bytes = float(self.ask(f"open {case}")), [], 0
+                                        stdout=subprocess.PIPE,
+                                        stderr=self.errors, text=True, start_new_session=True)
+        try:
+            self.version = self.answer().strip()
+            self.once, self.seconds, self.bytes = float(self.ask(f"open {case}")), [], 0
+        except Exception:
+            self.close()
+            raise
+
+    def answer(self):
+        late = threading.Timer(self.limit, self.end)
+        late.start()
+        answer = self.process.stdout.readline()
+        late.cancel()
+        if not answer:
+            self.errors.seek(0)
+            last = (self.errors.read().strip() or "it ended").splitlines()[-1][:120].replace("|", "/")
+            raise RuntimeError(f"no answer in {self.limit:.0f} s" if self.late else last)
+        return answer
 
     def ask(self, line):
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError("a side ended")
-        return answer
+        return self.answer()
+
+    late = False
+    def end(self):
+        self.late = True
+        os.killpg(self.process.pid, signal.SIGKILL)
 
     def measure(self):
         seconds, memory = self.ask(f"run {max(1, int(0.03 / self.once))}").split()
@@ -308,8 +403,13 @@ class Side:
         self.bytes = int(memory)
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait()
+        try:
+            self.process.stdin.close()
+            self.process.wait(20)
+        except (OSError, subprocess.TimeoutExpired):
+            self.end()
+            self.process.wait()
+        self.errors.close()
 
 
 def prepare(python):
@@ -319,9 +419,10 @@ def prepare(python):
     luna = os.path.join(BUILD, "luna.c")
     with open(luna, "w") as f:
         f.write('#undef LUNAI_IMPLEMENTED\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n')
-    programs = [os.path.join(ROOT, "tests", name) for name in ("bench_layers.c", "bench_models.c")]
-    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED", "-DLUNAI_IMPLEMENTED",
-                           "-I", ROOT, luna, *programs, "-lm", "-lpthread"])
+    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED",
+                           "-DLUNAI_IMPLEMENTED", "-I", ROOT, luna,
+                           os.path.join(ROOT, "tests", "bench_layers.c"),
+                           os.path.join(ROOT, "tests", "bench_models.c"), "-lm", "-lpthread"])
     answer = os.path.join(BUILD, "mkl_avx512.c")
     with open(answer, "w") as f:
         f.write("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
@@ -334,8 +435,9 @@ def prepare(python):
     have = lambda p: os.path.exists(p) and subprocess.call([p, "-c", "import torch, numpy"],
                                                            stderr=subprocess.DEVNULL) == 0
     if not have(python):
-        print("installing PyTorch and oneDNN from PyPI into build/peers", file=sys.stderr)
+        print("installing PyTorch, JAX and oneDNN from PyPI into build/peers", file=sys.stderr)
         subprocess.call([python, "-m", "pip", "install", "-q", "torch", "numpy", "onednn"])
+        subprocess.call([python, "-m", "pip", "install", "-q", "jax"])
     return python if have(python) else sys.executable
 
 
@@ -344,43 +446,53 @@ def main():
     options.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     options.add_argument("--isa", nargs="+", default=["best"], choices=["best", *ISA])
     options.add_argument("--runs", type=int, default=15)
+    options.add_argument("--seconds", type=float, default=10)
+    options.add_argument("--limit", type=float, default=150)
     options.add_argument("--only", default="")
     options.add_argument("--python", default="")
     options = options.parse_args()
     python = prepare(options.python)
     print("| work | isa | threads | luna.h ms | peer | its ms | its time / luna.h's "
-          "| MB above the start: luna.h, peer |")
-    print("|" + "---|" * 8)
-    best = {}
+          "| MB above the start: luna.h, peer |\n|" + "---|" * 8)
+    best, started = {}, time.perf_counter()
+    has_jax = subprocess.call([python, "-c", "import jax"], stderr=subprocess.DEVNULL) == 0
     for isa, threads, (case, peers) in itertools.product(options.isa, options.threads, cases()):
         if options.only not in case or (threads > 1 and case.startswith(("gemm", "streaming"))):
             continue
         for peer in peers:
+            if peer in JAX and not has_jax:
+                continue
             name, sides = f"| {case} | {isa} | {threads} |", []
             try:
                 for side in ("luna", peer):
-                    sides.append(Side(python, side, threads, case, isa))
-                for _ in range(options.runs):
+                    sides.append(Side(python, side, threads, case, isa, options.limit))
+                begun = time.perf_counter()
+                for run in range(options.runs):
+                    if run >= 3 and time.perf_counter() - begun > options.seconds:
+                        break
                     for side in sides:
                         side.measure()
                         time.sleep(0.25 if threads > 1 else 0)  # until its pool sleeps
-            except (RuntimeError, ValueError) as e:
-                print(f"{name} | {peer} | not run: {e} | | |")
+            except (RuntimeError, ValueError, OSError) as e:
+                print(f"{name} | {peer} | not run: {e} | | |", flush=True)
                 for side in sides:
                     side.close()
                 continue
             ratio = statistics.median(b / a for a, b in zip(*(s.seconds for s in sides)))
             ms = [1e3 * statistics.median(s.seconds) for s in sides]
-            memory = f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
-            if case.startswith(("gemm", "streaming")): memory = ""
-            what = peer.replace('torch', 'PyTorch ' + sides[1].version)
-            print(f"{name} {ms[0]:.3f} | {what} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
+            bytes = ", ".join(f"{s.bytes * 1e-6:.0f}" for s in sides)
+            memory = "" if case.startswith(("gemm", "streaming")) else bytes
+            version = sides[1].version
+            title = peer.replace("torch", "PyTorch " + version).replace("jax", "JAX " + version)
+            print(f"{name} {ms[0]:.3f} | {title} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
             best[name] = min(best.get(name, (1e9,)), (ratio, peer, ms[0]))
             for side in sides:
                 side.close()
     print("\n| work | isa | threads | best peer | its time / luna.h's |\n|" + "---|" * 5)
     for name, (ratio, peer, ms) in best.items():
         print(f"{name} {peer} | {ratio:.2f} |" + (" below 1.1 |" if ratio < 1.1 and ms >= 1 else ""))
+    missing = "" if has_jax else "JAX could not be imported: its rows are left out. "
+    print(f"\n{missing}{(time.perf_counter() - started) / 60:.0f} minutes")
 
 
 if __name__ == "__main__":
