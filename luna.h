@@ -15487,6 +15487,12 @@ static const luna_backend lunai_cpu = {
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
+/* Layers, models, trainer and checkpoints call ops and have no long loops of their own: gcc makes them small, which
+   takes it less time, and steps no more. (Not what copies many small pieces, as beam search: rep movs.) */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
@@ -18768,6 +18774,9 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
 
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#pragma GCC pop_options
+#endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what lunai_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
