@@ -9956,14 +9956,14 @@ LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted
   return true;
 }
 #ifndef LUNA_ONLY_STREAM
-LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* names and shapes of all parameters */
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
 /* at each begin */
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
                                       "number of steps", "outcome of its inits",
-                                      "set of parameters' names and shapes" };
+                                      "set of parameters' names and shapes, or config" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -13616,11 +13616,14 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
 }
 LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
-  for (const luna_params *set = ctx->newest; set; set = set->older)
+  for (const luna_params *set = ctx->newest; set; set = set->older) {
     for (const lunai_param *p = set->first; p; p = p->next) {
       hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
       hash += p->tensor.needs_grad;
     }
+    for (const lunai_meta *m = set->metas; m; m = m->next) /* the configs, as files have them */
+      if (lunai_is_ours(m->key)) hash += lunai_hash_bytes(lunai_hash(m->key), m->value, strlen(m->value));
+  }
   return hash;
 }
 
@@ -17776,11 +17779,22 @@ LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float
   }
   return moved;
 }
-/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same parameters with a
-   gradient, and at an optimiser's first step the same values. A NaN or Inf in one rank's loss counts for all. */
+LUNAI_FN uint64_t lunai_optimizer_hash(const luna_optimizer *o) { /* of its kind and config */
+  const luna_optimizer_config *c = &o->config;
+  const luna_schedule *s = &c->schedule;
+  const double all[] = { (double)o->kind, (double)c->lr, (double)c->momentum, (double)c->nesterov, (double)c->beta1,
+                         (double)c->beta2, (double)c->epsilon, (double)c->weight_decay, (double)c->clip,
+                         (double)s->decay, (double)s->warmup, (double)s->total, (double)s->floor,
+                         (double)s->warmup_from, (double)s->gamma, (double)s->milestone[0], (double)s->milestone[1],
+                         (double)s->milestone[2], (double)s->milestone[3], (double)c->max_skips };
+  return lunai_hash_bytes(0, (const char *)all, sizeof all);
+}
+/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same optimiser, the same
+   parameters with a gradient, and at its first step the same values. A NaN or Inf in one rank's loss counts for all. */
 #define LUNAI_BUCKET ((int64_t)1 << 18)
 LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
-  static const char *const what[] = { "number of optimiser steps", "set of parameters with a gradient",
+  static const char *const what[] = { "number of optimiser steps", "kind or config of its optimiser",
+                                      "set of parameters with a gradient",
                                       "value of some parameter before the first step", NULL };
   static const char name[] = "luna_optimizer_step";
   luna_ctx *ctx = o->params->ctx;
@@ -17788,20 +17802,20 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   luna_step_state state = lunai_state_of(ctx, ctx->state);
   luna_status status = LUNA_OK;
   const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[4] = { o->attempts, 0, 0, state.nonfinite != 0 }, *all, n;
+  int64_t mine[5] = { o->attempts, (int64_t)lunai_optimizer_hash(o), 0, 0, state.nonfinite != 0 }, *all, n;
   void *bucket;
   bool good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
               lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
   for (int64_t at = 0; at < o->size && good; at++) {
     const luna_tensor *t = o->trained[at].tensor;
-    if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
+    if (t->grad) mine[2] = (int64_t)((uint64_t)mine[2] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+    mine[3] = (int64_t)lunai_hash_bytes((uint64_t)mine[3], (const char *)t->data,
                                         (size_t)luna_count(t) * sizeof(float));
   }
-  good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
-  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  good = good && lunai_rank_compare(ctx, name, mine, what, 5, &all);
+  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[5 * i + 4] != 0;
   if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
   for (int64_t at = 0; good && status == LUNA_OK; at += n) {
     n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
