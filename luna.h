@@ -18836,9 +18836,8 @@ LUNAI_FN bool lunai_stream_store(luna_stream *s, void *to, const luna_tensor *t)
 /* a tensor on memory that is there: `rank` axes of a, b, c, of several sources after theirs */
 LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int64_t sources, int rank, int64_t a, int64_t b,
                                          int64_t c) {
-  int64_t shape[4];
+  const int64_t shape[4] = { sources, a, b, c };
   luna_tensor t;
-  shape[0] = sources; shape[1] = a; shape[2] = b; shape[3] = c;
   lunai_tensor_set(&t, &s->ctx, sources > 1 ? rank + 1 : rank, sources > 1 ? shape : shape + 1);
   t.data = data;
   return t;
@@ -18880,17 +18879,18 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
   const lunai_int64 first = s->first_position + s->position;
   const int64_t k = s->sizes.features;
-  int64_t i, f;
   *in.position = s->position;
-  for (i = 0; i < s->batch * rows; i++) {
+  for (int64_t i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
-    for (f = 0; f < k; f++)
+    for (int64_t f = 0; f < k; f++)
       in.features[i * k + f] = lunai_stream_feature(s, from->features[row * k + f], f);
   }
-  for (i = 0; i < rows; i++) in.places[i] = (int32_t)(first + i);
-  for (i = 0; i < rows && s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL; i++)
-    lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
+  for (int64_t i = 0; i < rows; i++) {
+    in.places[i] = (int32_t)(first + i);
+    if (s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL)
+      lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
+  }
   return s->inputs == s->host_inputs || lunai_stream_move(s, s->inputs, s->host_inputs, in.size, 1);
 }
 
@@ -18899,19 +18899,16 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
   const int64_t positions = s->sizes.positions, d = s->sizes.dim, k = s->sizes.features;
-  luna_scope scope;
-  luna_tensor *x;
-  int64_t i;
   lunai_bump_begin(&s->bump, rows == 1);
-  scope = luna_scope_begin(&s->ctx);
-  x = k ? luna_linear_layer_forward(&s->model.input.projection,
-                                    lunai_stream_view(s, in.features, 3, s->batch, rows, k)) :
-      luna_embedding(s->model.embedding, in.tokens, s->batch, rows);
+  const luna_scope scope = luna_scope_begin(&s->ctx);
+  luna_tensor *x = !k ? luna_embedding(s->model.embedding, in.tokens, s->batch, rows) :
+      luna_linear_layer_forward(&s->model.input.projection,
+                                lunai_stream_view(s, in.features, 3, s->batch, rows, k));
   if (s->scale != 1) x = luna_scale(x, s->scale);
   if (positions == LUNA_POSITIONS_SINUSOIDAL) x = luna_add(x, lunai_stream_view(s, in.angles, 2, rows, d, 1));
   if (positions == LUNA_POSITIONS_LEARNED)
     x = luna_add(x, lunai_reshape(luna_embedding(s->model.positions, in.places, 1, rows), 2, rows, d, 1, 1));
-  for (i = 0; i < s->sizes.layers && x; i++) {
+  for (int64_t i = 0; i < s->sizes.layers && x; i++) {
     lunai_stream_layer *layer = &s->layers[i];
 #ifndef LUNA_ONLY_STREAM
     if (s->cross) {
@@ -18933,20 +18930,18 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
 /* the same, of single rows by the ops that the first of them has recorded */
 LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
   lunai_bump *b = &s->bump;
-  luna_status status = LUNA_OK;
-  luna_tensor *y;
-  size_t i;
   if (!LUNAI_REPLAYS) return lunai_stream_forward(s, rows, last);
   if (rows > 1 || b->count == 0) {
     lunai_bump_forget(b);
     b->records = rows == 1;
-    y = lunai_stream_forward(s, rows, last || b->records);
+    luna_tensor *y = lunai_stream_forward(s, rows, last || b->records);
     if (b->records) b->kept = b->part[0].used;
     b->records = false;
     if (!y) lunai_bump_forget(b);
     return y;
   }
-  for (i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
+  luna_status status = LUNA_OK;
+  for (size_t i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
     status = s->ctx.backend->op[b->ops[i].kind].forward(&b->ops[i]);
   if (status == LUNA_OK) return b->ops[b->count - 1].out[0];
   return lunai_fail_backend(&s->ctx, false, "luna_stream", status);
@@ -18962,8 +18957,7 @@ LUNAI_FN bool lunai_stream_reorder_all(luna_stream *s) {
   const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float)),
       history = (s->sizes.convolution - 1) * s->sizes.dim;
   bool good = true;
-  int64_t i;
-  for (i = 0; i < s->sizes.layers && s->batch > 1 && good; i++)
+  for (int64_t i = 0; i < s->sizes.layers && s->batch > 1 && good; i++)
     good = lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means) &&
            lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means) &&
            (history <= 0 || lunai_stream_reorder_rows(s, s->layers[i].past.history, history));
@@ -18973,8 +18967,7 @@ LUNAI_FN bool lunai_stream_reorder_all(luna_stream *s) {
 /* the bias of folded scores; queries [heads slots, head_dim]; with the bits that its sum in order has */
 LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, float *out) {
   const int64_t l = z->memory, d = z->dim / z->heads;
-  int64_t i, j;
-  for (i = 0; i < z->heads * l; i++)
+  for (int64_t i = 0, j; i < z->heads * l; i++)
     for (out[i] = 0, j = 0; j < d; j++) out[i] += queries[i * d + j] * key_bias[i / l * d + j];
 }
 /* what the scores need of a layer's memory [sources, slots, dim], once */
@@ -18984,14 +18977,12 @@ LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const
       &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
   bool good = true;
-  int64_t i;
-  for (i = 0; i < LUNAI_SOURCES(s) && good; i++) {
+  for (int64_t i = 0; i < LUNAI_SOURCES(s) && good; i++) {
     float *p = lunai_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
         *out_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
-    luna_tensor *queries, *scores, *bias = NULL;
     lunai_bump_begin(&s->bump, false);
-    queries = scores = lunai_causal_queries(attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1));
-    if (folds) scores = lunai_causal_folded(attention, queries, device ? &bias : NULL);
+    luna_tensor *queries = lunai_causal_queries(attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1)),
+        *bias = NULL, *scores = folds ? lunai_causal_folded(attention, queries, device ? &bias : NULL) : queries;
     good = lunai_stream_store(s, lunai_offset(layer->past.scores.data, i * lunai_stream_fold_size(z)), scores) &&
            (!(folds && device) || lunai_stream_store(s, out_bias, bias));
     if (folds && !device && good && lunai_computes(&s->ctx))
@@ -19018,8 +19009,10 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   const lunai_lm_sizes *z = &s->sizes;
   const int64_t batch = config && config->batch ? lunai_size(config->batch) : 1,
       chunk = config && config->chunk ? lunai_size(config->chunk) : 64, rows = lunai_checked(batch, chunk);
-  int64_t product[8][2];
-  int i;
+  const int64_t product[8][2] = { { rows, z->dim }, { rows, z->ffn }, { rows, z->features + 1 },
+    { lunai_checked(rows, z->heads), z->memory }, { lunai_checked(batch, z->dim), lunai_max(1, z->convolution) },
+    { lunai_checked(batch, z->dim), 16 * z->memory }, { batch, lunai_lm_outputs(z) },
+    { lunai_checked(z->heads, z->memory), z->dim } };
   s->batch = batch;
   s->chunk = chunk;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
@@ -19029,14 +19022,7 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   lunai_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
-  for (i = 0; i < 3; i++) product[i][0] = rows;
-  product[0][1] = z->dim; product[1][1] = z->ffn; product[2][1] = z->features + 1;
-  product[3][0] = lunai_checked(rows, z->heads); product[3][1] = z->memory;
-  product[4][0] = batch; product[4][1] = lunai_lm_outputs(z);
-  product[5][0] = product[6][0] = lunai_checked(batch, z->dim);
-  product[5][1] = lunai_max(1, z->convolution); product[6][1] = 16 * z->memory;
-  product[7][0] = lunai_checked(z->heads, z->memory); product[7][1] = z->dim;
-  for (i = 0; i < 8; i++)
+  for (int i = 0; i < 8; i++)
     if (lunai_checked(product[i][0], product[i][1]) < 0) return LUNAI_STREAM_TOO_LARGE;
   return NULL;
 }
@@ -19045,12 +19031,8 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
    by their names; without a file their shapes alone. False: s->ctx.error says what is wrong. */
 LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int count, const char *prefix,
                                const lunai_st *st) {
-  lunai_st_tensor found;
-  lunai_text name;
-  const lunai_part *p;
-  int i;
-  for (p = parts; p < parts + count; p++)
-    for (i = 0; i < 2; i++) {
+  for (const lunai_part *p = parts; p < parts + count; p++)
+    for (int i = 0; i < 2; i++) {
       luna_tensor **at = i ? p->bias : p->weight, *own;
       const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
@@ -19059,8 +19041,8 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       own->ctx = &s->ctx;
       *at = own;
       if (!st) continue;
-      name.at = s->ctx.error;
-      name.end = s->ctx.error + sizeof s->ctx.error - 1;
+      lunai_st_tensor found;
+      lunai_text name = { s->ctx.error, s->ctx.error + sizeof s->ctx.error - 1 };
       lunai_put(&name, prefix);
       lunai_put(&name, p->name);
       if (i) name.at -= sizeof "weight" - 1;
@@ -19094,7 +19076,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   luna_causal_layer *causal = &s->layers[index].of.causal;
   lunai_part parts[LUNAI_MAX_PARTS];
   char prefix[48];
-  lunai_text text;
+  lunai_text text = { prefix, prefix + sizeof prefix - 1 };
 #ifndef LUNA_ONLY_STREAM
   if (s->cross) {
     s->layers[index].of.decoder = *(const luna_decoder_layer *)from;
@@ -19104,8 +19086,6 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   if (from) *causal = *(const luna_causal_layer *)from;
   causal->config = s->model.config.layer;
   causal->attention.config = lunai_causal_config(&causal->config);
-  text.at = prefix;
-  text.end = prefix + sizeof prefix - 1;
   lunai_put(&text, "layers.");
   lunai_put_number(&text, index);
   lunai_put(&text, ".");
@@ -19145,13 +19125,12 @@ LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_
   const size_t each = LUNAI_CROSS(s) ? sizeof(luna_decoder_layer) : sizeof(luna_causal_layer);
   const int64_t k = s->sizes.features;
   bool good = lunai_stream_model_open(s, st);
-  int64_t i;
-  for (i = 0; i < s->sizes.layers && good; i++)
+  for (int64_t i = 0; i < s->sizes.layers && good; i++)
     good = lunai_stream_layer_open(s, i, layers ? (const char *)layers + (size_t)i * each : NULL, st);
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (good && k) good = lunai_stream_move(s, s->standard, s->model.input.mean->data, (size_t)k * sizeof(float), 2) &&
       lunai_stream_move(s, s->standard + k, s->model.input.scale->data, (size_t)k * sizeof(float), 2);
-  for (i = 0; i < s->sizes.layers && good && !LUNAI_CROSS(s); i++)
+  for (int64_t i = 0; i < s->sizes.layers && good && !LUNAI_CROSS(s); i++)
     good = lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return good;
 }
@@ -19164,9 +19143,6 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   lunai_bump *b = &s->bump;
   luna_tensor small[80];
   lunai_stream_layer layer;
-  size_t kept, each, peak;
-  int64_t rows;
-  bool good;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
   s->layers = &layer;
@@ -19178,15 +19154,15 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   b->part[1].size = SIZE_MAX / 2;
   b->room = LUNAI_REPLAYS ? SIZE_MAX : 0;
   s->ctx.reserving = true;
-  good = lunai_stream_model_open(s, NULL);
-  each = b->part[0].used;
+  bool good = lunai_stream_model_open(s, NULL);
+  size_t each = b->part[0].used;
   good = good && lunai_stream_layer_open(s, 0, from, NULL);
   b->floor = b->kept = b->part[0].used;
   each = b->floor - each;
   s->sizes.layers = 1;
-  for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
+  for (int64_t rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
     good = lunai_stream_rows(s, rows, true) != NULL;
-  kept = b->kept;
+  size_t kept = b->kept;
   if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
     const size_t ops = b->count;
     lunai_bump_forget(b);
@@ -19198,7 +19174,7 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
     s->sizes.layers = 1;
   }
   good = good && lunai_stream_fold(s, &layer, NULL);
-  peak = b->part[0].peak;
+  const size_t peak = b->part[0].peak;
   b->part[0].peak = b->floor;        /* beside what is recorded: */
   good = good && lunai_stream_reorder_all(s);
   kept += b->part[0].peak - b->floor;
@@ -19224,9 +19200,8 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const bool device = lunai_stream_on_device(s);
   const int64_t n = LUNAI_SOURCES(s), cross = LUNAI_CROSS(s) ? 1 : 0, means = s->batch * z->dim * z->memory;
   const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
-  size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
+  size_t used = lunai_round(sizeof(luna_stream));
   lunai_stream_layer none;
-  int64_t i;
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
   s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
@@ -19234,11 +19209,11 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (device) s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
-  host_size = used;
+  const size_t host_size = used;
   if (device) { base = s->device_memory; used = 0; }
-  state = used;
+  const size_t state = used;
   s->state = base ? base + used : NULL;
-  for (i = 0; i < 2 * z->layers; i++) {
+  for (int64_t i = 0; i < 2 * z->layers; i++) {
     lunai_past *past = base ? &s->layers[i % z->layers].past : &none.past;
     if (i == z->layers) s->state_size = used - state;
     if (i < z->layers) {
@@ -19259,7 +19234,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (cross) s->source_slots = (int32_t *)lunai_stream_take(base, &used, n, sizeof(int32_t));
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
-  for (i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
+  for (int i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
   s->bump.part[1].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[1].peak, 1);
   s->device_size = used;
   return device ? host_size : used;
@@ -19277,7 +19252,6 @@ LUNAI_FN luna_stream *lunai_stream_place(const luna_stream *first, void *memory,
 /* -> bytes needed. While the stream is opened the index of the file's names is where a step's values will be. */
 LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
                                       const luna_stream_config *config, const char **wrong) {
-  size_t all, index;
   memset(s, 0, sizeof *s);
   s->ctx.backend = luna_cpu_backend();
   *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
@@ -19285,8 +19259,8 @@ LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *
   if (!*wrong) *wrong = lunai_stream_config(s, config);
   if (!*wrong && !lunai_stream_measure(s, NULL)) *wrong = LUNAI_STREAM_TOO_LARGE;
   if (*wrong) return 0;
-  all = lunai_stream_lay_out(s, NULL);
-  index = lunai_round(all - lunai_round(s->bump.part[1].size) + st->tensors * sizeof(uint64_t));
+  const size_t all = lunai_stream_lay_out(s, NULL);
+  const size_t index = lunai_round(all - lunai_round(s->bump.part[1].size) + st->tensors * sizeof(uint64_t));
   return all > index ? all : index;
 }
 
@@ -19338,11 +19312,6 @@ LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool go
 LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
                                         const void *layers, const char *name) {
   luna_stream_config own;
-  const char *wrong;
-  luna_stream *s;
-  char *raw;
-  size_t size;
-  bool good;
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
@@ -19354,20 +19323,21 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   first->ctx.options.allocator = ctx->options.allocator;
   first->ctx.options.log = ctx->options.log;
   first->ctx.options.log_user = ctx->options.log_user;
-  wrong = ctx->options.measure ? "a context that measures has no weights" : lunai_stream_config(first, &own);
+  const char *wrong = ctx->options.measure ? "a context that measures has no weights" :
+      lunai_stream_config(first, &own);
   if (wrong) return lunai_fail(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
   if (lunai_stream_on_device(first) && !ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)), (luna_stream *)NULL;
   if (!lunai_stream_measure(first, layers)) return lunai_stream_report(ctx, first, name), (luna_stream *)NULL;
-  size = lunai_stream_lay_out(first, NULL);
+  const size_t size = lunai_stream_lay_out(first, NULL);
   first->memory_size = size + LUNAI_ALIGN;
-  raw = ctx->options.block ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, first->memory_size);
+  char *raw = ctx->options.block ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, first->memory_size);
   if (!raw && ctx->options.block) lunai_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, name, (int64_t)first->memory_size);
   if (!raw && !ctx->options.block) lunai_fail_memory(ctx, name, first->memory_size);
   if (!raw) return NULL;
-  s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
+  luna_stream *s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  good = true;
+  bool good = true;
   if (lunai_stream_on_device(first)) {
     first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
     if (!first->device_memory) good = lunai_fail_memory(ctx, name, first->device_size) == LUNA_OK;
@@ -19398,9 +19368,8 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 #ifdef LUNA_ONLY_STREAM
   (void)s;
 #else
-  luna_allocator allocator;
   if (!s || !s->memory_size) return;
-  allocator = s->ctx.options.allocator;
+  const luna_allocator allocator = s->ctx.options.allocator;
   while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
   if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
   lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
@@ -19410,13 +19379,12 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 /* --- running --- */
 LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input *input) {
   const int64_t n = lunai_size(input->n), k = s->sizes.features;
-  int64_t i;
   if (input->n < 1 || (k ? !input->features : !input->tokens))
     return k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
   if (lunai_checked(lunai_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
-  for (i = 0; k == 0 && i < n * s->batch; i++)
+  for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) return LUNA_ERROR_STREAM_TOKEN;
-  for (i = 0; i < n * s->batch * k; i++)
+  for (int64_t i = 0; i < n * s->batch * k; i++)
     if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) return LUNA_ERROR_STREAM_FEATURE;
   if (s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     return LUNA_ERROR_STREAM_POSITIONS;
@@ -19425,10 +19393,9 @@ LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
   const int64_t n = lunai_size(input->n);
   luna_tensor *y = NULL;
-  int64_t at, rows;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if ((s->error = lunai_stream_wrong(s, input)) != LUNA_ERROR_NONE) return NULL;
-  for (at = 0; at < n; at += rows) {
+  for (int64_t at = 0, rows; at < n; at += rows) {
     luna_graph *graph = n == 1 ? s->ctx.graphs : NULL; /* a single token's calls: on a device one launch */
     rows = lunai_min(s->chunk, n - at);
     (void)luna_graph_begin(graph);
@@ -19486,12 +19453,10 @@ LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
   const size_t bytes = s ? (size_t)s->batch * sizeof(int32_t) : 0;
-  int32_t *order;
-  int64_t b;
   if (!s || !from) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
-  for (b = 0; b < s->batch; b++)
+  for (int64_t b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
-  order = lunai_stream_inputs(s, s->host_inputs, 1).tokens;
+  int32_t *order = lunai_stream_inputs(s, s->host_inputs, 1).tokens;
   lunai_copy(order, from, bytes);
   if (s->inputs == s->host_inputs ||
       lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, bytes, 1))
@@ -19503,9 +19468,8 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
   return a->batch == b->batch && memcmp(&a->sizes, &b->sizes, sizeof a->sizes) == 0;
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
-  luna_status status;
   if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail(to, LUNA_ERROR_STREAM_COPY);
-  status = from->ctx.status;
+  luna_status status = from->ctx.status;
 #ifndef LUNA_ONLY_STREAM
   if (lunai_stream_on_device(to) && lunai_stream_on_device(from) && to->model_ctx != from->model_ctx)
     return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
