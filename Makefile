@@ -1,7 +1,9 @@
-# luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler are enough.
+# luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler
+# are enough.
 #   make run                 trains a Luna language model on luna.h itself, about a minute
 #   make examples            builds examples/*.c
-#   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc; DESTDIR before it
+#   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc;
+#                            DESTDIR before it
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
@@ -9,13 +11,19 @@
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
-#   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in build/bench.json
-#   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in build/arena.md and .svg; about 10 minutes
-#   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision) and now: tests/compare.sh
-#   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines: build/mpi/lm
+#   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
+#                            build/bench.json
+#   make arena               Luna and what it is compared with: speed and memory (Table 2 of the paper), in
+#                            build/arena.md and .svg; about 10 minutes
+#   make compare REF=revision   time and peak memory of every row of make bench, before (luna.h at that git revision)
+#                            and now: tests/compare.sh
+#   make mpi                 lm, classify, listops, series and lra with mpicc, for several processes or machines:
+#                            build/mpi/lm
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
-#   make mpi-bench           time and memory of 4 million tokens forward and a training step of a million, cut over 1, 2 and 4 ranks; 20 minutes, 12 GB
-#   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers and spills
+#   make mpi-bench           time and memory of 4 million tokens forward and a training step of a million, cut over 1, 2
+#                            and 4 ranks; 20 minutes, 12 GB
+#   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
+#                            and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
 CC ?= cc
@@ -33,7 +41,8 @@ NAMES = $(filter-out bench_% cuda mpi%,$(patsubst tests/%.c,%,$(wildcard tests/*
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)))
+PUBLIC_C = $(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
@@ -58,13 +67,15 @@ install: $(BUILD)/luna.o
 	cp luna.h luna_cuda.cuh $(DESTDIR)$(PREFIX)/include
 	rm -f $(DESTDIR)$(PREFIX)/lib/libluna.a
 	$(AR) rcs $(DESTDIR)$(PREFIX)/lib/libluna.a $(BUILD)/luna.o
-	printf 'prefix=%s\nName: luna\nDescription: Luna attention\nVersion: %s\nCflags: -I$${prefix}/include\nLibs: -L$${prefix}/lib -lluna %s\n' \
-	  $(PREFIX) $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h) '$(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
+	printf '%s\n' prefix=$(PREFIX) 'Name: luna' 'Description: Luna attention' \
+	  "Version: $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h)" 'Cflags: -I$${prefix}/include' \
+	  'Libs: -L$${prefix}/lib -lluna $(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
 
 programs: $(EXAMPLES) $(PROGRAMS)
 
-# Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that they have it.
-# Its time is when its compilation began: a luna.h that changes during it is newer, and structs that differ are never linked.
+# Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that
+# they have it. Its time is when its compilation began: a luna.h that changes during it is newer, and structs that
+# differ are never linked.
 $(BUILD)/luna.o: luna.h
 	@mkdir -p $(BUILD)
 	@printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna.c
@@ -79,7 +90,8 @@ $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/tests && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
-$(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions: $(wildcard examples/attentions/*.h)
+$(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions: \
+  $(wildcard examples/attentions/*.h)
 $(BUILD)/tests/lra: $(wildcard examples/*.h)
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
@@ -104,12 +116,14 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh tests/torch.sh tests/install.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh \
+	  tests/torch.sh tests/install.sh tests/compile.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(HOST:%=$(BUILD)/asan/tests/%) $(BUILD)/tsan/tests/threads $(SCRIPTS)
+	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(HOST:%=$(BUILD)/asan/tests/%) \
+	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 cross:
 	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
@@ -166,11 +180,14 @@ $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wild
 NCCL = $(if $(wildcard $(dir $(NVCC))../include/nccl.h /usr/include/nccl.h),$(BUILD)/cuda/nccl.o)
 $(BUILD)/cuda/nccl.o: examples/nccl.h luna.h
 	@mkdir -p $(BUILD)/cuda
-	@printf '#include "luna.h"\n#include "examples/nccl.h"\nbool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }\n' >$(BUILD)/cuda/nccl.cu
+	@printf '%s\n' '#include "luna.h"' '#include "examples/nccl.h"' \
+	  'bool opens(nccl_ranks *n, ncclComm_t c) { bool good = nccl_open(n, c); nccl_close(n); return good; }' \
+	  >$(BUILD)/cuda/nccl.cu
 	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
 
 cuda:
-	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm $(NCCL); else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
+	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm $(NCCL); \
+	  else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
 
 cuda-test: cuda
 	$(BUILD)/cuda/tests/cuda
@@ -179,7 +196,9 @@ $(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
 	$(NVCC) $^ -o $@ -lcublas $(LIBS)
 
 cuda-bench:
-	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/bench && $(BUILD)/cuda/bench $(BUILD)/bench_cuda.json; else echo "nvcc is not here: nothing is measured"; fi
+	@if command -v $(NVCC) >/dev/null 2>&1; \
+	  then $(MAKE) $(BUILD)/cuda/bench && $(BUILD)/cuda/bench $(BUILD)/bench_cuda.json; \
+	  else echo "nvcc is not here: nothing is measured"; fi
 
 MPICC ?= mpicc
 MPIRUN ?= mpirun
@@ -194,7 +213,8 @@ $(BUILD)/mpi/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 	$(MPICC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_MPI -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 mpi:
-	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) $(MPI_EXAMPLES); else echo "$(MPICC) is not here (Debian: openmpi-bin libopenmpi-dev): nothing is built"; fi
+	@if command -v $(MPICC) >/dev/null 2>&1; then $(MAKE) $(MPI_EXAMPLES); \
+	  else echo "$(MPICC) is not here (Debian: openmpi-bin libopenmpi-dev): nothing is built"; fi
 
 mpi-test:
 	@$(MAKE) $(MPI_EXAMPLES) $(BUILD)/mpi/tests/mpi
@@ -207,4 +227,5 @@ mpi-bench:
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test cuda-bench mpi mpi-test mpi-bench clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test \
+  cuda-bench mpi mpi-test mpi-bench clean

@@ -9064,7 +9064,8 @@ typedef struct lunai_bump {
   bool single;                       /* the rows are single ones of their sequences: luna_op.dots */
   bool records;                      /* ops run now are recorded */
   luna_op *ops;                      /* those that are recorded */
-  size_t count, room, kept;          /* of ops; bytes of small things that they need */
+  size_t count, room;
+  size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
 } lunai_bump;
 #ifdef LUNA_ONLY_STREAM              /* memory is short there */
 #define LUNAI_REPLAYS false
@@ -9072,9 +9073,14 @@ typedef struct lunai_bump {
 #define LUNAI_REPLAYS true
 #endif
 #define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
-LUNAI_FN void lunai_bump_begin(lunai_bump *b) {
+LUNAI_FN void lunai_bump_begin(lunai_bump *b, bool single) {
   b->part[0].used = b->kept;
   b->part[1].used = 0;
+  b->single = single;
+}
+LUNAI_FN void lunai_bump_forget(lunai_bump *b) {
+  b->count = 0;
+  b->kept = b->floor;
 }
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_BUMPS(ctx) ((void)(ctx), true)
@@ -9950,14 +9956,14 @@ LUNAI_FN bool lunai_rank_count(luna_ctx *ctx, const char *name, int64_t *counted
   return true;
 }
 #ifndef LUNA_ONLY_STREAM
-LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* names and shapes of all parameters */
+LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx); /* all parameters' names and shapes, all models' configs */
 LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *state);
 /* at each begin */
 LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
   static const char *const what[] = { NULL, "version of luna.h", "build", "number of ranks", "collective.mode",
                                       "instruction set", "options.form", "options.seed", "call to begin a step",
                                       "number of steps", "outcome of its inits",
-                                      "set of parameters' names and shapes" };
+                                      "set of parameters' names and shapes, or config" };
   const luna_step_state state = lunai_state_of(ctx, ctx->state);
   const lunai_mark mark = lunai_step_mark(ctx);
   const luna_status status = ctx->status; /* of a failed init: the other ranks shall know */
@@ -12555,6 +12561,17 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
     return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
+/* writes what `make` makes of `from`, on the host; op: named in its failure, an op's */
+LUNAI_FN luna_status lunai_write_made(luna_tensor *t, const char *name, bool op,
+                                      void (*make)(float *to, const void *from), const void *from) {
+  const lunai_mark mark = lunai_step_mark(t->ctx);
+  float *values = (float *)lunai_step_host(t->ctx, name, op, (size_t)luna_count(t) * sizeof(float));
+  if (!values) return LUNA_OUT_OF_MEMORY;
+  if (lunai_computes(t->ctx)) make(values, from);
+  const luna_status status = luna_write(t, values);
+  lunai_step_rewind(t->ctx, mark);
+  return status;
+}
 LUNA_API float luna_item(const luna_tensor *t) {
   float value = NAN;
   if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
@@ -13158,6 +13175,8 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNA_ONLY_STREAM
 LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) { (void)ctx; (void)reason; }
+LUNA_API luna_status luna_graph_begin(luna_graph *g) { (void)g; return LUNA_OK; }
+LUNA_API luna_status luna_graph_end(luna_graph *g) { (void)g; return LUNA_OK; }
 LUNA_API void luna_graph_close(luna_graph *g) { (void)g; }
 LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) { return ctx->backend; }
 #else
@@ -13603,11 +13622,14 @@ LUNA_API luna_params *luna_params_open(luna_ctx *ctx) {
 }
 LUNAI_FN uint64_t lunai_models_hash(const luna_ctx *ctx) {
   uint64_t hash = 0;
-  for (const luna_params *set = ctx->newest; set; set = set->older)
+  for (const luna_params *set = ctx->newest; set; set = set->older) {
     for (const lunai_param *p = set->first; p; p = p->next) {
       hash = lunai_hash_bytes(hash ^ p->hash, (const char *)p->tensor.shape, sizeof p->tensor.shape);
       hash += p->tensor.needs_grad;
     }
+    for (const lunai_meta *m = set->metas; m; m = m->next) /* the configs, as files have them */
+      if (lunai_is_ours(m->key)) hash += lunai_hash_bytes(lunai_hash(m->key), m->value, strlen(m->value));
+  }
   return hash;
 }
 
@@ -14028,8 +14050,7 @@ typedef struct lunai_past {
   int64_t sources;
   luna_tensor scores;                /* folded [sources, heads slots, dim], else scaled queries [sources, heads, slots,
                                         head_dim]; of one source without its axis */
-  luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], of several sources [sources, batch / sources,
-                                        heads slots] */
+  luna_tensor scores_bias;           /* rank 0: not folded; [heads slots], or [sources, 1, heads slots] */
   luna_tensor keys, values;          /* a decoder's, of the packed context: [sources, slots, dim] */
   const int32_t *slots, *source_slots; /* a decoder's real memory slots: [batch], [sources] */
 } lunai_past;
@@ -15472,6 +15493,12 @@ static const luna_backend lunai_cpu = {
 };
 LUNA_API const luna_backend *luna_cpu_backend(void) { return &lunai_cpu; }
 
+/* Layers, models, trainer and checkpoints call ops and have no long loops of their own: gcc makes them small, which
+   takes it less time, and steps no more. (Not what copies many small pieces, as beam search: rep movs.) */
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#pragma GCC push_options
+#pragma GCC optimize("Os")
+#endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers. Guarded by tests/golden.c (the authors' outputs and gradients) and tests/gradients.c.
    ------------------------------------------------------------------------------------------------------------------ */
@@ -15709,56 +15736,58 @@ LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_i
   if (!layer->mean) return lunai_input_wrong(r.ctx, op, LUNA_ERROR_NO_FEATURES, name);
   return lunai_input_fits(&r, input, op, name, "input");
 }
-LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
-  luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!lunai_layer_input_fits(layer, input, false, "luna_input_layer_fit")) return ctx->last_status;
-  const int64_t k = layer->mean->shape[0];
-  const lunai_mark mark = lunai_step_mark(ctx);
-  float *mean = (float *)lunai_step_host(ctx, "luna_input_layer_fit", false, (size_t)(2 * k) * sizeof(float));
-  if (!mean) return ctx->last_status;
-  for (int64_t f = 0; f < k; f++) {
+/* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
+   missing, or 1 where one is there and 0 where not */
+typedef struct lunai_features {
+  const luna_input *input;
+  int64_t k;
+  bool second;
+} lunai_features;
+LUNAI_FN void lunai_features_fit(float *to, const void *from) {
+  const lunai_features *w = (const lunai_features *)from;
+  const luna_input *input = w->input;
+  for (int64_t f = 0; f < w->k; f++) {
     double sum = 0, squares = 0;
     int64_t count = 0;
     /* Welford's recurrence: one pass, no difference of large sums */
     for (int64_t i = 0; i < input->batch * input->n; i++)
-      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * k + f])) {
-        const double x = (double)input->features[i * k + f], from = x - sum;
-        sum += from / (double)++count;
-        squares += from * (x - sum);
+      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * w->k + f])) {
+        const double x = (double)input->features[i * w->k + f], off = x - sum;
+        sum += off / (double)++count;
+        squares += off * (x - sum);
       }
-    mean[f] = (float)sum;
-    mean[k + f] = squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
-    if (!lunai_is_finite(mean[k + f]) || mean[k + f] == 0) mean[k + f] = 1;
+    to[f] = !w->second ? (float)sum : squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
+    if (w->second && (!lunai_is_finite(to[f]) || to[f] == 0)) to[f] = 1;
   }
-  luna_status status = luna_write(layer->mean, mean);
-  if (status == LUNA_OK) status = luna_write(layer->scale, mean + k);
-  lunai_step_rewind(ctx, mark);
-  return status;
 }
-/* [batch, n, k]: the features with 0 for what is missing, or 1 where one is there and 0 where not. Both always, so that
-   neither memory nor the ops of a step depend on the data. */
-LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
-  const int64_t shape[3] = { input->batch, input->n, k };
-  luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
-  luna_status status = LUNA_OK;
-  if (!out) return NULL;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  const size_t bytes = (size_t)luna_count(out) * sizeof(float);
-  float *values = (float *)lunai_step_host(ctx, "luna_input_layer_forward", true, bytes), *to = values;
-  if (!values) return NULL;
-  if (lunai_computes(ctx) && bytes > 0) {
-    for (int64_t i = 0; i < input->batch * input->n; i++) {
-      const bool real = lunai_is_real(input, i);
-      for (int64_t f = 0; f < k; f++, to++) {
-        const float x = real ? input->features[i * k + f] : 0;
-        *to = x != x || !real ? 0 : present ? 1 : x;
-      }
+LUNAI_FN void lunai_features_fill(float *to, const void *from) {
+  const lunai_features *w = (const lunai_features *)from;
+  for (int64_t i = 0; i < w->input->batch * w->input->n; i++) {
+    const bool real = lunai_is_real(w->input, i);
+    for (int64_t f = 0; f < w->k; f++, to++) {
+      const float x = real ? w->input->features[i * w->k + f] : 0;
+      *to = x != x || !real ? 0 : w->second ? 1 : x;
     }
-    status = ctx->backend->copy(ctx, out->data, values, bytes, 1);
   }
-  lunai_step_rewind(ctx, mark);
-  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, "luna_input_layer_forward", status);
+}
+LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_input *input) {
+  static const char name[] = "luna_input_layer_fit";
+  luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!lunai_layer_input_fits(layer, input, false, name)) return ctx->last_status;
+  lunai_features w = { input, layer->mean->shape[0], false };
+  const luna_status status = lunai_write_made(layer->mean, name, false, lunai_features_fit, &w);
+  w.second = true;
+  return status == LUNA_OK ? lunai_write_made(layer->scale, name, false, lunai_features_fit, &w) : status;
+}
+/* Both always, so that neither memory nor the ops of a step depend on the data. */
+LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
+  static const char name[] = "luna_input_layer_forward";
+  const int64_t shape[3] = { input->batch, input->n, k };
+  const lunai_features w = { input, k, present };
+  luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
+  const luna_status status = out ? lunai_write_made(out, name, true, lunai_features_fill, &w) : LUNA_OK;
+  return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, name, status);
 }
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
   if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
@@ -17762,11 +17791,22 @@ LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float
   }
   return moved;
 }
-/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same parameters with a
-   gradient, and at an optimiser's first step the same values. A NaN or Inf in one rank's loss counts for all. */
+LUNAI_FN uint64_t lunai_optimizer_hash(const luna_optimizer *o) { /* of its kind and config */
+  const luna_optimizer_config *c = &o->config;
+  const luna_schedule *s = &c->schedule;
+  const double all[] = { (double)o->kind, (double)c->lr, (double)c->momentum, (double)c->nesterov, (double)c->beta1,
+                         (double)c->beta2, (double)c->epsilon, (double)c->weight_decay, (double)c->clip,
+                         (double)s->decay, (double)s->warmup, (double)s->total, (double)s->floor,
+                         (double)s->warmup_from, (double)s->gamma, (double)s->milestone[0], (double)s->milestone[1],
+                         (double)s->milestone[2], (double)s->milestone[3], (double)c->max_skips };
+  return lunai_hash_bytes(0, (const char *)all, sizeof all);
+}
+/* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same optimiser, the same
+   parameters with a gradient, and at its first step the same values. A NaN or Inf in one rank's loss counts for all. */
 #define LUNAI_BUCKET ((int64_t)1 << 18)
 LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
-  static const char *const what[] = { "number of optimiser steps", "set of parameters with a gradient",
+  static const char *const what[] = { "number of optimiser steps", "kind or config of its optimiser",
+                                      "set of parameters with a gradient",
                                       "value of some parameter before the first step", NULL };
   static const char name[] = "luna_optimizer_step";
   luna_ctx *ctx = o->params->ctx;
@@ -17774,20 +17814,20 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
   luna_step_state state = lunai_state_of(ctx, ctx->state);
   luna_status status = LUNA_OK;
   const int64_t room = lunai_min(LUNAI_BUCKET, luna_params_element_count(o->params));
-  int64_t mine[4] = { o->attempts, 0, 0, state.nonfinite != 0 }, *all, n;
+  int64_t mine[5] = { o->attempts, (int64_t)lunai_optimizer_hash(o), 0, 0, state.nonfinite != 0 }, *all, n;
   void *bucket;
   bool good = lunai_step(ctx, (size_t)room * sizeof(float), false, &bucket) ||
               lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
   for (int64_t at = 0; at < o->size && good; at++) {
     const luna_tensor *t = o->trained[at].tensor;
-    if (t->grad) mine[1] = (int64_t)((uint64_t)mine[1] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
+    if (t->grad) mine[2] = (int64_t)((uint64_t)mine[2] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
                                      o->trained[at].frozen + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
-    mine[2] = (int64_t)lunai_hash_bytes((uint64_t)mine[2], (const char *)t->data,
+    mine[3] = (int64_t)lunai_hash_bytes((uint64_t)mine[3], (const char *)t->data,
                                         (size_t)luna_count(t) * sizeof(float));
   }
-  good = good && lunai_rank_compare(ctx, name, mine, what, 4, &all);
-  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[4 * i + 3] != 0;
+  good = good && lunai_rank_compare(ctx, name, mine, what, 5, &all);
+  for (int i = 0; good && i < ctx->collective.ranks; i++) state.nonfinite |= all[5 * i + 4] != 0;
   if (good) status = ctx->backend->copy(ctx, &ctx->state->nonfinite, &state.nonfinite, sizeof state.nonfinite, 1);
   for (int64_t at = 0; good && status == LUNA_OK; at += n) {
     n = lunai_gradients_move(o, at, (float *)bucket, room, false, &status);
@@ -18740,6 +18780,9 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
 #endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
 
+#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#pragma GCC pop_options
+#endif
 /* ---------------------------------------------------------------------------------------------------------------------
    >>stream: the layers in step form: a few rows of each sequence, and of the tokens before them what lunai_past has.
    A stream is a context of its own in one block of memory: its layers, as tensors on the model's parameters, its state,
@@ -18748,58 +18791,31 @@ LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
    a block of their own. Guarded by tests/stream.c, a decoder by tests/translation.c, on a device by tests/device.c and
    tests/cuda.c.
    ------------------------------------------------------------------------------------------------------------------ */
-/* a layer, its own tensors of the parameters, and its past */
-#define LUNAI_BESIDE_ATTENTION 13    /* tensors of a causal layer: P, convolution 2, norms 4, feed-forward 6; */
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_LAYER_TENSORS 25       /* with its attention's 12; */
-#else
-#define LUNAI_LAYER_TENSORS 28       /* of a decoder's layer, without its cross-attention's keys and values */
-#endif
 typedef struct lunai_stream_layer {
   union { luna_causal_layer causal; luna_decoder_layer decoder; } of;
   lunai_past past;
-  luna_tensor parameters[LUNAI_LAYER_TENSORS];
 } lunai_stream_layer;
-
-/* what a model has beside its layers, as in luna_lm */
-typedef struct lunai_beside {
-  luna_tensor *embedding, *positions;
-  luna_input_layer input;
-  luna_norm_layer norm;
-  luna_linear_layer output;
-} lunai_beside;
-LUNAI_FN lunai_beside lunai_beside_of(const luna_lm *model) {
-  lunai_beside b;
-  b.embedding = model->embedding;
-  b.positions = model->positions;
-  b.input = model->input;
-  b.norm = model->norm;
-  b.output = model->output;
-  return b;
-}
 struct luna_stream {
   lunai_lm_sizes sizes;
   luna_ctx ctx;                      /* the stream's own: its status and sentence are the stream's, its step is: */
-  lunai_bump bump;
-  size_t body;                       /* of its recorded ops those before the logits */
+  lunai_bump bump;                   /* with the tensors of the layers and the model, which are its own too */
+  size_t body;                       /* of the recorded ops those before the logits */
   luna_step_state step_state;        /* of a stream on the host */
   lunai_stream_layer *layers;
-  lunai_beside model;
-  luna_tensor parameters[9];         /* theirs */
+  luna_lm model;                     /* what there is beside the layers */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk;
   lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
-  char *state;                       /* all layers' means, then all histories */
+  char *state;                       /* all layers' means and histories */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
   float *logits;                     /* [batch, outputs], on the host */
   int32_t *slots, *source_slots;     /* as in lunai_past, or null */
   luna_error_id error;               /* of the last call */
-  const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced, */
-  luna_allocator allocator;          /* and where its memory is from */
+  const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced */
   size_t memory_size;
   char *device_memory;               /* in the device's memory */
   size_t device_size;
@@ -18818,22 +18834,27 @@ LUNAI_FN bool lunai_stream_move(luna_stream *s, void *to, const void *from, size
     (void)lunai_backend_result(ctx, "luna_stream", ctx->backend->copy(ctx, to, from, bytes, direction));
   return ctx->status == LUNA_OK;
 }
+/* a tensor's values, null where the ops before failed, to memory of the stream that stays */
+LUNAI_FN bool lunai_stream_store(luna_stream *s, void *to, const luna_tensor *t) {
+  return t && lunai_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
+}
 
-LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c,
-                                         int64_t d) {
+/* a tensor on memory that is there: `rank` axes of a, b, c, of several sources after theirs */
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int64_t sources, int rank, int64_t a, int64_t b,
+                                         int64_t c) {
   int64_t shape[4];
   luna_tensor t;
-  shape[0] = a; shape[1] = b; shape[2] = c; shape[3] = d;
-  lunai_tensor_set(&t, &s->ctx, rank, shape);
+  shape[0] = sources; shape[1] = a; shape[2] = b; shape[3] = c;
+  lunai_tensor_set(&t, &s->ctx, sources > 1 ? rank + 1 : rank, sources > 1 ? shape : shape + 1);
   t.data = data;
   return t;
 }
-
-/* the shape of what lies in t->data, [sources, a, b, c], of one source [a, b, c]; so many of a, b, c */
-LUNAI_FN void lunai_stream_shape(luna_stream *s, luna_tensor *t, int64_t sources, int axes, int64_t a, int64_t b,
-                                 int64_t c) {
-  *t = sources > 1 ? lunai_stream_tensor(s, t->data, axes + 1, sources, a, b, c) :
-                     lunai_stream_tensor(s, t->data, axes, a, b, c, 1);
+/* the same in the bump arena */
+LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
+  void *memory;
+  if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
+  *(luna_tensor *)memory = lunai_stream_tensor(s, data, 1, rank, a, b, c);
+  return (luna_tensor *)memory;
 }
 
 /* What changes from step to step, in one place, which a device is sent before the step. */
@@ -18880,23 +18901,14 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
 }
 
 /* --- a step: the layers' forward --- */
-/* a tensor of the step on memory that is there */
-LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
-  void *memory;
-  if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
-  *(luna_tensor *)memory = lunai_stream_tensor(s, data, rank, a, b, c, 1);
-  return (luna_tensor *)memory;
-}
 /* `rows` rows of each sequence; `last`: logits after the last of them, [batch, 1, vocab] */
 LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool last) {
   const lunai_inputs in = lunai_stream_inputs(s, s->inputs, rows);
-  const luna_positions positions = (luna_positions)s->sizes.positions;
-  const int64_t d = s->sizes.dim, k = s->sizes.features;
+  const int64_t positions = s->sizes.positions, d = s->sizes.dim, k = s->sizes.features;
   luna_scope scope;
   luna_tensor *x;
   int64_t i;
-  lunai_bump_begin(&s->bump);
-  s->bump.single = rows == 1;
+  lunai_bump_begin(&s->bump, rows == 1);
   scope = luna_scope_begin(&s->ctx);
   x = k ? luna_linear_layer_forward(&s->model.input.projection,
                                     lunai_stream_view(s, in.features, 3, s->batch, rows, k)) :
@@ -18932,12 +18944,12 @@ LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last)
   size_t i;
   if (!LUNAI_REPLAYS) return lunai_stream_forward(s, rows, last);
   if (rows > 1 || b->count == 0) {
-    b->count = b->kept = 0;
+    lunai_bump_forget(b);
     b->records = rows == 1;
     y = lunai_stream_forward(s, rows, last || b->records);
     if (b->records) b->kept = b->part[0].used;
     b->records = false;
-    if (!y) b->count = b->kept = 0;
+    if (!y) lunai_bump_forget(b);
     return y;
   }
   for (i = 0; i < (last ? b->count : s->body) && status == LUNA_OK; i++)
@@ -18947,62 +18959,51 @@ LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last)
 }
 
 /* row b of a state's [batch, width] floats becomes row from[b], which is in the inputs */
-LUNAI_FN void lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
-  const luna_tensor *y;
-  lunai_bump_begin(&s->bump);
-  y = luna_embedding(lunai_stream_view(s, (float *)state, 2, s->batch, width, 1),
-                     lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1);
-  if (y) lunai_stream_move(s, state, y->data, (size_t)(s->batch * width) * sizeof(float), 0);
+LUNAI_FN bool lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t width) {
+  lunai_bump_begin(&s->bump, false);
+  return lunai_stream_store(s, state, luna_embedding(lunai_stream_view(s, (float *)state, 2, s->batch, width, 1),
+                                                     lunai_stream_inputs(s, s->inputs, 1).tokens, s->batch, 1));
 }
-LUNAI_FN void lunai_stream_reorder_all(luna_stream *s) {
-  const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float));
+LUNAI_FN bool lunai_stream_reorder_all(luna_stream *s) {
+  const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float)),
+      history = (s->sizes.convolution - 1) * s->sizes.dim;
+  bool good = true;
   int64_t i;
-  for (i = 0; i < s->sizes.layers && s->batch > 1; i++) {
-    lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means);
-    lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means);
-    if (s->sizes.convolution > 1)
-      lunai_stream_reorder_rows(s, s->layers[i].past.history, (s->sizes.convolution - 1) * s->sizes.dim);
-  }
+  for (i = 0; i < s->sizes.layers && s->batch > 1 && good; i++)
+    good = lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means) &&
+           lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means) &&
+           (history <= 0 || lunai_stream_reorder_rows(s, s->layers[i].past.history, history));
+  return good;
 }
 
-/* the bias of one source's folded scores, for each of its sequences; queries [heads slots, head_dim] */
-LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias,
-                                     int64_t count, float *out) {
-  const int64_t l = z->memory, hl = z->heads * l, d = z->dim / z->heads;
+/* the bias of folded scores; queries [heads slots, head_dim]; with the bits that its sum in order has */
+LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queries, const float *key_bias, float *out) {
+  const int64_t l = z->memory, d = z->dim / z->heads;
   int64_t i, j;
-  for (i = 0; i < count * hl; i++) {
-    const float *q = queries + i % hl * d, *b = key_bias + i % hl / l * d;
-    out[i] = 0;
-    for (j = 0; j < d; j++) out[i] += q[j] * b[j];
-  }
+  for (i = 0; i < z->heads * l; i++)
+    for (out[i] = 0, j = 0; j < d; j++) out[i] += queries[i * d + j] * key_bias[i / l * d + j];
 }
-/* what the scores need of a layer's memory [sources, slots, dim], once: on a device of all sources at a time */
+/* what the scores need of a layer's memory [sources, slots, dim], once */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
   const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention :
       &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
-  const int64_t each = device ? LUNAI_SOURCES(s) : 1, beam = LUNAI_SOURCES(s) > 1 ? s->batch / LUNAI_SOURCES(s) : 1,
-      hl = z->heads * z->memory;
-  luna_tensor p, *queries, *scores, *bias = NULL;
-  int64_t b;
-  s->bump.single = false;
-  for (b = 0; b < LUNAI_SOURCES(s); b += each) {
-    float *out_bias = layer->past.scores_bias.data ? layer->past.scores_bias.data + b * beam * hl : NULL;
-    lunai_bump_begin(&s->bump);
-    p = lunai_stream_tensor(s, lunai_offset((float *)(uintptr_t)memory, b * z->memory * z->dim), 3, each, z->memory,
-                            z->dim, 1);
-    queries = scores = lunai_causal_queries(attention, &p);
+  bool good = true;
+  int64_t i;
+  for (i = 0; i < LUNAI_SOURCES(s) && good; i++) {
+    float *p = lunai_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
+        *out_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
+    luna_tensor *queries, *scores, *bias = NULL;
+    lunai_bump_begin(&s->bump, false);
+    queries = scores = lunai_causal_queries(attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1));
     if (folds) scores = lunai_causal_folded(attention, queries, device ? &bias : NULL);
-    if (folds && device) bias = lunai_permute(luna_expand(lunai_reshape(bias, 3, each, hl, 1, 1), beam), 1, 0, 2, 3);
-    if (!scores || (folds && device && !bias)) return false;
-    if (folds && !device && lunai_computes(&s->ctx))
-      lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, beam, out_bias);
-    if (bias && !lunai_stream_move(s, out_bias, bias->data, (size_t)luna_count(bias) * sizeof(float), 0)) return false;
-    if (!lunai_stream_move(s, lunai_offset(layer->past.scores.data, b * lunai_stream_fold_size(z)), scores->data,
-                           (size_t)luna_count(scores) * sizeof(float), 0)) return false;
+    good = lunai_stream_store(s, lunai_offset(layer->past.scores.data, i * lunai_stream_fold_size(z)), scores) &&
+           (!(folds && device) || lunai_stream_store(s, out_bias, bias));
+    if (folds && !device && good && lunai_computes(&s->ctx))
+      lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, out_bias);
   }
-  return true;
+  return good;
 }
 
 /* --- opening --- */
@@ -19018,29 +19019,37 @@ LUNA_API void luna_stream_reset(luna_stream *s) {
   (void)lunai_backend_result(&s->ctx, "luna_stream_reset", s->ctx.backend->zero(&s->ctx, s->state, s->state_size));
 }
 
+#define LUNAI_STREAM_TOO_LARGE "a stream of these sizes is too large"
 LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_config *config) {
   const lunai_lm_sizes *z = &s->sizes;
-  int64_t rows;
-  s->batch = config && config->batch ? lunai_size(config->batch) : 1;
-  s->chunk = config && config->chunk ? lunai_size(config->chunk) : 64;
+  const int64_t batch = config && config->batch ? lunai_size(config->batch) : 1,
+      chunk = config && config->chunk ? lunai_size(config->chunk) : 64, rows = lunai_checked(batch, chunk);
+  int64_t product[8][2];
+  int i;
+  s->batch = batch;
+  s->chunk = chunk;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
-  s->sources = 1;
-  s->scale = 1;
+  if (s->sources == 0) s->sources = 1;
+  if (s->scale == 0) s->scale = 1;
+  lunai_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
-  rows = lunai_checked(s->batch, s->chunk);
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
-  if (lunai_checked(rows, z->dim) < 0 || lunai_checked(rows, z->ffn) < 0 || lunai_checked(rows, z->features + 1) < 0 ||
-      lunai_checked(lunai_checked(rows, z->heads), z->memory) < 0 || lunai_checked(s->batch, lunai_lm_outputs(z)) < 0 ||
-      lunai_checked(lunai_checked(s->batch, z->dim), lunai_max(1, z->convolution)) < 0 ||
-      lunai_checked(lunai_checked(s->batch, z->dim), 16 * z->memory) < 0 ||
-      lunai_checked(lunai_checked(z->heads, z->memory), z->dim) < 0) return "a stream of these sizes is too large";
+  for (i = 0; i < 3; i++) product[i][0] = rows;
+  product[0][1] = z->dim; product[1][1] = z->ffn; product[2][1] = z->features + 1;
+  product[3][0] = lunai_checked(rows, z->heads); product[3][1] = z->memory;
+  product[4][0] = batch; product[4][1] = lunai_lm_outputs(z);
+  product[5][0] = product[6][0] = lunai_checked(batch, z->dim);
+  product[5][1] = lunai_max(1, z->convolution); product[6][1] = 16 * z->memory;
+  product[7][0] = lunai_checked(z->heads, z->memory); product[7][1] = z->dim;
+  for (i = 0; i < 8; i++)
+    if (lunai_checked(product[i][0], product[i][1]) < 0) return LUNAI_STREAM_TOO_LARGE;
   return NULL;
 }
 
-/* The stream's own tensors of parts, from `own` on: of a model those that the parts point to, else the file's by their
-   names; without a file their shapes alone. The parts then point to them. False: s->ctx.error says what is wrong. */
-LUNAI_FN bool lunai_stream_own(luna_stream *s, luna_tensor *own, const lunai_part *parts, int count, const char *prefix,
+/* The stream's own tensors of parts, which then point to them: of a model those that they pointed to, else the file's
+   by their names; without a file their shapes alone. False: s->ctx.error says what is wrong. */
+LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int count, const char *prefix,
                                const lunai_st *st) {
   lunai_st_tensor found;
   lunai_text name;
@@ -19048,12 +19057,13 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, luna_tensor *own, const lunai_par
   int i;
   for (p = parts; p < parts + count; p++)
     for (i = 0; i < 2; i++) {
-      luna_tensor **at = i ? p->bias : p->weight;
+      luna_tensor **at = i ? p->bias : p->weight, *own;
       const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
-      *own = s->model_ctx ? **at : lunai_stream_tensor(s, NULL, rank, p->rows, rank == 1 ? 1 : p->columns, 1, 1);
+      if ((own = lunai_stream_view(s, NULL, rank, p->rows, rank == 1 ? 1 : p->columns, 1)) == NULL) return false;
+      if (s->model_ctx) *own = **at;
       own->ctx = &s->ctx;
-      *at = own++;
+      *at = own;
       if (!st) continue;
       name.at = s->ctx.error;
       name.end = s->ctx.error + sizeof s->ctx.error - 1;
@@ -19063,8 +19073,8 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, luna_tensor *own, const lunai_par
       if (i) lunai_put(&name, "bias");
       *name.at = 0;
       if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
-          (rank == 1 || found.shape[1] == p->columns)) (*at)->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-      if ((*at)->data) continue;
+          (rank == 1 || found.shape[1] == p->columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (own->data) continue;
       lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
                        "or this machine is not little-endian");
       *name.at = 0;
@@ -19085,25 +19095,20 @@ LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
 #endif
-/* the parameters of a layer: `from`'s, of a model, or the file's */
+/* layer `index`: as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
-  lunai_stream_layer *layer = &s->layers[index];
-  luna_causal_layer *causal = &layer->of.causal;
-  luna_lm_config config;
+  luna_causal_layer *causal = &s->layers[index].of.causal;
   lunai_part parts[LUNAI_MAX_PARTS];
   char prefix[48];
   lunai_text text;
-  int count;
 #ifndef LUNA_ONLY_STREAM
   if (s->cross) {
-    layer->of.decoder = *(const luna_decoder_layer *)from;
-    count = lunai_decoder_parts(&layer->of.decoder, parts);
-    return lunai_stream_own(s, layer->parameters, parts, count, "", NULL);
+    s->layers[index].of.decoder = *(const luna_decoder_layer *)from;
+    return lunai_stream_own(s, parts, lunai_decoder_parts(&s->layers[index].of.decoder, parts), "", NULL);
   }
 #endif
   if (from) *causal = *(const luna_causal_layer *)from;
-  lunai_lm_from_sizes(&s->sizes, &config);
-  causal->config = config.layer;
+  causal->config = s->model.config.layer;
   causal->attention.config = lunai_causal_config(&causal->config);
   text.at = prefix;
   text.end = prefix + sizeof prefix - 1;
@@ -19111,96 +19116,104 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   lunai_put_number(&text, index);
   lunai_put(&text, ".");
   *text.at = 0;
-  count = lunai_causal_layer_parts(causal, s->sizes.memory, parts);
-  if (!lunai_stream_own(s, layer->parameters, parts, count, prefix, st)) return false;
+  if (!lunai_stream_own(s, parts, lunai_causal_layer_parts(causal, s->sizes.memory, parts), prefix, st)) return false;
   lunai_put(&text, "self_attn.");
   *text.at = 0;
-  count = lunai_causal_attention_parts(&causal->attention, parts);
-  return lunai_stream_own(s, layer->parameters + LUNAI_BESIDE_ATTENTION, parts, count, prefix, st);
+  return lunai_stream_own(s, parts, lunai_causal_attention_parts(&causal->attention, parts), prefix, st);
 }
-/* a layer as that of a model is, or as the file and the sizes say */
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
-  lunai_stream_layer *layer = &s->layers[index];
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
   const bool folds = lunai_stream_folds(z);
-  lunai_past *past = &layer->past;
-  if (!lunai_stream_layer_own(s, index, from, st)) return false;
-  lunai_stream_shape(s, &past->scores, n, folds ? 2 : 3, folds ? hl : z->heads, folds ? d : z->memory, d / z->heads);
-  if (folds) lunai_stream_shape(s, &past->scores_bias, n, n == 1 ? 1 : 2, n == 1 ? hl : s->batch / n, hl, 1);
-  if (LUNAI_CROSS(s)) {
-    past->keys = lunai_stream_tensor(s, past->keys.data, 3, n, z->memory, d, 1);
-    past->values = lunai_stream_tensor(s, past->values.data, 3, n, z->memory, d, 1);
-  }
+  lunai_past *past = &s->layers[index].past;
+  past->scores = lunai_stream_tensor(s, past->scores.data, n, folds ? 2 : 3, folds ? hl : z->heads,
+                                     folds ? d : z->memory, d / z->heads);
+  if (folds)
+    past->scores_bias = lunai_stream_tensor(s, past->scores_bias.data, n, n == 1 ? 1 : 2, n == 1 ? hl : 1, hl, 1);
+  past->keys = lunai_stream_tensor(s, past->keys.data, 1, 3, n, z->memory, d);
+  past->values = lunai_stream_tensor(s, past->values.data, 1, 3, n, z->memory, d);
   past->position = lunai_stream_inputs(s, s->inputs, 1).position;
   past->sources = n;
   past->slots = s->slots;
   past->source_slots = s->source_slots;
-  return true;
+  return lunai_stream_layer_own(s, index, from, st);
 }
-/* the parameters beside the layers: of a model s->model is it, and its tensors become the stream's own */
+/* the parameters beside the layers */
 LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
   lunai_part parts[LUNAI_MAX_PARTS];
-  luna_lm lm;
-  lunai_lm_from_sizes(&s->sizes, &lm.config);
-  lm.embedding = s->model.embedding;
-  lm.positions = s->model.positions;
-  lm.input = s->model.input;
-  lm.norm = s->model.norm;
-  lm.output = s->model.output;
-  if (!lunai_stream_own(s, s->parameters, parts, lunai_lm_parts(&lm, parts), "", st)) return false;
-  s->model = lunai_beside_of(&lm);
+  if (!lunai_stream_own(s, parts, lunai_lm_parts(&s->model, parts), "", st)) return false;
   if (!s->sizes.outputs) s->model.output.weight = s->model.embedding;
   return true;
 }
-
-/* means and scales to the host; false: the device has failed */
-LUNAI_FN bool lunai_stream_standard(luna_stream *s) {
+/* All tensors, of a model with `layers` or of the file, and what is computed once. What depends on a decoder's sources
+   is still to come. */
+LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_st *st) {
+  const size_t each = LUNAI_CROSS(s) ? sizeof(luna_decoder_layer) : sizeof(luna_causal_layer);
   const int64_t k = s->sizes.features;
-  const size_t bytes = (size_t)k * sizeof(float);
-  return k == 0 || (lunai_stream_move(s, s->standard, s->model.input.mean->data, bytes, 2) &&
-                    lunai_stream_move(s, s->standard + k, s->model.input.scale->data, bytes, 2));
+  bool good = lunai_stream_model_open(s, st);
+  int64_t i;
+  for (i = 0; i < s->sizes.layers && good; i++)
+    good = lunai_stream_layer_open(s, i, layers ? (const char *)layers + (size_t)i * each : NULL, st);
+  s->bump.floor = s->bump.kept = s->bump.part[0].used;
+  if (good && k) good = lunai_stream_move(s, s->standard, s->model.input.mean->data, (size_t)k * sizeof(float), 2) &&
+      lunai_stream_move(s, s->standard + k, s->model.input.scale->data, (size_t)k * sizeof(float), 2);
+  for (i = 0; i < s->sizes.layers && good && !LUNAI_CROSS(s); i++)
+    good = lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
+  return good;
 }
 
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
    without computing. On the host more rows take more. */
 LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
-  const int64_t layers = s->sizes.layers;
-  luna_tensor small[40];
+  const size_t layers = (size_t)s->sizes.layers;
+  const luna_lm model = s->model;
+  lunai_bump *b = &s->bump;
+  luna_tensor small[80];
   lunai_stream_layer layer;
-  size_t count[2] = { 0, 0 }, kept[2] = { 0, 0 }, peak;
-  int64_t rows, i;
+  size_t kept, each, peak;
+  int64_t rows;
   bool good;
   memset(&layer, 0, sizeof layer);
-  s->ctx.bump = &s->bump;
+  s->ctx.bump = b;
   s->layers = &layer;
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
   layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
-  s->bump.part[0].start = (char *)small;
-  s->bump.part[0].size = sizeof small;
-  s->bump.part[1].size = s->bump.room = SIZE_MAX / 2;
+  b->part[0].start = (char *)small;
+  b->part[0].size = sizeof small;
+  b->part[1].size = SIZE_MAX / 2;
+  b->room = LUNAI_REPLAYS ? SIZE_MAX : 0;
   s->ctx.reserving = true;
-  good = lunai_stream_layer_open(s, 0, from, NULL) && lunai_stream_model_open(s, NULL);
+  good = lunai_stream_model_open(s, NULL);
+  each = b->part[0].used;
+  good = good && lunai_stream_layer_open(s, 0, from, NULL);
+  b->floor = b->kept = b->part[0].used;
+  each = b->floor - each;
+  s->sizes.layers = 1;
   for (rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
-    for (i = LUNAI_REPLAYS ? 0 : 1; good && i < 2; i++) {
-      s->sizes.layers = i;
-      s->bump.count = 0;
-      good = lunai_stream_rows(s, rows, true) != NULL;
-      count[i] = s->bump.count;
-      kept[i] = s->bump.kept;
-    }
-  s->bump.room = !LUNAI_REPLAYS ? 0 : count[0] + (count[1] - count[0]) * (size_t)layers;
-  s->bump.count = s->bump.kept = 0;
+    good = lunai_stream_rows(s, rows, true) != NULL;
+  kept = b->kept;
+  if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
+    const size_t ops = b->count;
+    lunai_bump_forget(b);
+    s->sizes.layers = 0;
+    good = good && lunai_stream_rows(s, 1, true) != NULL;
+    b->room = b->count + (ops - b->count) * layers;
+    kept = b->kept + (kept - b->kept) * layers;
+    lunai_bump_forget(b);
+    s->sizes.layers = 1;
+  }
   good = good && lunai_stream_fold(s, &layer, NULL);
-  peak = s->bump.part[0].peak;
-  s->bump.part[0].peak = 0;
-  if (good) lunai_stream_reorder_all(s);
-  if (LUNAI_REPLAYS) s->bump.part[0].peak += kept[0] + (kept[1] - kept[0]) * (size_t)layers;
-  if (s->bump.part[0].peak < peak) s->bump.part[0].peak = peak;
+  peak = b->part[0].peak;
+  b->part[0].peak = b->floor;        /* beside what is recorded: */
+  good = good && lunai_stream_reorder_all(s);
+  kept += b->part[0].peak - b->floor;
+  b->part[0].peak = (kept > peak ? kept : peak) + each * (layers - 1);
+  b->part[0].used = 0;
   s->ctx.reserving = false;
-  s->sizes.layers = layers;
+  s->sizes.layers = (int64_t)layers;
   s->inputs = NULL;
+  s->model = model;
   return good;
 }
 
@@ -19215,14 +19228,11 @@ LUNAI_FN void *lunai_stream_take(char *base, size_t *used, int64_t count, size_t
 LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
-  const int64_t means = s->batch * z->dim * z->memory, past =
-      z->convolution ? s->batch * (z->convolution - 1) * z->dim : 0;
-  const int64_t beams = LUNAI_SOURCES(s) > 1 ? s->batch : 1,
-      cross = LUNAI_CROSS(s) ? LUNAI_SOURCES(s) * z->memory * z->dim : 0;
+  const int64_t n = LUNAI_SOURCES(s), cross = LUNAI_CROSS(s) ? 1 : 0, means = s->batch * z->dim * z->memory;
   const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
   size_t used = lunai_round(sizeof(luna_stream)), state, host_size;
+  lunai_stream_layer none;
   int64_t i;
-  lunai_stream_layer none, *layer = &none;
   s->ctx.bump = &s->bump;
   s->layers = (lunai_stream_layer *)lunai_stream_take(base, &used, z->layers, sizeof(lunai_stream_layer));
   s->bump.part[0].start = (char *)lunai_stream_take(base, &used, (int64_t)s->bump.part[0].peak, 1);
@@ -19230,30 +19240,29 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (device) s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
-  if (device) base = s->device_memory;
   host_size = used;
-  if (device) used = 0;
-  s->state = base ? base + used : NULL;
+  if (device) { base = s->device_memory; used = 0; }
   state = used;
-  for (i = 0; i < z->layers; i++) {
-    if (base) layer = &s->layers[i];
-    layer->past.mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-    layer->past.mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
-    layer->past.history = (float *)lunai_stream_take(base, &used, past, sizeof(float));
+  s->state = base ? base + used : NULL;
+  for (i = 0; i < 2 * z->layers; i++) {
+    lunai_past *past = base ? &s->layers[i % z->layers].past : &none.past;
+    if (i == z->layers) s->state_size = used - state;
+    if (i < z->layers) {
+      past->mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+      past->mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+      past->history = (float *)lunai_stream_take(base, &used, s->batch * z->dim * lunai_max(0, z->convolution - 1),
+                                                 sizeof(float));
+    } else {
+      past->scores.data = (float *)lunai_stream_take(base, &used, n * lunai_stream_fold_size(z), sizeof(float));
+      past->scores_bias.data = (float *)lunai_stream_take(base, &used,
+          lunai_stream_folds(z) ? n * z->heads * z->memory : 0, sizeof(float));
+      past->keys.data = (float *)lunai_stream_take(base, &used, cross * n * z->memory * z->dim, sizeof(float));
+      past->values.data = (float *)lunai_stream_take(base, &used, cross * n * z->memory * z->dim, sizeof(float));
+    }
   }
-  s->state_size = used - state;
-  for (i = 0; i < z->layers; i++) {
-    if (base) layer = &s->layers[i];
-    layer->past.scores.data = (float *)lunai_stream_take(base, &used, LUNAI_SOURCES(s) * lunai_stream_fold_size(z),
-                                                         sizeof(float));
-    layer->past.scores_bias.data = (float *)lunai_stream_take(base, &used,
-        lunai_stream_folds(z) ? beams * z->heads * z->memory : 0, sizeof(float));
-    layer->past.keys.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
-    layer->past.values.data = (float *)lunai_stream_take(base, &used, cross, sizeof(float));
-  }
-  s->slots = (int32_t *)lunai_stream_take(base, &used, LUNAI_CROSS(s) ? s->batch : 0, sizeof(int32_t));
-  s->source_slots = (int32_t *)lunai_stream_take(base, &used, LUNAI_CROSS(s) ? LUNAI_SOURCES(s) : 0, sizeof(int32_t));
-  if (!LUNAI_CROSS(s)) s->slots = s->source_slots = NULL;
+  s->slots = s->source_slots = NULL;
+  if (cross) s->slots = (int32_t *)lunai_stream_take(base, &used, s->batch, sizeof(int32_t));
+  if (cross) s->source_slots = (int32_t *)lunai_stream_take(base, &used, n, sizeof(int32_t));
   s->inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   if (!device) s->host_inputs = s->inputs;
   for (i = 0; i < 2; i++) s->bump.part[i].size = s->bump.part[i].peak;
@@ -19261,209 +19270,176 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->device_size = used;
   return device ? host_size : used;
 }
+/* `first` where it is to stay, `size` bytes from lunai_stream_lay_out */
+LUNAI_FN luna_stream *lunai_stream_place(const luna_stream *first, void *memory, size_t size) {
+  luna_stream *s = (luna_stream *)memory;
+  memset(s, 0, size);
+  *s = *first;
+  lunai_stream_lay_out(s, (char *)s);
+  return s;
+}
 
 /* --- opening from a checkpoint's bytes --- */
-LUNAI_FN const char *lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
-                                           const luna_stream_config *config) {
-  const char *wrong;
+/* -> bytes needed. While the stream is opened the index of the file's names is where a step's values will be. */
+LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *bytes, size_t size,
+                                      const luna_stream_config *config, const char **wrong) {
+  size_t all, index;
   memset(s, 0, sizeof *s);
   s->ctx.backend = luna_cpu_backend();
-  wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
-  if (!wrong) wrong = lunai_lm_read(st, &s->sizes);
-  if (!wrong) wrong = lunai_stream_config(s, config);
-  return wrong ? wrong : lunai_stream_measure(s, NULL) ? NULL : "a stream of these sizes is too large";
-}
-
-/* offset of a stream's values; while it is opened the index of the file's names is there; then all its bytes */
-LUNAI_FN size_t lunai_stream_values_at(const luna_stream *s) {
-  return lunai_round(sizeof(luna_stream)) + lunai_round((size_t)s->sizes.layers * sizeof(lunai_stream_layer));
-}
-LUNAI_FN size_t lunai_stream_bytes(luna_stream *s, const lunai_st *st) {
-  const size_t index = lunai_stream_values_at(s) + st->tensors * sizeof(uint64_t), all = lunai_stream_lay_out(s, NULL);
-  return all > index ? all : lunai_round(index);
+  *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
+  if (!*wrong) *wrong = lunai_lm_read(st, &s->sizes);
+  if (!*wrong) *wrong = lunai_stream_config(s, config);
+  if (!*wrong && !lunai_stream_measure(s, NULL)) *wrong = LUNAI_STREAM_TOO_LARGE;
+  if (*wrong) return 0;
+  all = lunai_stream_lay_out(s, NULL);
+  index = lunai_round(all - lunai_round(s->bump.part[1].size) + st->tensors * sizeof(uint64_t));
+  return all > index ? all : index;
 }
 
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error) {
   luna_stream s;
   lunai_st st;
-  const char *wrong = lunai_stream_describe(&s, &st, bytes, size, config);
+  const char *wrong;
+  const size_t need = lunai_stream_describe(&s, &st, bytes, size, config, &wrong);
   if (error) *error = wrong ? wrong : "";
-  return wrong ? 0 : lunai_stream_bytes(&s, &st) + (LUNAI_ALIGN - 1);
+  return wrong ? 0 : need + (LUNAI_ALIGN - 1);
 }
 
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error) {
   luna_stream first, *s = NULL;
   lunai_st st;
-  const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN;
-  const char *wrong = lunai_stream_describe(&first, &st, bytes, size, config);
-  size_t need = 0;
-  int64_t i;
-  if (!wrong) need = lunai_stream_bytes(&first, &st);
+  const char *wrong;
+  const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN,
+      need = lunai_stream_describe(&first, &st, bytes, size, config, &wrong);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
     wrong = "memory_size is less than luna_stream_size";
   if (!wrong) {
-    s = (luna_stream *)(void *)((char *)memory + shift);
-    memset(s, 0, need);
-    *s = first;
-    lunai_stream_lay_out(s, (char *)s);
-    wrong = lunai_st_index(&st, (uint64_t *)(void *)((char *)s + lunai_stream_values_at(s)), NULL);
+    s = lunai_stream_place(&first, (char *)memory + shift, need);
+    wrong = lunai_st_index(&st, (uint64_t *)(void *)s->bump.part[1].start, NULL);
   }
-  if (!wrong && !lunai_stream_model_open(s, &st)) wrong = s->ctx.error;
-  for (i = 0; !wrong && i < s->sizes.layers; i++)
-    if (!lunai_stream_layer_open(s, i, NULL, &st)) wrong = s->ctx.error;
+  if (!wrong && !lunai_stream_fill(s, NULL, &st)) wrong = s->ctx.error;
   if (error) *error = wrong ? wrong : "";
-  if (wrong) return NULL;
-  memset(st.names, 0, st.tensors * sizeof(uint64_t));
-  (void)lunai_stream_standard(s);
-  for (i = 0; i < s->sizes.layers; i++) (void)lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
-  return s;
+  return wrong ? NULL : s;
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* the context a stream is opened in, and its defaults; false with a sentence when there can be none */
-LUNAI_FN bool lunai_stream_from(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config, const char *name) {
-  luna_stream_config own;
-  const char *wrong = NULL;
-  memset(&own, 0, sizeof own);
-  if (config) own = *config;
-  if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
-  first->model_ctx = ctx;
-  first->allocator = ctx->options.allocator;
-  lunai_graph_flush(ctx, "a stream was opened");
-  first->ctx.backend = luna_backend_of(ctx);
-  first->ctx.self = ctx->self;
-  first->ctx.options.allocator = ctx->options.allocator;
-  first->ctx.state = ctx->state;
-  first->ctx.options.log = ctx->options.log;
-  first->ctx.options.log_user = ctx->options.log_user;
-  if (ctx->options.measure) wrong = "a context that measures has no weights";
-  if (!wrong) wrong = lunai_stream_config(first, &own);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong) == LUNA_OK;
-  if (!lunai_stream_on_device(first) || ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)) == LUNA_OK;
-}
 /* the stream's failure becomes its model's context's */
 LUNAI_FN luna_status lunai_stream_report(luna_ctx *ctx, const luna_stream *s, const char *name) {
   if (s->ctx.status != LUNA_OK && ctx->status == LUNA_OK) luna_backend_fail(ctx, s->ctx.status, s->ctx.error);
   return lunai_backend_result(ctx, name, s->ctx.status);
 }
-/* A stream of one of the model's layers and tables, in memory from the context's allocator, of a model on a device from
-   there */
-LUNAI_FN luna_stream *lunai_stream_allocate(luna_ctx *ctx, luna_stream *first, const void *layer) {
+/* ends opening; null when it has failed, which is reported to the context */
+LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good, const char *name) {
+  if (!s) return NULL;
+  /* of a single token; without memory for it there is none */
+  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx);
+  if (good) return s;
+  (void)lunai_stream_report(ctx, s, name);
+  luna_stream_close(s);
+  return NULL;
+}
+/* A stream of the sizes and the model in `first` and a model's layers, in memory from the context's allocator, of a
+   model on a device from there; null: the context says why */
+LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const luna_stream_config *config,
+                                        const void *layers, const char *name) {
+  luna_stream_config own;
+  const char *wrong;
   luna_stream *s;
   char *raw;
   size_t size;
   bool good;
-  if (!lunai_stream_measure(first, layer)) {
-    (void)lunai_stream_report(ctx, first, "luna_stream_open");
-    return NULL;
-  }
+  memset(&own, 0, sizeof own);
+  if (config) own = *config;
+  if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
+  lunai_graph_flush(ctx, "a stream was opened");
+  first->model_ctx = ctx;
+  first->ctx.backend = luna_backend_of(ctx);
+  first->ctx.self = ctx->self;
+  first->ctx.state = ctx->state;
+  first->ctx.options.allocator = ctx->options.allocator;
+  first->ctx.options.log = ctx->options.log;
+  first->ctx.options.log_user = ctx->options.log_user;
+  wrong = ctx->options.measure ? "a context that measures has no weights" : lunai_stream_config(first, &own);
+  if (wrong) return lunai_fail(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
+  if (lunai_stream_on_device(first) && !ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward)
+    return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)), (luna_stream *)NULL;
+  if (!lunai_stream_measure(first, layers)) return lunai_stream_report(ctx, first, name), (luna_stream *)NULL;
   size = lunai_stream_lay_out(first, NULL);
   first->memory_size = size + LUNAI_ALIGN;
-  if (ctx->options.block || (raw = (char *)lunai_raw_allocate(&first->allocator, first->memory_size)) == NULL) {
-    if (!ctx->options.block) lunai_fail_memory(ctx, "luna_stream_open", first->memory_size);
-    else lunai_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, "luna_stream_open", (int64_t)first->memory_size);
-    return NULL;
-  }
+  raw = ctx->options.block ? NULL : (char *)lunai_raw_allocate(&ctx->options.allocator, first->memory_size);
+  if (!raw && ctx->options.block) lunai_fail_status(ctx, LUNA_ERROR_STREAM_BLOCK, name, (int64_t)first->memory_size);
+  if (!raw && !ctx->options.block) lunai_fail_memory(ctx, name, first->memory_size);
+  if (!raw) return NULL;
   s = (luna_stream *)(void *)(raw + (LUNAI_ALIGN - (uintptr_t)raw % LUNAI_ALIGN));
-  memset(s, 0, size);
-  *s = *first;
   ((char *)s)[-1] = (char)((char *)s - raw); /* 1..64: how to find the allocation again */
-  if (lunai_stream_on_device(s)) {
-    s->device_memory = (char *)ctx->backend->allocate(ctx->self, s->device_size);
-    good = s->device_memory ? true : lunai_fail_memory(ctx, "luna_stream_open", s->device_size) == LUNA_OK;
-  } else {
-    s->ctx.state = &s->step_state;
-    good = true;
+  good = true;
+  if (lunai_stream_on_device(first)) {
+    first->device_memory = (char *)ctx->backend->allocate(ctx->self, first->device_size);
+    if (!first->device_memory) good = lunai_fail_memory(ctx, name, first->device_size) == LUNA_OK;
   }
-  lunai_stream_lay_out(s, (char *)s);
-  good = good && lunai_stream_model_open(s, NULL);
+  s = lunai_stream_place(first, s, size);
+  if (!lunai_stream_on_device(s)) s->ctx.state = &s->step_state;
   if (good) luna_stream_reset(s);
-  if (good) return s;
-  luna_stream_close(s);
-  return NULL;
-}
-/* ends opening; null when it has failed, which is reported to the context */
-LUNAI_FN luna_stream *lunai_stream_opened(luna_ctx *ctx, luna_stream *s, bool good) {
-  /* of a single token; without memory for it there is none */
-  if (good && lunai_has_graphs(&s->ctx)) (void)lunai_graph_make(&s->ctx);
-  if (good) return s;
-  (void)lunai_stream_report(ctx, s, "luna_stream_open");
-  luna_stream_close(s);
-  return NULL;
+  if (good && lunai_stream_fill(s, layers, NULL)) return s;
+  return lunai_stream_opened(ctx, s, false, name);
 }
 
 LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_config *config) {
-  luna_stream first, *s;
+  static const char name[] = "luna_stream_open";
+  luna_stream first;
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  int64_t i;
-  bool good;
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
-  if (!lunai_is_luna(&model->config.layer)) {
-    lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
-    return NULL;
-  }
-  if (!lunai_stream_from(ctx, &first, config, "luna_stream_open")) return NULL;
-  if (lunai_stream_on_device(&first) &&
-      lunai_backend_result(ctx, "luna_stream_open", lunai_wait_for_owners(ctx)) != LUNA_OK) return NULL;
-  first.model = lunai_beside_of(model);
-  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
-  if (!s) return NULL;
-  for (i = 0, good = lunai_stream_standard(s); i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
-        lunai_stream_fold(s, &s->layers[i], model->layers[i].memory->data);
-  return lunai_stream_opened(ctx, s, good);
+  first.model = *model;
+  if (!lunai_is_luna(&model->config.layer)) lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
+  else if (lunai_backend_result(ctx, name, lunai_wait_for_owners(ctx)) == LUNA_OK)
+    return lunai_stream_opened(ctx, lunai_stream_make(ctx, &first, config, model->layers, name), true, name);
+  return NULL;
 }
-
 #endif
 
 LUNA_API void luna_stream_close(luna_stream *s) {
-  if (s && s->memory_size) {
-#ifndef LUNA_ONLY_STREAM
-    const luna_allocator allocator = s->allocator;
-    while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
-    if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
-    lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
+#ifdef LUNA_ONLY_STREAM
+  (void)s;
+#else
+  luna_allocator allocator;
+  if (!s || !s->memory_size) return;
+  allocator = s->ctx.options.allocator;
+  while (s->ctx.graphs) luna_graph_close(s->ctx.graphs);
+  if (s->device_memory) s->ctx.backend->release(s->ctx.self, s->device_memory, s->device_size);
+  lunai_raw_release(&allocator, (char *)s - ((char *)s)[-1], s->memory_size);
 #endif
-  }
 }
 
 /* --- running --- */
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_GRAPHED(s, n, call) (void)(call)
-#else
-/* a single token's calls: on a device one launch */
-#define LUNAI_GRAPHED(s, n, call) \
-  do { \
-    luna_graph *graph_ = (n) == 1 ? (s)->ctx.graphs : NULL; \
-    (void)luna_graph_begin(graph_); \
-    (void)(call); \
-    (void)luna_graph_end(graph_); \
-  } while (0)
-#endif
-LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
-  const int64_t n = lunai_size(input->n), k = s ? s->sizes.features : 0;
-  luna_tensor *y = NULL;
-  int64_t at, i, rows;
-  if (!s || !lunai_stream_ready(s)) return NULL;
+LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input *input) {
+  const int64_t n = lunai_size(input->n), k = s->sizes.features;
+  int64_t i;
   if (input->n < 1 || (k ? !input->features : !input->tokens))
-    s->error = k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
-  else if (lunai_checked(lunai_checked(n, s->batch), s->sizes.features + 1) < 0)
-    s->error = LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
-  for (i = 0; !s->error && !s->sizes.features && i < n * s->batch; i++)
-    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) s->error = LUNA_ERROR_STREAM_TOKEN;
-  for (i = 0; !s->error && i < n * s->batch * k; i++)
-    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) s->error = LUNA_ERROR_STREAM_FEATURE;
-  if (!s->error && s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
-    s->error = LUNA_ERROR_STREAM_POSITIONS;
-  if (s->error) return NULL;
+    return k ? LUNA_ERROR_STREAM_NO_FEATURES : LUNA_ERROR_STREAM_NO_TOKENS;
+  if (lunai_checked(lunai_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
+  for (i = 0; k == 0 && i < n * s->batch; i++)
+    if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) return LUNA_ERROR_STREAM_TOKEN;
+  for (i = 0; i < n * s->batch * k; i++)
+    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) return LUNA_ERROR_STREAM_FEATURE;
+  if (s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
+    return LUNA_ERROR_STREAM_POSITIONS;
+  return LUNA_ERROR_NONE;
+}
+LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
+  const int64_t n = lunai_size(input->n);
+  luna_tensor *y = NULL;
+  int64_t at, rows;
+  if (!s || !lunai_stream_ready(s)) return NULL;
+  if ((s->error = lunai_stream_wrong(s, input)) != LUNA_ERROR_NONE) return NULL;
   for (at = 0; at < n; at += rows) {
+    luna_graph *graph = n == 1 ? s->ctx.graphs : NULL; /* a single token's calls: on a device one launch */
     rows = lunai_min(s->chunk, n - at);
-    LUNAI_GRAPHED(s, n, y = !lunai_stream_send(s, input, at, rows) ? NULL :
-                            lunai_stream_rows(s, rows, at + rows == n));
+    (void)luna_graph_begin(graph);
+    y = lunai_stream_send(s, input, at, rows) ? lunai_stream_rows(s, rows, at + rows == n) : NULL;
+    (void)luna_graph_end(graph);
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
@@ -19485,11 +19461,9 @@ LUNA_API const float *luna_stream_step_features(luna_stream *s, const float *fea
 }
 LUNA_API const float *luna_stream_prefill(luna_stream *s, const luna_input *input) {
   if (!s || !lunai_stream_ready(s)) return NULL;
-  if (!input || input->lengths || (input->batch != 0 && input->batch != s->batch)) {
-    s->error = LUNA_ERROR_STREAM_INPUT;
-    return NULL;
-  }
-  return lunai_stream_run(s, input);
+  if (input && !input->lengths && (input->batch == 0 || input->batch == s->batch)) return lunai_stream_run(s, input);
+  s->error = LUNA_ERROR_STREAM_INPUT;
+  return NULL;
 }
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *s) { return s ? s->error : LUNA_ERROR_NO_STREAM; }
 LUNA_API const char *luna_stream_error(const luna_stream *s) {
@@ -19517,17 +19491,17 @@ LUNAI_FN luna_status lunai_stream_read(const luna_stream *s, void *to) {
 }
 
 LUNA_API luna_status luna_stream_reorder(luna_stream *s, const int32_t *from) {
+  const size_t bytes = s ? (size_t)s->batch * sizeof(int32_t) : 0;
   int32_t *order;
   int64_t b;
   if (!s || !from) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
-  order = lunai_stream_inputs(s, s->host_inputs, 1).tokens;
   for (b = 0; b < s->batch; b++)
     if (from[b] < 0 || from[b] >= s->batch) return lunai_stream_fail(s, LUNA_ERROR_STREAM_ORDER);
-  lunai_copy(order, from, (size_t)s->batch * sizeof(int32_t));
-  if (s->inputs != s->host_inputs)
-    (void)lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, (size_t)s->batch * sizeof(int32_t),
-                            1);
-  if (lunai_stream_ready(s)) lunai_stream_reorder_all(s);
+  order = lunai_stream_inputs(s, s->host_inputs, 1).tokens;
+  lunai_copy(order, from, bytes);
+  if (s->inputs == s->host_inputs ||
+      lunai_stream_move(s, lunai_stream_inputs(s, s->inputs, 1).tokens, order, bytes, 1))
+    (void)lunai_stream_reorder_all(s);
   return lunai_stream_status(s);
 }
 
@@ -19535,17 +19509,15 @@ LUNAI_FN bool lunai_stream_same(const luna_stream *a, const luna_stream *b) {
   return a->batch == b->batch && memcmp(&a->sizes, &b->sizes, sizeof a->sizes) == 0;
 }
 LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) {
-  luna_status status = LUNA_OK;
-  (void)status;
+  luna_status status;
   if (!to || !from || !lunai_stream_same(to, from)) return lunai_stream_fail(to, LUNA_ERROR_STREAM_COPY);
+  status = from->ctx.status;
 #ifndef LUNA_ONLY_STREAM
-  if (lunai_stream_on_device(to) && lunai_stream_on_device(from)) {
-    if (to->model_ctx != from->model_ctx) return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
-    status = from->ctx.status;
-    if (status == LUNA_OK) (void)lunai_stream_move(to, to->state, from->state, to->state_size, 0);
-  } else
+  if (lunai_stream_on_device(to) && lunai_stream_on_device(from) && to->model_ctx != from->model_ctx)
+    return lunai_stream_fail(to, LUNA_ERROR_STREAM_DEVICES);
 #endif
-  if (lunai_stream_on_device(to)) (void)lunai_stream_move(to, to->state, from->state, to->state_size, 1);
+  if (status == LUNA_OK && to != from && lunai_stream_on_device(to))
+    (void)lunai_stream_move(to, to->state, from->state, to->state_size, lunai_stream_on_device(from) ? 0 : 1);
   else if (to != from) status = lunai_stream_read(from, to->state);
 #ifndef LUNA_ONLY_STREAM
   if (status != LUNA_OK) {
@@ -19689,15 +19661,13 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
                                    luna_tensor **p, luna_tensor *context, const int32_t *lengths) {
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
-  const size_t bytes = (size_t)luna_count(*p) * sizeof(float);
   luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
                                                   lengths), *k, *v;
   if (!lunai_stream_fold(s, own, (*p)->data)) return false;
   v = luna_linear_layer_forward(&cross->v, packed_context);
   k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
   *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
-  return k && v && *p && lunai_stream_move(s, own->past.keys.data, k->data, bytes, 0) &&
-      lunai_stream_move(s, own->past.values.data, v->data, bytes, 0);
+  return *p && lunai_stream_store(s, own->past.keys.data, k) && lunai_stream_store(s, own->past.values.data, v);
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
 LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
@@ -19708,54 +19678,54 @@ LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, cons
                                   s->sizes.memory);
   return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
 }
-LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
-  const luna_seq2seq_config *c;
-  luna_stream first, *s = NULL;
+LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna_input *source, int64_t beam,
+                                           const char *name) {
+  luna_ctx *ctx = model->params->ctx;
+  const luna_seq2seq_config *c = &model->config;
+  const luna_encoder_config *e = &c->encoder;
+  luna_stream first, *s;
   luna_stream_config config;
-  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_lm_config sizes;
   luna_tensor *p = NULL, *context;
   int64_t i;
   bool good;
-  if (!ctx) return NULL;
-  c = &model->config;
-  if (beam == 0) beam = 1;
   luna_begin_inference(ctx);
-  if (!lunai_is_given(ctx, "luna_seq2seq_stream_open", "source", source != NULL) ||
-      !lunai_in(ctx, "luna_seq2seq_stream_open", "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
-      !lunai_in(ctx, "luna_seq2seq_stream_open", "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
+  if (!lunai_model_ctx(lunai_encoder_reader(&model->encoder), source, name, "source") ||
+      !lunai_in(ctx, name, "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
+      !lunai_in(ctx, name, "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
   context = luna_encoder_forward(&model->encoder, source, &p);
   if (!context) return NULL;
   memset(&first, 0, sizeof first);
   memset(&config, 0, sizeof config);
+  memset(&sizes, 0, sizeof sizes);
   config.batch = source->batch * beam;
   config.chunk = 1;
-  first.sizes.vocab = first.sizes.outputs = c->target_vocab;
-  first.sizes.layers = c->decoder_layers;
-  first.sizes.memory = p->shape[1];
-  first.sizes.dim = c->encoder.dim; first.sizes.heads = c->encoder.heads; first.sizes.ffn = c->encoder.ffn;
-  first.sizes.sharing = c->encoder.layer.sharing == LUNA_SHARING_FULL;
-  first.sizes.activation = c->encoder.layer.activation; first.sizes.gated = c->encoder.layer.gated;
-  first.sizes.norm = c->encoder.layer.norm;
-  first.sizes.omega = c->encoder.layer.omega;
-  first.sizes.pre_norm = c->encoder.layer.pre_norm; first.sizes.positions = c->encoder.positions;
-  first.sizes.max_length = c->max_target_length;
-  if (!lunai_stream_from(ctx, &first, &config, "luna_seq2seq_stream_open")) return NULL;
+  sizes.layer = e->layer;
+  sizes.layer.dim = e->dim; sizes.layer.heads = e->heads; sizes.layer.ffn = e->ffn;
+  sizes.vocab = sizes.outputs = c->target_vocab;
+  sizes.layers = c->decoder_layers;
+  sizes.memory = p->shape[1];
+  sizes.positions = e->positions;
+  sizes.max_length = c->max_target_length;
+  lunai_lm_to_sizes(&sizes, &first.sizes);
   first.sources = source->batch;
   first.cross = true;
-  first.scale = lunai_embedding_factor(&c->encoder);
-  first.first_position = c->encoder.first_position;
+  first.scale = lunai_embedding_factor(e);
+  first.first_position = e->first_position;
   first.model.embedding = model->embedding;
   first.model.positions = model->positions;
   first.model.norm = model->norm;
   first.model.output.weight = model->output;
-  s = lunai_stream_allocate(ctx, &first, &model->layers[0]);
-  if (!s) return NULL;
-  good = lunai_stream_real(s, s->slots, s->batch, source) &&
+  s = lunai_stream_make(ctx, &first, &config, model->layers, name);
+  good = s && lunai_stream_real(s, s->slots, s->batch, source) &&
          lunai_stream_real(s, s->source_slots, source->batch, source);
-  for (i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, &model->layers[i], NULL) &&
-           lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
-  return lunai_stream_opened(ctx, s, good);
+  for (i = 0; good && i < s->sizes.layers; i++)
+    good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
+  return lunai_stream_opened(ctx, s, good, name);
+}
+LUNA_API luna_stream *luna_seq2seq_stream_open(const luna_seq2seq *model, const luna_input *source, int64_t beam) {
+  if (!model || !model->params) return NULL;
+  return lunai_seq2seq_stream(model, source, beam == 0 ? 1 : beam, "luna_seq2seq_stream_open");
 }
 
 /* --- beam search: of each source's `beam` rows the 2 beam likeliest continuations, best first; an end among the first
@@ -19890,7 +19860,7 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   s.out_lengths = out_lengths;
   if (!lunai_is_given(ctx, "luna_seq2seq_generate", "search, out or out_lengths", search && out && out_lengths) ||
       !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
-  stream = luna_seq2seq_stream_open(model, source, s.search.beam);
+  stream = lunai_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   if (!lunai_beam_memory(ctx, &s))
     status = lunai_fail_memory(ctx, "luna_seq2seq_generate",

@@ -197,12 +197,13 @@ template <luna_status (*entry)(luna_op *)> struct lunacu_entered<entry> {
 };
 static luna_status lunacu_row_done(const luna_op *op) { return lunacu_done(op->ctx, luna_op_name(op->kind)); }
 
+static inline int64_t lunacu_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t lunacu_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t lunacu_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /* blocks along x for `count` units of work, a block doing `unit` of them: kernels stride by gridDim.x, so it may be
    fewer */
 static inline unsigned lunacu_blocks(int64_t count, int64_t unit) {
-  const int64_t blocks = lunacu_divide_up(count, unit);
-  return (unsigned)(blocks < 1 ? 1 : blocks > (1 << 20) ? (1 << 20) : blocks);
+  return (unsigned)lunacu_max(1, lunacu_min(lunacu_divide_up(count, unit), 1 << 20));
 }
 static inline int64_t lunacu_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 static inline int64_t lunacu_rows(const luna_tensor *t) { return lunacu_last(t) ? luna_count(t) / lunacu_last(t) : 0; }
@@ -220,36 +221,32 @@ static inline float *lunacu_take(char **at, int64_t floats) {
 __device__ __forceinline__ int64_t lunacu_index() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 __device__ __forceinline__ int64_t lunacu_stride() { return (int64_t)gridDim.x * blockDim.x; }
 
-/* sums and maxima over the lanes of a warp, the same in all of them, in an order that never changes */
-template <class T> __device__ __forceinline__ T lunacu_warp_sum(T x) {
-  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
+/* --- sums and maxima over threads, the same in all of them, in an order that never changes --- */
+struct lunacu_sum {
+  template <class T> static __device__ __forceinline__ T of(T a, T b) { return a + b; }
+};
+struct lunacu_maximum {
+  static __device__ __forceinline__ float of(float a, float b) { return fmaxf(a, b); }
+};
+/* over `lanes` neighbours of a warp, a power of two */
+template <class R, class T> __device__ __forceinline__ T lunacu_over_lanes(T x, int lanes = LUNACU_WARP) {
+  for (int i = lanes / 2; i > 0; i /= 2) x = R::of(x, __shfl_xor_sync(LUNACU_FULL, x, i));
   return x;
 }
-__device__ __forceinline__ float lunacu_warp_max(float x) {
-  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(LUNACU_FULL, x, i));
+/* over a block of whole warps; `scratch` holds a word a warp (32 at most) and may be used again afterwards */
+template <class R, class T> __device__ __forceinline__ T lunacu_over_block(T x, lunacu_shared<T> scratch) {
+  const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
+  x = lunacu_over_lanes<R>(x);
+  if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
+  __syncthreads();
+  x = scratch[0];
+  for (int i = 1; i < warps; i++) x = R::of(x, (T)scratch[i]);
+  __syncthreads();
   return x;
 }
-/* over a block of whole warps, with the result in all threads; `scratch` holds a word a warp (32 at most) and may be
-   used again afterwards */
-template <class T> __device__ __forceinline__ T lunacu_block_sum(T x, lunacu_shared<T> scratch) {
-  const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
-  T sum = 0;
-  x = lunacu_warp_sum(x);
-  if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
-  __syncthreads();
-  for (int i = 0; i < warps; i++) sum += scratch[i];
-  __syncthreads();
-  return sum;
-}
-__device__ __forceinline__ float lunacu_block_max(float x, lunacu_shared<float> scratch) {
-  const int warp = threadIdx.x / LUNACU_WARP, warps = blockDim.x / LUNACU_WARP;
-  float maximum = -INFINITY;
-  x = lunacu_warp_max(x);
-  if (threadIdx.x % LUNACU_WARP == 0) scratch[warp] = x;
-  __syncthreads();
-  for (int i = 0; i < warps; i++) maximum = fmaxf(maximum, scratch[i]);
-  __syncthreads();
-  return maximum;
+/* over a team: some lanes of a warp, or a whole block, all of whose threads must come */
+template <class R> __device__ __forceinline__ float lunacu_over_team(int team, float x, lunacu_shared<float> scratch) {
+  return team > LUNACU_WARP ? lunacu_over_block<R>(x, scratch) : lunacu_over_lanes<R>(x, team);
 }
 
 /* --- dropout: what luna_dropout decides, from the seed and the step in device memory --- */
@@ -531,8 +528,8 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
   return lunacu_check(ctx, error, "waiting for the context of a shared set");
 }
 
-/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates or waits
-   --- */
+/* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates
+   or waits --- */
 static luna_status lunacu_record(luna_ctx *ctx) {
   return lunacu_check(ctx, cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal),
                       "luna_graph");
@@ -637,7 +634,7 @@ static lunacu_sums lunacu_sums_of(int64_t outer, int64_t rows, int64_t n, bool s
   while (s.columns * s.lanes < LUNACU_BLOCK && s.lanes * 8 < rows) s.lanes *= 2;
   const int64_t threads = outer * lunacu_divide_up(n, s.columns) * s.columns * s.lanes, maximum = rows / (16 * s.lanes);
   if (!split || maximum < 2 || threads == 0 || threads > LUNACU_ENOUGH / 2) return s;
-  s.length = lunacu_divide_up(rows, LUNACU_ENOUGH / threads < maximum ? LUNACU_ENOUGH / threads : maximum);
+  s.length = lunacu_divide_up(rows, lunacu_min(LUNACU_ENOUGH / threads, maximum));
   s.splits = lunacu_divide_up(rows, s.length);
   return s;
 }
@@ -731,26 +728,29 @@ template <int Q, class F> static void lunacu_sums_run(const luna_op *op, const l
 }
 
 /* --- rows of a part: to[r, c] = (or +=) from[r, c] for c < width, rows to_row and from_row apart: slice, concat,
-   repeat --- */
-template <int W> __global__ void lunacu_part_kernel(int64_t rows, int64_t width, const float *from, int64_t from_row,
-                                                    float *to, int64_t to_row, bool add) {
-  for (int64_t i = lunacu_index(); i < rows * (width / W); i += lunacu_stride()) {
-    const int64_t r = i / (width / W), c = i % (width / W) * W;
+   expand --- */
+struct lunacu_part {
+  int64_t rows, width;
+  const float *from;
+  int64_t from_row;
+  float *to;
+  int64_t to_row;
+};
+template <int W> __global__ void lunacu_part_kernel(lunacu_part p, bool add) {
+  for (int64_t i = lunacu_index(); i < p.rows * (p.width / W); i += lunacu_stride()) {
+    const int64_t r = i / (p.width / W), c = i % (p.width / W) * W;
     float v[W];
-    lunacu_get(from + r * from_row + c, v);
-    lunacu_put(to + r * to_row + c, v, add);
+    lunacu_get(p.from + r * p.from_row + c, v);
+    lunacu_put(p.to + r * p.to_row + c, v, add);
   }
 }
-static void lunacu_part(const luna_op *op, int64_t rows, int64_t width, const float *from, int64_t from_row, float *to,
-                        int64_t to_row, bool add) {
+static void lunacu_part_run(const luna_op *op, const lunacu_part &p, bool add) {
   const cudaStream_t stream = lunacu_stream(op);
-  const int64_t count = rows * width;
+  const int64_t count = p.rows * p.width;
   if (count == 0) return;
-  if (lunacu_wide(width | from_row | to_row, from, to))
-    LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width,
-                  from, from_row, to, to_row, add);
-  else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, rows, width,
-                     from, from_row, to, to_row, add);
+  if (lunacu_wide(p.width | p.from_row | p.to_row, p.from, p.to))
+    LUNACU_LAUNCH((lunacu_part_kernel<4>), lunacu_blocks(count, 4 * LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, p, add);
+  else LUNACU_LAUNCH((lunacu_part_kernel<1>), lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, stream, p, add);
 }
 /* a part of an axis is rows of `width` floats, `stride` apart; whole: the tensor with the full axis; unit: floats of
    one of the axis */
@@ -767,14 +767,14 @@ static lunacu_axis lunacu_axis_of(const luna_tensor *whole, const luna_tensor *p
 /* slice: arg axis, start */
 static luna_status lunacu_slice_forward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
-  lunacu_part(op, a.rows, a.width, op->in[0]->data + op->arg.slice.start * a.unit, a.stride, op->out[0]->data, a.width,
-              false);
+  const float *from = op->in[0]->data + op->arg.slice.start * a.unit;
+  lunacu_part_run(op, {a.rows, a.width, from, a.stride, op->out[0]->data, a.width}, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_slice_backward(luna_op *op) {
   const lunacu_axis a = lunacu_axis_of(op->in[0], op->out[0], op->arg.slice.axis);
-  lunacu_part(op, a.rows, a.width, op->out[0]->grad, a.width, op->in[0]->grad + op->arg.slice.start * a.unit, a.stride,
-              true);
+  float *to = op->in[0]->grad + op->arg.slice.start * a.unit;
+  lunacu_part_run(op, {a.rows, a.width, op->out[0]->grad, a.width, to, a.stride}, true);
   return lunacu_row_done(op);
 }
 
@@ -783,10 +783,11 @@ static luna_status lunacu_concat_run(luna_op *op, bool back) {
   int64_t start = 0;
   for (int i = 0; i < op->inputs; i++) {
     const lunacu_axis a = lunacu_axis_of(op->out[0], op->in[i], op->arg.concat.axis);
-    if (!back) lunacu_part(op, a.rows, a.width, op->in[i]->data, a.width, op->out[0]->data + start, a.stride, false);
+    if (!back)
+      lunacu_part_run(op, {a.rows, a.width, op->in[i]->data, a.width, op->out[0]->data + start, a.stride}, false);
     else if (op->in[i]->grad)
-      lunacu_part(op, a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width,
-                  !lunacu_sets(op, i));
+      lunacu_part_run(op, {a.rows, a.width, op->out[0]->grad + start, a.stride, op->in[i]->grad, a.width},
+                      !lunacu_sets(op, i));
     start += a.width;
   }
   return lunacu_row_done(op);
@@ -801,7 +802,7 @@ static void lunacu_expand_query(luna_op *op) {
 }
 static luna_status lunacu_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  lunacu_part(op, op->arg.expand.count, n, op->in[0]->data, 0, op->out[0]->data, n, false);
+  lunacu_part_run(op, {op->arg.expand.count, n, op->in[0]->data, 0, op->out[0]->data, n}, false);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_expand_backward(luna_op *op) {
@@ -1263,7 +1264,7 @@ __global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x
       to[c] = (add ? to[c] : 0) + inverse * g;
       dot += g * y[r * n + c];
     }
-    dot = lunacu_warp_sum(dot);
+    dot = lunacu_over_lanes<lunacu_sum>(dot);
     if (lane == 0) to[n] = (add ? to[n] : 0) - inverse * dot;
   }
 }
@@ -1285,27 +1286,28 @@ static luna_status lunacu_ratio_backward(luna_op *op) {
    >>gemm: products by cuBLAS, and the rows made of them: matmul, linear, feed-forward
    ------------------------------------------------------------------------------------------------------------------ */
 
-/* C = alpha A B (+ C) for `batch` products: A [m, k], B [k, n], C [m, n] dense; strides in floats, of which one of a
-   row's and a column's is 1 */
-struct lunacu_product {
-  const float *a, *b;
-  float *c;
-  int64_t m, n, k, a_row, a_column, b_row, b_column, batch, a_batch, b_batch, c_batch;
-  bool accumulate;
+/* element (i, j) lies at i row + j column, one of which is 1 */
+struct lunacu_matrix {
+  const float *at;
+  int64_t row, column;
+  lunacu_matrix turned() const { return {at, column, row}; }
 };
-static lunacu_product lunacu_matrix(const float *a, int64_t a_row, int64_t a_column, const float *b, int64_t b_row,
-                                    int64_t b_column, float *c,
-                                    int64_t m, int64_t n, int64_t k, bool accumulate) {
-  return {a, b, c, m, n, k, a_row, a_column, b_row, b_column, 1, 0, 0, 0, accumulate};
-}
+/* C = A B (+ C) for `batch` products: A [m, k], B [k, n], C [m, n] dense; a batch is so many floats from the next */
+struct lunacu_product {
+  lunacu_matrix a, b;
+  float *c;
+  int64_t m, n, k;
+  bool accumulate;
+  int64_t batch = 1, a_batch = 0, b_batch = 0, c_batch = 0;
+};
 /* cuBLAS counts by columns: C^T = B^T A^T. It takes 32-bit sizes, and a leading dimension of at least 1 even where
    there is but one row. */
 static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
   lunacu *self = lunacu_self(ctx);
   const float one = 1, beta = p.accumulate ? 1.0f : 0.0f;
   /* by rows; else by columns */
-  const bool a_flat = p.a_column == 1 && p.a_row >= p.k, b_flat = p.b_column == 1 && p.b_row >= p.n;
-  const int64_t lda = a_flat ? p.a_row : p.a_column, ldb = b_flat ? p.b_row : p.b_column;
+  const bool a_flat = p.a.column == 1 && p.a.row >= p.k, b_flat = p.b.column == 1 && p.b.row >= p.n;
+  const int64_t lda = a_flat ? p.a.row : p.a.column, ldb = b_flat ? p.b.row : p.b.column;
   const cublasComputeType_t type = self->math == LUNA_CUDA_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 :
       self->math == LUNA_CUDA_BF16 ? CUBLAS_COMPUTE_32F_FAST_16BF : CUBLAS_COMPUTE_32F;
   char sentence[256];
@@ -1322,9 +1324,8 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
                              "a product with more than 2^31 - 1 rows or columns does not go through cuBLAS");
   const cublasStatus_t status = cublasGemmStridedBatchedEx(
       self->blas, b_flat ? CUBLAS_OP_N : CUBLAS_OP_T, a_flat ? CUBLAS_OP_N : CUBLAS_OP_T, (int)p.n, (int)p.m, (int)p.k,
-          &one, p.b, CUDA_R_32F, (int)ldb, p.b_batch,
-      p.a, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F, (int)p.n, p.c_batch, (int)p.batch, type,
-          CUBLAS_GEMM_DEFAULT);
+      &one, p.b.at, CUDA_R_32F, (int)ldb, p.b_batch, p.a.at, CUDA_R_32F, (int)lda, p.a_batch, &beta, p.c, CUDA_R_32F,
+      (int)p.n, p.c_batch, (int)p.batch, type, CUBLAS_GEMM_DEFAULT);
   if (status == CUBLAS_STATUS_SUCCESS) return LUNA_OK;
   snprintf(sentence, sizeof sentence, "a product [%lld, %lld] x [%lld, %lld]: cuBLAS on CUDA device %d: %s",
            (long long)p.m, (long long)p.k, (long long)p.k, (long long)p.n,
@@ -1332,16 +1333,19 @@ static luna_status lunacu_gemm(luna_ctx *ctx, const lunacu_product &p) {
   return luna_backend_fail(ctx, LUNA_DEVICE_FAILED, sentence);
 }
 
-/* --- column sums, for the gradients of biases: to[width] += those of x [rows, width]; scratch: lunacu_columns_floats
-   --- */
+/* --- column sums, for the gradients of biases: to[items, width] += those of x [items, rows, width]; scratch:
+   lunacu_columns_floats --- */
+struct lunacu_columns {
+  const float *x;
+  int64_t items, rows, width;
+};
 static int64_t lunacu_columns_floats(int64_t rows, int64_t width) {
   return lunacu_sums_floats(lunacu_sums_of(1, rows, width, true), 1);
 }
-static void lunacu_column_sums(const luna_op *op, const float *x, int64_t rows, int64_t width, float *to,
-                               float *scratch) {
-  if (to && rows > 0)
-    lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, width, true), lunacu_column{x, rows, width},
-                       {{to}, {1}, width, 1, 1.0f, true}, scratch);
+static void lunacu_column_sums(const luna_op *op, const lunacu_columns &c, float *to, float *scratch) {
+  if (to && c.rows > 0)
+    lunacu_sums_run<1>(op, lunacu_sums_of(c.items, c.rows, c.width, true), lunacu_column{c.x, c.rows, c.width},
+                       {{to}, {1}, c.width, 1, 1.0f, true}, scratch);
 }
 
 /* --- epilogues of products: pre = x + bias, y = drop(act(pre)) + residual; `pre` where it is wanted --- */
@@ -1405,28 +1409,17 @@ static luna_status lunacu_matmul_product(luna_op *op, int which) {
       k = op->arg.matmul.k;
   const bool ta = op->arg.matmul.transpose_a, tb = op->arg.matmul.transpose_b;
   const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t ar = ta ? 1 : k, ac = ta ? m : 1, br = tb ? 1 : n, bc = tb ? k : 1; /* of A [m, k] and B [k, n] */
-  lunacu_product p;
-  int64_t a_size, b_size, c_size;    /* of one matrix of each */
-  bool b_shared = which != 2, a_shared = false, c_shared = which == 2; /* among `outer` */
-  if (which == 0) {
-    p = lunacu_matrix(x->data, ar, ac, w->data, br, bc, y->data, m, n, k, false);
-    a_size = m * k; b_size = k * n; c_size = m * n;
-  } else if (which == 1 && ta) {     /* dA^T = B dC^T */
-    p = lunacu_matrix(w->data, br, bc, y->grad, 1, n, x->grad, k, m, n, true);
-    a_size = k * n; b_size = m * n; c_size = m * k;
-    a_shared = true;
-    b_shared = false;
-  } else if (which == 1) {           /* dA = dC B^T */
-    p = lunacu_matrix(y->grad, n, 1, w->data, bc, br, x->grad, m, k, n, true);
-    a_size = m * n; b_size = k * n; c_size = m * k;
-  } else if (tb) {                   /* dB^T = dC^T A */
-    p = lunacu_matrix(y->grad, 1, n, x->data, ar, ac, w->grad, n, k, m, true);
-    a_size = m * n; b_size = m * k; c_size = k * n;
-  } else {                           /* dB = A^T dC */
-    p = lunacu_matrix(x->data, ac, ar, y->grad, n, 1, w->grad, k, n, m, true);
-    a_size = m * k; b_size = m * n; c_size = k * n;
-  }
+  const lunacu_matrix a = {x->data, ta ? 1 : k, ta ? m : 1}, b = {w->data, tb ? 1 : n, tb ? k : 1},
+      dc = {y->grad, n, 1};
+  /* what all of `outer` share: the first factor, the second, the result */
+  const bool a_shared = which == 1 && ta, c_shared = which == 2, b_shared = !a_shared && !c_shared;
+  lunacu_product p =
+      which == 0 ? lunacu_product{a, b, y->data, m, n, k, false} :
+      a_shared ? lunacu_product{b, dc.turned(), x->grad, k, m, n, true} :   /* dA^T = B dC^T */
+      which == 1 ? lunacu_product{dc, b.turned(), x->grad, m, k, n, true} : /* dA = dC B^T */
+      tb ? lunacu_product{dc.turned(), a, w->grad, n, k, m, true} :         /* dB^T = dC^T A */
+           lunacu_product{a.turned(), dc, w->grad, k, n, m, true};          /* dB = A^T dC */
+  const int64_t a_size = p.m * p.k, b_size = p.k * p.n, c_size = p.m * p.n;
   if (!p.c || outer * inner == 0) return LUNA_OK;
   if (inner == 1 && !ta) {           /* one b for all: the batch is more rows */
     if (which < 2) p.m *= outer;
@@ -1442,8 +1435,8 @@ static luna_status lunacu_matmul_product(luna_op *op, int which) {
   p.c_batch = along_outer ? (c_shared ? 0 : c_size * inner) : c_size;
   for (int64_t i = 0; i < launches; i++) {
     lunacu_product part = p;
-    part.a += along_outer ? i * a_size : a_shared ? 0 : i * a_size * inner;
-    part.b += along_outer ? i * b_size : b_shared ? 0 : i * b_size * inner;
+    part.a.at += along_outer ? i * a_size : a_shared ? 0 : i * a_size * inner;
+    part.b.at += along_outer ? i * b_size : b_shared ? 0 : i * b_size * inner;
     part.c += along_outer ? i * c_size : c_shared ? 0 : i * c_size * inner;
     const luna_status status = lunacu_gemm(op->ctx, part);
     if (status != LUNA_OK) return status;
@@ -1456,8 +1449,8 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
   return status == LUNA_OK ? lunacu_matmul_product(op, 2) : status;
 }
 
-/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
-   --- */
+/* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept:
+   the pre-activation --- */
 static bool lunacu_linear_changes(const luna_op *op) {
   return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0;
 }
@@ -1478,8 +1471,8 @@ static void lunacu_linear_query(luna_op *op) {
 static luna_status lunacu_linear_forward(luna_op *op) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t rows = lunacu_rows(x), in = lunacu_last(x), out = lunacu_last(y);
-  const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(x->data, in, 1, op->in[1]->data, 1, in, y->data, rows,
-                                                                out, in, false));
+  const luna_status status = lunacu_gemm(op->ctx, {{x->data, in, 1}, {op->in[1]->data, 1, in}, y->data, rows, out, in,
+                                                   false});
   if (status != LUNA_OK) return status;
   if (op->in[2] || op->in[3] || lunacu_linear_changes(op))
     lunacu_end(op, luna_count(y), y->data, {y->data, lunacu_data(op, 2), lunacu_data(op, 3),
@@ -1498,11 +1491,10 @@ static luna_status lunacu_linear_backward(luna_op *op) {
     lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ?
         (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
   }
-  status = lunacu_gemm(op->ctx, lunacu_matrix(dy, out, 1, w->data, in, 1, x->grad, rows, in, out, !lunacu_sets(op, 0)));
-  if (status == LUNA_OK)
-    status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, out, x->data, in, 1, w->grad, out, in, rows, true));
+  status = lunacu_gemm(op->ctx, {{dy, out, 1}, {w->data, in, 1}, x->grad, rows, in, out, !lunacu_sets(op, 0)});
+  if (status == LUNA_OK) status = lunacu_gemm(op->ctx, {{dy, 1, out}, {x->data, in, 1}, w->grad, out, in, rows, true});
   if (status != LUNA_OK) return status;
-  lunacu_column_sums(op, dy, rows, out, lunacu_grad(op, 2), (float *)at);
+  lunacu_column_sums(op, {dy, 1, rows, out}, lunacu_grad(op, 2), (float *)at);
   lunacu_residual_backward(op, 3);
   return lunacu_row_done(op);
 }
@@ -1524,7 +1516,7 @@ static size_t lunacu_ffn_start(const luna_op *op, lunacu_ffn *f, bool backward, 
   f->in = lunacu_last(op->in[0]);
   f->hidden = lunacu_last(op->in[3]);
   f->out = lunacu_last(op->out[0]);
-  f->block = f->rows < LUNACU_FFN_ROWS ? f->rows : LUNACU_FFN_ROWS;
+  f->block = lunacu_min(f->rows, LUNACU_FFN_ROWS);
   if (op->kept_size == 0) f->given = lunacu_take(&at, f->block * f->hidden);
   if (op->activation != LUNA_ACTIVATION_RELU || op->dropout > 0) f->a = lunacu_take(&at, f->block * f->hidden);
   if (backward) f->dh = lunacu_take(&at, f->block * f->hidden);
@@ -1544,38 +1536,47 @@ static void lunacu_feed_forward_query(luna_op *op) {
   op->workspace_size = lunacu_ffn_start(op, &f, false, NULL);
   op->backward_workspace_size = lunacu_ffn_start(op, &f, true, NULL);
 }
-/* the hidden layer of `rows` rows from `first` on: given, and a; `again`: given is there already */
-static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, int64_t first, int64_t rows, float *given,
-                                     float *a, bool again) {
+/* rows from `first` on: what their hidden layer is before the activation and dropout, and after */
+struct lunacu_ffn_rows {
+  int64_t first, rows;
+  float *given, *a;
+};
+static lunacu_ffn_rows lunacu_ffn_rows_of(const luna_op *op, const lunacu_ffn &f, int64_t first) {
+  float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given;
+  return {first, lunacu_min(f.block, f.rows - first), given, f.a ? f.a : given};
+}
+/* the hidden layer; `again`: given is there already */
+static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, const lunacu_ffn_rows &r, bool again) {
+  const int64_t count = r.rows * f.hidden, at = r.first * f.hidden;
+  const int activation = (int)op->activation;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
   const lunacu_dropout drop = lunacu_op_dropout(op);
   if (!again) {
-    const luna_status status = lunacu_gemm(op->ctx, lunacu_matrix(op->in[0]->data + first * f.in, f.in, 1,
-        op->in[1]->data, 1, f.in, given, rows, f.hidden, f.in, false));
+    const luna_status status = lunacu_gemm(op->ctx,
+                                           {{op->in[0]->data + r.first * f.in, f.in, 1}, {op->in[1]->data, 1, f.in},
+                                            r.given, r.rows, f.hidden, f.in, false});
     if (status != LUNA_OK) return status;
-    lunacu_end(op, rows * f.hidden, a, {given, lunacu_data(op, 2), NULL, given, f.hidden, first * f.hidden,
-                                        (int)op->activation, relu, drop});
-  } else if (a != given) lunacu_end(op, rows * f.hidden, a,
-      {given, NULL, NULL, NULL, f.hidden, first * f.hidden, relu ? LUNA_ACTIVATION_NONE : (int)op->activation, false,
-       drop});
+    lunacu_end(op, count, r.a, {r.given, lunacu_data(op, 2), NULL, r.given, f.hidden, at, activation, relu, drop});
+  } else if (r.a != r.given)
+    lunacu_end(op, count, r.a, {r.given, NULL, NULL, NULL, f.hidden, at, relu ? LUNA_ACTIVATION_NONE : activation,
+                                false, drop});
   return LUNA_OK;
 }
 static luna_status lunacu_feed_forward_forward(luna_op *op) {
-  const luna_tensor *y = op->out[0];
   lunacu_ffn f;
   luna_status status = LUNA_OK;
   lunacu_ffn_start(op, &f, false, op->workspace);
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
-    const int64_t rows = f.rows - first < f.block ? f.rows - first : f.block;
-    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given,
-        *to = y->data + first * f.out;
-    status = lunacu_ffn_hidden(op, f, first, rows, given, a, false);
+    const lunacu_ffn_rows r = lunacu_ffn_rows_of(op, f, first);
+    float *to = op->out[0]->data + first * f.out;
+    status = lunacu_ffn_hidden(op, f, r, false);
     if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(a, f.hidden, 1, op->in[3]->data, 1, f.hidden, to, rows, f.out,
-                                                  f.hidden, false));
+      status = lunacu_gemm(op->ctx, {{r.a, f.hidden, 1}, {op->in[3]->data, 1, f.hidden}, to, r.rows, f.out, f.hidden,
+                                     false});
     if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
-      lunacu_end(op, rows * f.out, to, {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL,
-          NULL, f.out, first * f.out, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
+      lunacu_end(op, r.rows * f.out, to,
+                 {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out,
+                  first * f.out, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -1588,35 +1589,31 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
   lunacu_ffn_start(op, &f, true, op->workspace);
   lunacu_residual_backward(op, 5);
   for (int64_t first = 0; first < f.rows && status == LUNA_OK; first += f.block) {
-    const int64_t rows = f.rows - first < f.block ? f.rows - first : f.block;
-    float *given = op->kept_size ? (float *)op->kept + first * f.hidden : f.given, *a = f.a ? f.a : given,
-        *dy = op->out[0]->grad + first * f.out;
+    const lunacu_ffn_rows r = lunacu_ffn_rows_of(op, f, first);
     const float *x = op->in[0]->data + first * f.in;
-    status = lunacu_ffn_hidden(op, f, first, rows, given, a, op->kept_size > 0);
+    float *dy = op->out[0]->grad + first * f.out;
+    status = lunacu_ffn_hidden(op, f, r, op->kept_size > 0);
     if (op->last_dropout > 0) {
-      lunacu_begin_back(op, rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_NONE,
-                                                 lunacu_last_dropout(op)});
+      lunacu_begin_back(op, r.rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_NONE,
+                                                   lunacu_last_dropout(op)});
       dy = f.dy;
     }
-    /* dW2 = dy^T a */
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(dy, 1, f.out, a, f.hidden, 1, lunacu_grad(op, 3), f.out, f.hidden,
-                                                  rows, true));
-    /* da = dy W2 */
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(dy, f.out, 1, w2, f.hidden, 1, f.dh, rows, f.hidden, f.out, false));
+    if (status == LUNA_OK)             /* dW2 = dy^T a */
+      status = lunacu_gemm(op->ctx, {{dy, 1, f.out}, {r.a, f.hidden, 1}, lunacu_grad(op, 3), f.out, f.hidden, r.rows,
+                                     true});
+    if (status == LUNA_OK)             /* da = dy W2 */
+      status = lunacu_gemm(op->ctx, {{dy, f.out, 1}, {w2, f.hidden, 1}, f.dh, r.rows, f.hidden, f.out, false});
     if (status != LUNA_OK) break;
-    lunacu_column_sums(op, dy, rows, f.out, lunacu_grad(op, 4), f.scratch);
-    lunacu_begin_back(op, rows * f.hidden, f.dh, {f.dh, given, first * f.hidden, (int)op->activation,
-                                                  lunacu_op_dropout(op)});
-    lunacu_column_sums(op, f.dh, rows, f.hidden, lunacu_grad(op, 2), f.scratch);
+    lunacu_column_sums(op, {dy, 1, r.rows, f.out}, lunacu_grad(op, 4), f.scratch);
+    lunacu_begin_back(op, r.rows * f.hidden, f.dh, {f.dh, r.given, first * f.hidden, (int)op->activation,
+                                                    lunacu_op_dropout(op)});
+    lunacu_column_sums(op, {f.dh, 1, r.rows, f.hidden}, lunacu_grad(op, 2), f.scratch);
     /* dW1 = dh^T x */
-    status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, 1, f.hidden, x, f.in, 1, lunacu_grad(op, 1), f.hidden, f.in, rows,
-                                                true));
-    /* dx = dh W1 */
-    if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(f.dh, f.hidden, 1, w1, f.in, 1, dx ? dx + first * f.in : NULL, rows,
-                                                  f.in, f.hidden, !lunacu_sets(op, 0)));
+    status = lunacu_gemm(op->ctx, {{f.dh, 1, f.hidden}, {x, f.in, 1}, lunacu_grad(op, 1), f.hidden, f.in, r.rows,
+                                   true});
+    if (status == LUNA_OK)             /* dx = dh W1 */
+      status = lunacu_gemm(op->ctx, {{f.dh, f.hidden, 1}, {w1, f.in, 1}, dx ? dx + first * f.in : NULL, r.rows, f.in,
+                                     f.hidden, !lunacu_sets(op, 0)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -1631,12 +1628,12 @@ static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
 }
 static luna_status lunacu_custom_forward(luna_op *op) {
   const cudaError_t before = cudaPeekAtLastError();
-  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->arg.custom.state);
+  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->custom.state);
   return lunacu_custom_done(op, before);
 }
 static luna_status lunacu_custom_backward(luna_op *op) {
   const cudaError_t before = cudaPeekAtLastError();
-  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)op->arg.custom.state);
+  op->custom.backward(op->in, op->inputs, op->out[0], (void *)op->custom.state);
   return lunacu_custom_done(op, before);
 }
 
@@ -1668,17 +1665,6 @@ static lunacu_teams lunacu_teams_of(int64_t rows, int64_t n) {
       LUNACU_LAUNCH((kernel<4, LUNACU_HELD / 4>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
     else LUNACU_LAUNCH((kernel<1, 0>), blocks, (t).block(), 0, lunacu_stream(op), t, __VA_ARGS__); \
   } while (0)
-/* all of a block's threads must come, and those of a team get its sum or maximum */
-__device__ __forceinline__ float lunacu_team_sum(int team, float x, lunacu_shared<float> scratch) {
-  if (team > LUNACU_WARP) return lunacu_block_sum(x, scratch);
-  for (int i = team / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
-  return x;
-}
-__device__ __forceinline__ float lunacu_team_max(int team, float x, lunacu_shared<float> scratch) {
-  if (team > LUNACU_WARP) return lunacu_block_max(x, scratch);
-  for (int i = team / 2; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(LUNACU_FULL, x, i));
-  return x;
-}
 /* a lane's part of a row; zeros where there is none */
 template <int W, int K> struct lunacu_held {
   const float *row;
@@ -1721,7 +1707,7 @@ lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, in
       held.get(k, c, v);
       LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) maximum = fmaxf(maximum, v[i]);
     }
-    maximum = lunacu_team_max(t.team, maximum, scratch);
+    maximum = lunacu_over_team<lunacu_maximum>(t.team, maximum, scratch);
     const float shift = maximum > -INFINITY ? maximum : 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
@@ -1730,7 +1716,7 @@ lunacu_softmax_kernel(lunacu_teams t, const float *x, const int32_t *lengths, in
         sum += e[K ? k : 0][i];
       }
     }
-    sum = lunacu_team_sum(t.team, sum, scratch);
+    sum = lunacu_over_team<lunacu_sum>(t.team, sum, scratch);
     const float factor = sum > 0 ? 1 / sum : sum; /* an empty row stays 0, a NaN spreads */
     LUNACU_EACH_VECTOR(t, k, c) {
       if (K == 0) held.get(k, c, v);
@@ -1756,7 +1742,7 @@ lunacu_softmax_back_kernel(lunacu_teams t, const float *y, const float *dy, cons
       gs.get(k, c, g);
       LUNACU_UNROLL for (int i = 0; i < W; i++) if (c + i < width) dot += v[i] * g[i];
     }
-    dot = lunacu_team_sum(t.team, dot, scratch);
+    dot = lunacu_over_team<lunacu_sum>(t.team, dot, scratch);
     LUNACU_EACH_VECTOR(t, k, c) {
       ys.get(k, c, v);
       gs.get(k, c, g);
@@ -1788,8 +1774,8 @@ static luna_status lunacu_softmax_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of each row
-   --- */
+/* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of
+   each row --- */
 #define LUNACU_NORM_EPSILON 1e-5f
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *bias, float *y,
@@ -1805,7 +1791,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
       LUNACU_UNROLL for (int i = 0; i < W; i++) sum += v[i];
     }
     /* rounded: the second pass also finds by how much it is off */
-    const float center = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
+    const float center = rms ? 0 : lunacu_over_team<lunacu_sum>(t.team, sum, scratch) / (float)t.n;
     sum = 0;
     LUNACU_EACH_VECTOR(t, k, c) {
       held.get(k, c, v);
@@ -1814,8 +1800,8 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
         squares += (v[i] - center) * (v[i] - center);
       }
     }
-    const float off = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n,
-        variance = lunacu_team_sum(t.team, squares, scratch) / (float)t.n - off * off;
+    const float off = rms ? 0 : lunacu_over_team<lunacu_sum>(t.team, sum, scratch) / (float)t.n,
+        variance = lunacu_over_team<lunacu_sum>(t.team, squares, scratch) / (float)t.n - off * off;
     const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + LUNACU_NORM_EPSILON);
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= held.n) continue;
@@ -1860,8 +1846,8 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const fl
         dbias[K ? k : 0][i] += g[i];
       }
     }
-    sum = rms ? 0 : lunacu_team_sum(t.team, sum, scratch) / (float)t.n;
-    moment = lunacu_team_sum(t.team, moment, scratch) / (float)t.n;
+    sum = rms ? 0 : lunacu_over_team<lunacu_sum>(t.team, sum, scratch) / (float)t.n;
+    moment = lunacu_over_team<lunacu_sum>(t.team, moment, scratch) / (float)t.n;
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= n || !dx) continue;
       xs.get(k, c, v);
@@ -1906,7 +1892,7 @@ struct lunacu_normed {
 /* A team has at most 128 rows, whose float sums are short, and less where that gives too few blocks. */
 static int64_t lunacu_layer_norm_blocks(const lunacu_teams &t) {
   const int64_t teams = t.block() / t.team, passes = lunacu_divide_up(t.rows, teams * 1024);
-  return lunacu_divide_up(t.rows, teams * (passes < 1 ? 1 : passes > 128 ? 128 : passes));
+  return lunacu_divide_up(t.rows, teams * lunacu_max(1, lunacu_min(passes, 128)));
 }
 static void lunacu_layer_norm_query(luna_op *op) {
   const lunacu_teams t = lunacu_teams_of(lunacu_rows(op->in[0]), lunacu_last(op->in[0]));
@@ -2173,10 +2159,11 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
       LUNACU_UNROLL for (int k = 0; k < 8; k++) sum += expf(v[k / W][k % W] - shift);
       maximum = next;
     }
-    const float largest = lunacu_team_max(t.team, maximum, scratch), shift = largest > -INFINITY ? largest : 0;
+    const float largest = lunacu_over_team<lunacu_maximum>(t.team, maximum, scratch),
+        shift = largest > -INFINITY ? largest : 0;
     if (largest > maximum) sum *= expf(maximum - largest);
-    sum = lunacu_team_sum(t.team, sum, scratch);
-    if (smoothing > 0) all = lunacu_team_sum(t.team, all, scratch);
+    sum = lunacu_over_team<lunacu_sum>(t.team, sum, scratch);
+    if (smoothing > 0) all = lunacu_over_team<lunacu_sum>(t.team, all, scratch);
     if (lane == 0 && row < t.rows) {
       const double log_sum = (double)logf(sum), mine = label >= 0 ? (double)x[label] : 0;
       double value = log_sum + ((double)shift - mine);
@@ -2249,23 +2236,22 @@ static luna_status lunacu_cross_entropy_backward(luna_op *op) {
 }
 
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
-   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise the same
-   --- */
+   gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise
+   the same --- */
 #define LUNACU_LOGIT_ROWS 512
 static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
-  return lunacu_take(at, (rows < LUNACU_LOGIT_ROWS ? rows : LUNACU_LOGIT_ROWS) * classes);
+  return lunacu_take(at, lunacu_min(rows, LUNACU_LOGIT_ROWS) * classes);
 }
 static size_t lunacu_logits_bytes(int64_t rows, int64_t classes) {
   char *at = NULL;
   (void)lunacu_logits_take(&at, rows, classes);
-  (void)lunacu_take(&at, lunacu_columns_floats(rows < LUNACU_LOGIT_ROWS ? rows : LUNACU_LOGIT_ROWS, classes));
+  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_min(rows, LUNACU_LOGIT_ROWS), classes));
   return (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
   const int64_t in = lunacu_last(op->in[0]), classes = op->in[1]->shape[0];
-  const luna_status status = lunacu_gemm(
-      op->ctx, lunacu_matrix(op->in[0]->data + first * in, in, 1, op->in[1]->data, 1, in, logits, rows, classes, in,
-                             false));
+  const luna_status status = lunacu_gemm(op->ctx, {{op->in[0]->data + first * in, in, 1}, {op->in[1]->data, 1, in},
+                                                   logits, rows, classes, in, false});
   if (status == LUNA_OK && op->in[2])
     lunacu_end(op, rows * classes, logits,
                {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_NONE, false,
@@ -2279,7 +2265,7 @@ static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, cons
   float *block = lunacu_logits_take(&at, all, classes);
   luna_status status = LUNA_OK;
   for (int64_t first = 0; first < all && status == LUNA_OK; first += LUNACU_LOGIT_ROWS) {
-    const int64_t rows = all - first < LUNACU_LOGIT_ROWS ? all - first : LUNACU_LOGIT_ROWS;
+    const int64_t rows = lunacu_min(all - first, LUNACU_LOGIT_ROWS);
     const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first,
                                loss->out[0]->grad, loss->index + first, classes, rows,
                                loss->arg.cross_entropy.smoothing, loss->arg.cross_entropy.factor};
@@ -2287,12 +2273,12 @@ static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, cons
     if (status != LUNA_OK) break;
     lunacu_map(op, rows * classes, block, false, lunacu_wide(0, f.logits), f);
     if (x->grad)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(block, classes, 1, w->data, in, 1, x->grad + first * in, rows, in,
-                                                  classes, !lunacu_sets(op, 0)));
+      status = lunacu_gemm(op->ctx, {{block, classes, 1}, {w->data, in, 1}, x->grad + first * in, rows, in, classes,
+                                     !lunacu_sets(op, 0)});
     if (status == LUNA_OK)
-      status = lunacu_gemm(op->ctx, lunacu_matrix(block, 1, classes, x->data + first * in, in, 1, w->grad, classes, in,
-                                                  rows, true));
-    lunacu_column_sums(op, block, rows, classes, lunacu_grad(op, 2), (float *)at);
+      status = lunacu_gemm(op->ctx, {{block, 1, classes}, {x->data + first * in, in, 1}, w->grad, classes, in, rows,
+                                     true});
+    lunacu_column_sums(op, {block, 1, rows, classes}, lunacu_grad(op, 2), (float *)at);
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -2311,7 +2297,7 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
   char *at = (char *)op->workspace;
   float *block = lunacu_logits_take(&at, all, classes), *loss = lunacu_take(&at, all);
   for (int64_t first = 0; first < all; first += LUNACU_LOGIT_ROWS) {
-    const int64_t rows = all - first < LUNACU_LOGIT_ROWS ? all - first : LUNACU_LOGIT_ROWS;
+    const int64_t rows = lunacu_min(all - first, LUNACU_LOGIT_ROWS);
     const luna_status status = lunacu_logits_of(op, first, rows, block);
     if (status != LUNA_OK) return status;
     lunacu_cross_entropy_rows(op, first, rows, classes, block, loss);
@@ -2468,31 +2454,39 @@ template <int TALL, int WIDE> struct lunacu_tile {
   static __device__ __forceinline__ int column(int j) { return j / 4 * column_step + lane() * 4 + j % 4; }
 };
 
+__device__ __forceinline__ float4 lunacu_add4(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ float4 lunacu_scale4(float4 a, float factor) {
+  return make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor);
+}
 /* four neighbours of a row of memory that has `width` floats: the one at `c` and what follows */
 __device__ __forceinline__ float4 lunacu_get4(const float *row, int c, int width, bool vector) {
   if (vector && c + 4 <= width) return *(const float4 *)(row + c);
   return make_float4(c < width ? row[c] : 0, c + 1 < width ? row[c + 1] : 0, c + 2 < width ? row[c + 2] : 0,
                      c + 3 < width ? row[c + 3] : 0);
 }
-__device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float x, float y, float z,
-                                            float w) {
-  if (vector && c + 4 <= width) *(float4 *)(row + c) = make_float4(x, y, z, w);
+__device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float4 x) {
+  if (vector && c + 4 <= width) *(float4 *)(row + c) = x;
   else {
-    if (c < width) row[c] = x;
-    if (c + 1 < width) row[c + 1] = y;
-    if (c + 2 < width) row[c + 2] = z;
-    if (c + 3 < width) row[c + 3] = w;
+    if (c < width) row[c] = x.x;
+    if (c + 1 < width) row[c + 1] = x.y;
+    if (c + 2 < width) row[c + 2] = x.z;
+    if (c + 3 < width) row[c + 3] = x.w;
   }
 }
 
-/* A factor of a product in memory: zeros outside rows x width; from row `clean` on what is not finite counts as zero */
+/* --- tiles go from memory through registers into shared memory, by fours, so that all of a thread's loads are under
+   way before the first is used --- */
+/* A matrix in memory: zeros outside rows x width; from row `clean` on what is not finite counts as zero */
 struct lunacu_side {
   const float *at;
   int64_t row;
   int rows, width, clean;
   bool vector;                       /* may be read by four */
-  __device__ __forceinline__ bool inside(int last_row, int end) const {
-    return vector && last_row < rows && last_row < clean && end <= width;
+  /* whether its rows up to `end` and columns up to `side` are all there, and as they are in memory */
+  __device__ __forceinline__ bool has(int end, int side) const {
+    return vector && end <= rows && end <= clean && side <= width;
   }
 };
 __device__ __forceinline__ float lunacu_finite(float x) { return fabsf(x) < INFINITY ? x : 0; }
@@ -2501,37 +2495,56 @@ __device__ __forceinline__ float4 lunacu_load4(const lunacu_side &s, int i, int 
   const float4 x = lunacu_get4(s.at + i * s.row, c, s.width, s.vector);
   return i < s.clean ? x : make_float4(lunacu_finite(x.x), lunacu_finite(x.y), lunacu_finite(x.z), lunacu_finite(x.w));
 }
-/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * PITCH + place]. ALONG:
-   the sum goes along rows of the memory */
-template <bool ALONG, int PITCH> __device__ __forceinline__ void lunacu_put4(lunacu_shared<float> to, int i, int c,
-    float4 x) {
-  if (ALONG) {
-    to[c * PITCH + i] = x.x;
-    to[(c + 1) * PITCH + i] = x.y;
-    to[(c + 2) * PITCH + i] = x.z;
-    to[(c + 3) * PITCH + i] = x.w;
-  } else lunacu_write4(to + i * PITCH + c, x.x, x.y, x.z, x.w);
+/* A thread's fours of a tile: one at (row, column), the next `step` rows below. `line`: fours of a row, a power of
+   two */
+struct lunacu_fours { int row, column, step; };
+__device__ __forceinline__ lunacu_fours lunacu_fours_of(unsigned line) {
+  return {(int)(threadIdx.x / line), (int)(threadIdx.x % line * 4), (int)(LUNACU_TILE_THREADS / line)};
 }
-template <bool ALONG, int SIZE, int PITCH> __device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to,
-    const lunacu_side &s, int first, int k) {
-  constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
-      line = ALONG ? LUNACU_DEPTH / 4 : SIZE / 4;
-  constexpr int step = LUNACU_TILE_THREADS / line;
-  const int own = threadIdx.x / line, c = threadIdx.x % line * 4, row = ALONG ? first : k, column = ALONG ? k : first;
-  if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
-  if (s.inside(row + (ALONG ? SIZE : LUNACU_DEPTH) - 1, column + (ALONG ? LUNACU_DEPTH : SIZE))) {
-    const float *from = s.at + (row + own) * s.row + column + c;
-    float4 x[turns];
-    LUNACU_UNROLL
-    for (int t = 0; t < turns; t++) x[t] = *(const float4 *)(from + t * step * s.row);
-    LUNACU_UNROLL
-    for (int t = 0; t < turns; t++) lunacu_put4<ALONG, PITCH>(to, own + t * step, c, x[t]);
-  } else {
-    LUNACU_ROLLED
-    for (int i = own; i < turns * step; i += step)
-      lunacu_put4<ALONG, PITCH>(to, i, c, lunacu_load4(s, row + i, column + c));
+/* of the tile at (row, column) of the matrix; WHOLE: the matrix has all of it */
+template <bool WHOLE, int TURNS>
+__device__ __forceinline__ void lunacu_fetch(float4 (&x)[TURNS], const lunacu_side &s, int row, int column,
+                                             const lunacu_fours &own) {
+  const float *from = s.at + (row + own.row) * s.row + column + own.column;
+  LUNACU_UNROLL
+  for (int t = 0; t < TURNS; t++)
+    x[t] = WHOLE ? *(const float4 *)(from + t * own.step * s.row)
+                 : lunacu_load4(s, row + own.row + t * own.step, column + own.column);
+}
+/* TURNED: shared memory gets the transpose; its rows are `pitch` apart */
+template <bool TURNED, int TURNS>
+__device__ __forceinline__ void lunacu_store(lunacu_shared<float> to, int pitch, const lunacu_fours &own,
+                                             const float4 (&x)[TURNS]) {
+  LUNACU_UNROLL
+  for (int t = 0; t < TURNS; t++) {
+    const int i = own.row + t * own.step, c = own.column;
+    if (TURNED) {
+      to[c * pitch + i] = x[t].x;
+      to[(c + 1) * pitch + i] = x[t].y;
+      to[(c + 2) * pitch + i] = x[t].z;
+      to[(c + 3) * pitch + i] = x[t].w;
+    } else lunacu_write4(to + i * pitch + c, x[t].x, x[t].y, x[t].z, x[t].w);
   }
 }
+/* Both. A tile that is not whole takes a turn at a time: fewer registers */
+template <bool TURNED, int TURNS>
+__device__ __forceinline__ void lunacu_stage(lunacu_shared<float> to, int pitch, const lunacu_side &s, int row,
+                                             int column, lunacu_fours own, bool whole) {
+  if (whole) {
+    float4 x[TURNS];
+    lunacu_fetch<true>(x, s, row, column, own);
+    lunacu_store<TURNED>(to, pitch, own, x);
+  } else {
+    LUNACU_ROLLED
+    for (; own.row < TURNS * own.step; own.row += own.step) {
+      float4 x[1];
+      lunacu_fetch<false>(x, s, row, column, own);
+      lunacu_store<TURNED>(to, pitch, own, x);
+    }
+  }
+}
+
+/* --- products of tiles --- */
 /* one step of the sum: a and b are a thread's first four of it, the next are a_step and b_step on */
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu_shared<const float> a, int a_step,
@@ -2553,6 +2566,17 @@ __device__ __forceinline__ void lunacu_outer(float (&sum)[ROWS][COLUMNS], lunacu
     for (int j = 0; j < COLUMNS; j++) sum[i][j] += x[i] * y[j];
   }
 }
+/* LUNACU_DEPTH steps of the sum, from `k` on, of SIZE rows or columns from `first` on: to[step * pitch + place]. ALONG:
+   the sum goes along rows of the memory */
+template <bool ALONG, int SIZE>
+__device__ __forceinline__ void lunacu_stage_steps(lunacu_shared<float> to, int pitch, const lunacu_side &s, int first,
+                                                   int k) {
+  constexpr int fours = SIZE * LUNACU_DEPTH / 4, turns = (fours + LUNACU_TILE_THREADS - 1) / LUNACU_TILE_THREADS,
+      tall = ALONG ? SIZE : LUNACU_DEPTH, wide = ALONG ? LUNACU_DEPTH : SIZE;
+  const int row = ALONG ? first : k, column = ALONG ? k : first;
+  if (fours < LUNACU_TILE_THREADS && (int)threadIdx.x >= fours) return;
+  lunacu_stage<ALONG, turns>(to, pitch, s, row, column, lunacu_fours_of(wide / 4), s.has(row + tall, column + wide));
+}
 /* sum += A B over steps `from` to `end` of the sum, for the tile at (row, column) */
 template <class T, bool A_ALONG, bool B_ALONG>
 __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns], lunacu_shared<float> room,
@@ -2561,8 +2585,8 @@ __device__ __forceinline__ void lunacu_multiply(float (&sum)[T::rows][T::columns
   const lunacu_shared<float> a_room = room, b_room = room + LUNACU_DEPTH * T::a_pitch;
   for (int k = from; k < end; k += LUNACU_DEPTH) {
     __syncthreads();
-    lunacu_stage<A_ALONG, T::tall, T::a_pitch>(a_room, a, row, k);
-    lunacu_stage<B_ALONG, T::wide, T::b_pitch>(b_room, b, column, k);
+    lunacu_stage_steps<A_ALONG, T::tall>(a_room, T::a_pitch, a, row, k);
+    lunacu_stage_steps<B_ALONG, T::wide>(b_room, T::b_pitch, b, column, k);
     __syncthreads();
     LUNACU_UNROLL
     for (int i = 0; i < LUNACU_DEPTH; i++)
@@ -2632,12 +2656,12 @@ struct lunacu_runs {
 /* The scores become exp(s - the maximum so far), in p[key][query]. stats of each row: the maximum, the sum, the factor
    of earlier sums */
 template <class T>
-__device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int first, int key, int keys,
+__device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention &a, int keys, int ahead,
                                                          float (&s)[T::rows][T::columns], lunacu_shared<float> p,
                                                          lunacu_shared<float> stats) {
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
-    const int row = T::row(i), seen = a.causal ? min(keys, first + row + 1 - key) : keys;
+    const int row = T::row(i), seen = a.causal ? min(keys, row + 1 - ahead) : keys;
     const float before = stats[row];
     float top = before, total = 0;
     LUNACU_UNROLL
@@ -2645,13 +2669,13 @@ __device__ __forceinline__ void lunacu_attention_weights(const lunacu_attention 
       s[i][j] = T::column(j) < seen ? s[i][j] * a.scale : -INFINITY;
       top = fmaxf(top, s[i][j]);
     }
-    for (int m = T::across / 2; m > 0; m /= 2) top = fmaxf(top, __shfl_xor_sync(LUNACU_FULL, top, m));
+    top = lunacu_over_lanes<lunacu_maximum>(top, T::across);
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       s[i][j] = expf(T::column(j) < seen ? s[i][j] - top : -INFINITY);
       total += s[i][j];
     }
-    for (int m = T::across / 2; m > 0; m /= 2) total += __shfl_xor_sync(LUNACU_FULL, total, m);
+    total = lunacu_over_lanes<lunacu_sum>(total, T::across);
     __syncwarp();                    /* a row belongs to lanes of one warp */
     if (T::lane() == 0) {
       const float fade = top == before ? 1 : expf(before - top);
@@ -2698,27 +2722,16 @@ template <class T> struct lunacu_values {
 };
 /* sum += P V for the chunk from column `from` on. ahead: the first key's number less the first query's */
 template <class T>
-__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v, int keys,
+__device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<T> &own, const lunacu_side &v,
                                                             int ahead, int from, lunacu_shared<const float> p,
                                                             lunacu_shared<float> room,
-                                                                float (&sum)[T::rows][T::columns]) {
+                                                            float (&sum)[T::rows][T::columns]) {
   constexpr int turns = T::wide * LUNACU_DEPTH / 4 / LUNACU_TILE_THREADS;
-  const int keys_staged = LUNACU_DEPTH * own.groups, line_log = own.chunk_log - 2, key = threadIdx.x >> line_log,
-      c = (threadIdx.x & ((1 << line_log) - 1)) * 4;
-  const int key_step = LUNACU_TILE_THREADS >> line_log;
-  for (int k = 0; k < keys; k += keys_staged) {
+  const int keys_staged = LUNACU_DEPTH * own.groups, chunk = 1 << own.chunk_log;
+  const lunacu_fours fours = lunacu_fours_of(1u << (own.chunk_log - 2));
+  for (int k = 0; k < v.rows; k += keys_staged) {
     __syncthreads();
-    if (v.inside(k + keys_staged - 1, from + (1 << own.chunk_log))) {
-      float4 x[turns];
-      LUNACU_UNROLL
-      for (int t = 0; t < turns; t++) x[t] = *(const float4 *)(v.at + (k + key + t * key_step) * v.row + from + c);
-      LUNACU_UNROLL
-      for (int t = 0; t < turns; t++) lunacu_put4<false, 0>(room + ((key + t * key_step) << own.chunk_log), 0, c, x[t]);
-    } else {
-      LUNACU_ROLLED
-      for (int i = key; i < keys_staged; i += key_step)
-        lunacu_put4<false, 0>(room + (i << own.chunk_log), 0, c, lunacu_load4(v, k + i, from + c));
-    }
+    lunacu_stage<false, turns>(room, chunk, v, k, from, fours, v.has(k + keys_staged, from + chunk));
     __syncthreads();
     LUNACU_UNROLL
     for (int i = 0; i < LUNACU_DEPTH; i++) {
@@ -2728,7 +2741,7 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
     }
   }
   /* what was kept out, where it is seen */
-  for (int k = v.clean / own.groups * own.groups + own.group; k < keys; k += own.groups) {
+  for (int k = v.clean / own.groups * own.groups + own.group; k < v.rows; k += own.groups) {
     LUNACU_UNROLL
     for (int j = 0; j < T::columns; j++) {
       const float x = k >= v.clean && from + own.column(j) < v.width ? v.at[k * v.row + from + own.column(j)] : 0;
@@ -2738,10 +2751,54 @@ __device__ __forceinline__ void lunacu_attention_add_values(const lunacu_values<
     }
   }
 }
+/* A tile of O in memory */
+struct lunacu_result {
+  float *at;
+  int64_t row;
+  int rows, width;
+  bool vector;                       /* may be written by four */
+};
+/* O = O exp(the largest before - now) + sum for the chunk from column `from` on; `first`, `last`: tile of keys */
+template <class T>
+__device__ __forceinline__ void lunacu_attention_fold(const lunacu_result &out, const lunacu_values<T> &own, int from,
+                                                      const float (&sum)[T::rows][T::columns],
+                                                      lunacu_shared<const float> stats, bool first, bool last) {
+  LUNACU_UNROLL
+  for (int i = 0; i < T::rows; i++) {
+    const int row = T::row(i);
+    const float fade = stats[2 * T::tall + row], factor = last ? 1 / stats[T::tall + row] : 1;
+    if (row >= out.rows) continue;
+    LUNACU_UNROLL
+    for (int j = 0; j < T::columns; j += 4) {
+      float *to = out.at + row * out.row;
+      const int c = from + own.column(j);
+      const float4 x = first ? make_float4(0, 0, 0, 0) : lunacu_get4(to, c, out.width, out.vector);
+      lunacu_set4(to, c, out.width, out.vector, make_float4((x.x * fade + sum[i][j]) * factor,
+                  (x.y * fade + sum[i][j + 1]) * factor, (x.z * fade + sum[i][j + 2]) * factor,
+                  (x.w * fade + sum[i][j + 3]) * factor));
+    }
+  }
+}
+/* O = the sum of the groups' O, which lie one after another in p, over the sum of weights where `divided`; groups 0:
+   zeros */
+template <class T>
+__device__ __forceinline__ void lunacu_attention_join(const lunacu_result &out, const lunacu_values<T> &own,
+                                                      int groups, lunacu_shared<const float> p,
+                                                      lunacu_shared<const float> stats, bool divided) {
+  for (int row = threadIdx.x / LUNACU_WARP; row < out.rows; row += LUNACU_TILE_THREADS / LUNACU_WARP)
+    for (int c = threadIdx.x % LUNACU_WARP * 4; c < out.width; c += LUNACU_WARP * 4) {
+      const float factor = divided ? 1 / stats[T::tall + row] : 1;
+      float4 x = make_float4(0, 0, 0, 0);
+      LUNACU_ROLLED
+      for (int g = 0; g < groups; g++)
+        x = lunacu_add4(x, lunacu_scale4(lunacu_read4(p + ((g * T::tall + row) << own.chunk_log) + c), factor));
+      lunacu_set4(out.at + row * out.row, c, out.width, out.vector, x);
+    }
+}
 /* WHOLE: O stays in registers; otherwise the values go by chunks of columns, and O is in memory between tiles of
    keys */
-template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
-    3) lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
+template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+lunacu_attention_kernel(lunacu_attention a, lunacu_runs r) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch]; at the end O by groups */
   const lunacu_shared<float> room = p + T::wide * T::a_pitch, stats = room + T::room;
   const int64_t unit = blockIdx.x, pair = unit / ((int64_t)r.tiles * r.splits);
@@ -2751,9 +2808,10 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
   const lunacu_values<T> own(WHOLE ? r.chunk_log : T::wide_log);
   const int rows = min(T::tall, head.queries - first), begin = (int)(unit % r.splits) * r.keys;
   const int end = min(min(head.keys, begin + r.keys), a.causal ? first + rows : head.keys);
-  float *out = r.partial ? r.partial + unit * T::tall * a.value_dim : a.out + lunacu_out_at(a, head, first);
-  const int64_t out_row = r.partial ? a.value_dim : a.out_row;
-  const bool vector = r.partial ? a.value_dim % 4 == 0 : a.out_vector;
+  const lunacu_result out = {
+    r.partial ? r.partial + unit * T::tall * a.value_dim : a.out + lunacu_out_at(a, head, first),
+    r.partial ? a.value_dim : a.out_row, rows, a.value_dim, r.partial ? a.value_dim % 4 == 0 : a.out_vector
+  };
   float sum[T::rows][T::columns] = {}, left = 0;
   if (rows <= 0 || (r.partial && begin >= end)) return;
   for (int i = threadIdx.x; i < T::tall; i += LUNACU_TILE_THREADS) {
@@ -2768,7 +2826,7 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
       const lunacu_side k = {a.k + lunacu_k_at(a, head, key), a.k_row, keys, a.head_dim, INT32_MAX, a.k_vector};
       float s[T::rows][T::columns] = {};
       lunacu_multiply<T, true, true>(s, room, q, 0, k, 0, 0, a.head_dim);
-      lunacu_attention_weights<T>(a, first, key, keys, s, p, stats);
+      lunacu_attention_weights<T>(a, keys, key - first, s, p, stats);
     }
     __syncthreads();
     if (a.dropout.threshold) {       /* values are read after another barrier */
@@ -2785,51 +2843,22 @@ template <class T, bool WHOLE> __global__ void __launch_bounds__(LUNACU_TILE_THR
         LUNACU_UNROLL
         for (int j = 0; j < T::columns; j++) sum[i][j] = WHOLE ? sum[i][j] * fade : 0;
       }
-      lunacu_attention_add_values<T>(own, v, keys, key - first, from, p, room, sum);
-      if constexpr (!WHOLE) {
-        LUNACU_UNROLL
-        for (int i = 0; i < T::rows; i++) {
-          const int row = T::row(i);
-          const float fade = stats[2 * T::tall + row], factor = key + T::wide >= end &&
-              !r.partial ? 1 / stats[T::tall + row] : 1;
-          if (row >= rows) continue;
-          LUNACU_UNROLL
-          for (int j = 0; j < T::columns; j += 4) {
-            const int c = from + own.column(j);
-            const float4 x = key > begin ? lunacu_get4(out + row * out_row, c, a.value_dim, vector) :
-                make_float4(0, 0, 0, 0);
-            lunacu_set4(out + row * out_row, c, a.value_dim, vector, (x.x * fade + sum[i][j]) * factor,
-                        (x.y * fade + sum[i][j + 1]) * factor,
-                        (x.z * fade + sum[i][j + 2]) * factor, (x.w * fade + sum[i][j + 3]) * factor);
-          }
-        }
-      }
+      lunacu_attention_add_values<T>(own, v, key - first, from, p, room, sum);
+      if (!WHOLE)
+        lunacu_attention_fold<T>(out, own, from, sum, stats, key == begin, key + T::wide >= end && !r.partial);
     }
   }
   __syncthreads();
   room[threadIdx.x] = left;
-  if (WHOLE) {                       /* the groups' O one after another, then their sum */
+  LUNACU_UNROLL
+  for (int i = 0; i < T::rows && WHOLE; i++) {
     LUNACU_UNROLL
-    for (int i = 0; i < T::rows; i++) {
-      LUNACU_UNROLL
-      for (int j = 0; j < T::columns; j += 4)
-        lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j), sum[i][j],
-                      sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
-    }
+    for (int j = 0; j < T::columns; j += 4)
+      lunacu_write4(p + ((own.group * T::tall + T::row(i)) << own.chunk_log) + own.column(j), sum[i][j], sum[i][j + 1],
+                    sum[i][j + 2], sum[i][j + 3]);
   }
   __syncthreads();
-  if (WHOLE || begin >= end) {
-    for (int row = threadIdx.x / LUNACU_WARP; row < rows; row += LUNACU_TILE_THREADS / LUNACU_WARP)
-      for (int c = threadIdx.x % LUNACU_WARP * 4; c < a.value_dim; c += LUNACU_WARP * 4) {
-        const float factor = r.partial ? 1 : 1 / stats[T::tall + row];
-        float4 x = make_float4(0, 0, 0, 0);
-        for (int g = 0; begin < end && g < own.groups; g++) {
-          const float4 y = lunacu_read4(p + ((g * T::tall + row) << own.chunk_log) + c);
-          x.x += y.x * factor; x.y += y.y * factor; x.z += y.z * factor; x.w += y.w * factor;
-        }
-        lunacu_set4(out + row * out_row, c, a.value_dim, vector, x.x, x.y, x.z, x.w);
-      }
-  }
+  if (WHOLE || begin >= end) lunacu_attention_join<T>(out, own, begin < end ? own.groups : 0, p, stats, !r.partial);
   for (int i = threadIdx.x; i < rows; i += LUNACU_TILE_THREADS) {
     const float maximum = stats[i], total = stats[T::tall + i];
     const int64_t at = lunacu_line_at(a, head, first + i);
@@ -2883,7 +2912,7 @@ __global__ void lunacu_attention_delta_kernel(lunacu_attention a, int64_t lines,
   float sum = 0;
   if (line >= lines) return;         /* whole warps */
   for (int c = threadIdx.x % LUNACU_WARP; c < a.value_dim; c += LUNACU_WARP) sum += a.grad_out[at + c] * a.out[at + c];
-  sum = lunacu_warp_sum(sum);
+  sum = lunacu_over_lanes<lunacu_sum>(sum);
   if (threadIdx.x % LUNACU_WARP == 0)
     delta[line] = a.grad_sums && a.dropout.threshold ? sum + a.grad_sums[line] * a.sums[line] : sum;
 }
@@ -2895,8 +2924,8 @@ struct lunacu_wave {
   const float *delta;
 };
 /* P, dropped, and dS. Block: tile of keys, tile of queries, pair */
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
-    3) lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const int64_t wide = (w.keys + T::wide - 1) / T::wide, tall = (w.queries + T::tall - 1) / T::tall,
       pair = blockIdx.x / (wide * tall);
@@ -2915,10 +2944,11 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
     lunacu_multiply<T, true, true>(s, room, q, first, k, key, 0, a.head_dim);
     lunacu_multiply<T, true, true>(g, room, out, first, v, key, 0, a.value_dim);
   }
+  const lunacu_head again = lunacu_head_at(a, w.pair + pair); /* so that the products had its registers */
   LUNACU_UNROLL
   for (int i = 0; i < T::rows; i++) {
     const int row = first + T::row(i), seen = a.causal ? min(keys - key, T::row(i) + 1 - ahead) : keys - key;
-    const int64_t line = lunacu_line_at(a, head, w.query + row), at = (pair * w.queries + row) * w.row + key;
+    const int64_t line = lunacu_line_at(a, again, w.query + row), at = (pair * w.queries + row) * w.row + key;
     if (row >= queries) continue;
     const float lse = a.lse[line], delta = w.delta[line],
         add = a.grad_sums && a.dropout.threshold ? a.grad_sums[line] : 0;
@@ -2927,7 +2957,7 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
       float factor[4] = {1, 1, 1, 1}, p[4], ds[4];
       if (key + T::column(j) >= w.row) continue;
       if (a.dropout.threshold)
-        lunacu_drop4(a.dropout, lunacu_element_at(a, head, w.query + row) + w.key + key + T::column(j), factor);
+        lunacu_drop4(a.dropout, lunacu_element_at(a, again, w.query + row) + w.key + key + T::column(j), factor);
       LUNACU_UNROLL
       for (int c = 0; c < 4; c++) {
         const bool sees = T::column(j) + c < seen;
@@ -2961,8 +2991,8 @@ __device__ __forceinline__ int64_t lunacu_gradient_row(const lunacu_attention &a
   return g.which == LUNACU_GRAD_Q ? a.q_row : g.which == LUNACU_GRAD_K ? a.k_row : a.v_row;
 }
 /* Block: tile of the result, part of the sum, pair */
-template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS,
-    4) lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
+template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
   LUNACU_DYNAMIC_SHARED(float, room);
   const unsigned tiles = g.tiles_down * g.tiles_across, pair = blockIdx.x / (tiles * g.splits),
       split = blockIdx.x / tiles % g.splits;
@@ -3002,8 +3032,9 @@ template <class T, bool KEYS> __global__ void __launch_bounds__(LUNACU_TILE_THRE
     for (int j = 0; j < T::columns; j += 4) {
       const int c = column + T::column(j);
       const float4 x = g.partial ? make_float4(0, 0, 0, 0) : lunacu_get4(to + r * to_row, c, g.width, g.vector);
-      lunacu_set4(to + r * to_row, c, g.width, g.vector, x.x + sum[i][j] * factor, x.y + sum[i][j + 1] * factor,
-                  x.z + sum[i][j + 2] * factor, x.w + sum[i][j + 3] * factor);
+      lunacu_set4(to + r * to_row, c, g.width, g.vector,
+                  make_float4(x.x + sum[i][j] * factor, x.y + sum[i][j + 1] * factor, x.z + sum[i][j + 2] * factor,
+                              x.w + sum[i][j + 3] * factor));
     }
   }
 }
@@ -3052,8 +3083,6 @@ static lunacu_attention lunacu_attention_of(const luna_op *op) {
   a.out_vector = lunacu_wide(a.out_row | a.out_head | a.out_batch, a.out, a.grad_out);
   return a;
 }
-static int64_t lunacu_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t lunacu_max(int64_t a, int64_t b) { return a > b ? a : b; }
 /* how many parts a sum over `count` is to have, for about `blocks` blocks where there are `units`, each part at least
    `minimum` long and all in `workspace` floats */
 static int64_t lunacu_splits(int64_t units, int64_t blocks, int64_t count, int64_t minimum, int64_t size,
@@ -3270,10 +3299,6 @@ __device__ __forceinline__ lunacu_unpack_line lunacu_unpack_line_of(const lunacu
           (int)(threadIdx.x % lanes) * 4, slots, exists && u.lengths ? max(0, min(u.lengths[b], slots)) : slots,
               u.slots % 4 == 0};
 }
-__device__ __forceinline__ float lunacu_line_sum(float x, int lanes) {
-  for (int i = lanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
-  return x;
-}
 /* four scores and their biases, or four of anything; `beyond` where no slot is real */
 __device__ __forceinline__ void lunacu_unpack_get(const lunacu_unpack_line &l, const float *from, const float *bias,
                                                   int j, float beyond, float (&x)[4]) {
@@ -3289,8 +3314,7 @@ __device__ __forceinline__ float lunacu_unpack_top(const lunacu_unpack_line &l, 
     lunacu_unpack_get(l, s, l.bias, j, -INFINITY, x);
     top = fmaxf(top, fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
   }
-  for (int i = lanes / 2; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(LUNACU_FULL, top, i));
-  return top;
+  return lunacu_over_lanes<lunacu_maximum>(top, lanes);
 }
 /* P = softmax(S + bias), dropped; and where G is given dS = P (G, dropped - the sum of P times that), in its place */
 template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpack u, lunacu_unpack_wave w, int lanes) {
@@ -3314,12 +3338,12 @@ template <bool SLOPES> __global__ void lunacu_unpack_softmax_kernel(lunacu_unpac
         p[c] *= factor[c];
       }
       if (pass == 0) continue;
-      lunacu_set4(s, j, l.slots, l.vector, p[0], p[1], p[2], p[3]);
-      if (SLOPES) lunacu_set4(g, j, l.slots, l.vector, slope[0], slope[1], slope[2], slope[3]);
+      lunacu_set4(s, j, l.slots, l.vector, make_float4(p[0], p[1], p[2], p[3]));
+      if (SLOPES) lunacu_set4(g, j, l.slots, l.vector, make_float4(slope[0], slope[1], slope[2], slope[3]));
     }
     if (pass) break;
-    sum = 1 / lunacu_line_sum(sum, lanes);
-    mean = lunacu_line_sum(mean, lanes) * sum;
+    sum = 1 / lunacu_over_lanes<lunacu_sum>(sum, lanes);
+    mean = lunacu_over_lanes<lunacu_sum>(mean, lanes) * sum;
   }
 }
 
@@ -3330,8 +3354,36 @@ struct lunacu_unpack_ends {
   lunacu_dropout dropout;            /* of the result */
   bool vector;                       /* rows of all may be read by four */
 };
-template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lunacu_unpack_kernel(lunacu_unpack u,
-    lunacu_unpack_ends e) {
+/* P of head `head` of row `row` of the tile, from scores s [slot][a_pitch]; element: dropout's */
+template <class T>
+__device__ __forceinline__ void lunacu_unpack_weights(const lunacu_unpack &u, lunacu_shared<float> s, const float *bias,
+                                                      int64_t element, int real) {
+  const int slots = (int)u.slots;
+  float top = -INFINITY, sum = 0;
+  for (int j = 0; j < real; j++) top = fmaxf(top, s[j * T::a_pitch] += bias[j]);
+  for (int j = 0; j < real; j++) sum += s[j * T::a_pitch] = expf(s[j * T::a_pitch] - top);
+  for (int j = 0; j < slots; j += 4) {
+    float factor[4] = {1, 1, 1, 1};
+    if (u.dropout.threshold) lunacu_drop4(u.dropout, element + j, factor);
+    LUNACU_UNROLL
+    for (int c = 0; c < 4; c++)
+      if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
+  }
+}
+/* out = drop(y + out_bias) + residual for four columns, from c on, of the row that begins at `at` */
+__device__ __forceinline__ void lunacu_unpack_end(const lunacu_unpack_ends &e, int64_t at, int c, int d, float4 y) {
+  if (e.out_bias) y = lunacu_add4(y, lunacu_get4(e.out_bias, c, d, e.vector));
+  if (e.dropout.threshold) {
+    float factor[4];
+    lunacu_drop4(e.dropout, at + c, factor);
+    y = make_float4(lunacu_dropped(y.x, factor[0]), lunacu_dropped(y.y, factor[1]), lunacu_dropped(y.z, factor[2]),
+                    lunacu_dropped(y.w, factor[3]));
+  }
+  if (e.residual) y = lunacu_add4(y, lunacu_get4(e.residual + at, c, d, e.vector));
+  lunacu_set4(e.out + at, c, d, e.vector, y);
+}
+template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3)
+lunacu_unpack_kernel(lunacu_unpack u, lunacu_unpack_ends e) {
   LUNACU_DYNAMIC_SHARED(float, p);   /* [wide][a_pitch] */
   const lunacu_shared<float> room = p + T::wide * T::a_pitch;
   const int64_t tiles = (u.rows + T::tall - 1) / T::tall, b = blockIdx.x / tiles, first = blockIdx.x % tiles * T::tall,
@@ -3355,49 +3407,20 @@ template <class T> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 3) lun
   __syncthreads();
   for (int line = threadIdx.x; line < T::tall * u.heads; line += LUNACU_TILE_THREADS) { /* one head of one row */
     const int row = line % T::tall, head = line / T::tall;
-    const lunacu_shared<float> s = p + head * slots * T::a_pitch + row;
-    const float *bias = u.bias + b * n + head * slots;
-    const int64_t element = ((b * u.heads + head) * u.rows + first + row) * slots;
-    float top = -INFINITY, sum = 0;
-    for (int j = 0; j < real; j++) top = fmaxf(top, s[j * T::a_pitch] += bias[j]);
-    for (int j = 0; j < real; j++) sum += s[j * T::a_pitch] = expf(s[j * T::a_pitch] - top);
-    for (int j = 0; j < slots; j += 4) {
-      float factor[4] = {1, 1, 1, 1};
-      if (u.dropout.threshold) lunacu_drop4(u.dropout, element + j, factor);
-      LUNACU_UNROLL
-      for (int c = 0; c < 4; c++)
-        if (j + c < slots) s[(j + c) * T::a_pitch] = j + c < real ? s[(j + c) * T::a_pitch] / sum * factor[c] : 0.0f;
-    }
+    lunacu_unpack_weights<T>(u, p + head * slots * T::a_pitch + row, u.bias + b * n + head * slots,
+                             ((b * u.heads + head) * u.rows + first + row) * slots, real);
   }
   __syncthreads();
   for (int from = 0; from < d; from += T::wide) {
     float sum[T::rows][T::columns] = {};
-    lunacu_attention_add_values<T>(own, v, n, 0, from, p, room, sum);
+    lunacu_attention_add_values<T>(own, v, 0, from, p, room, sum);
     LUNACU_UNROLL
     for (int i = 0; i < T::rows; i++) {
-      const int64_t at = start + T::row(i) * d;
-      if (T::row(i) >= rows) continue;
       LUNACU_UNROLL
-      for (int j = 0; j < T::columns; j += 4) {
-        const int c = from + own.column(j);
-        float4 y = make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]);
-        if (c >= d) continue;
-        if (e.out_bias) {
-          const float4 z = lunacu_get4(e.out_bias, c, d, e.vector);
-          y.x += z.x; y.y += z.y; y.z += z.z; y.w += z.w;
-        }
-        if (e.dropout.threshold) {
-          float factor[4];
-          lunacu_drop4(e.dropout, at + c, factor);
-          y = make_float4(lunacu_dropped(y.x, factor[0]), lunacu_dropped(y.y, factor[1]),
-                          lunacu_dropped(y.z, factor[2]), lunacu_dropped(y.w, factor[3]));
-        }
-        if (e.residual) {
-          const float4 z = lunacu_get4(e.residual + at, c, d, e.vector);
-          y.x += z.x; y.y += z.y; y.z += z.z; y.w += z.w;
-        }
-        lunacu_set4(e.out + at, c, d, e.vector, y.x, y.y, y.z, y.w);
-      }
+      for (int j = 0; j < T::columns; j += 4)
+        if (T::row(i) < rows && from + own.column(j) < d)
+          lunacu_unpack_end(e, start + T::row(i) * d, from + own.column(j), d,
+                            make_float4(sum[i][j], sum[i][j + 1], sum[i][j + 2], sum[i][j + 3]));
     }
   }
 }
@@ -3437,14 +3460,12 @@ static void lunacu_unpack_query(luna_op *op) {
   op->workspace_size = (size_t)(uintptr_t)forward;
   op->backward_workspace_size = (size_t)(uintptr_t)backward;
 }
-/* C = A B (+ C) for the wave's batch rows: A [m, k], B [k, n] */
-static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_wave &w, const lunacu_product &one,
-                                         int64_t a_batch, int64_t b_batch, int64_t c_batch) {
-  lunacu_product p = one;
+/* C = A B (+ C) for the wave's batch rows, which lie side by side in all three */
+static luna_status lunacu_unpack_product(const luna_op *op, const lunacu_unpack_wave &w, lunacu_product p) {
   p.batch = w.items;
-  p.a_batch = a_batch;
-  p.b_batch = b_batch;
-  p.c_batch = c_batch;
+  p.a_batch = p.m * p.k;
+  p.b_batch = p.k * p.n;
+  p.c_batch = p.m * p.n;
   return lunacu_gemm(op->ctx, p);
 }
 /* k and v become what may be read */
@@ -3479,16 +3500,15 @@ static void lunacu_unpack_each_line(luna_op *op, const lunacu_unpack &u, const l
 static luna_status lunacu_unpack_scores(const luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w,
                                         const float *x, const float *k, float *s) {
   const int64_t n = u.heads * u.slots, d = u.dim;
-  return lunacu_unpack_product(op, w, lunacu_matrix(x, d, 1, k + w.item * n * d, 1, d, s, w.rows, n, d, false),
-                               w.rows * d, n * d, w.rows * n);
+  return lunacu_unpack_product(op, w, {{x, d, 1}, {k + w.item * n * d, 1, d}, s, w.rows, n, d, false});
 }
 static luna_status lunacu_unpack_forward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
   const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d;
   const luna_status status = lunacu_unpack_scores(op, u, w, op->in[0]->data + first, u.k, u.p);
   if (status != LUNA_OK) return status;
   lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<false>);
-  return lunacu_unpack_product(op, w, lunacu_matrix(u.p, n, 1, u.v + w.item * n * d, d, 1, op->out[0]->data + first,
-                                                    w.rows, d, n, false), w.rows * n, n * d, w.rows * d);
+  return lunacu_unpack_product(op, w, {{u.p, n, 1}, {u.v + w.item * n * d, d, 1}, op->out[0]->data + first, w.rows, d,
+                                       n, false});
 }
 template <class T> static void lunacu_unpack_launch(const luna_op *op, const lunacu_unpack &u,
                                                     const lunacu_unpack_ends &e) {
@@ -3518,13 +3538,6 @@ static luna_status lunacu_unpack_forward(luna_op *op) {
                                              lunacu_last_dropout(op)});
   return lunacu_row_done(op);
 }
-/* to[items, width] += the sums of x [items, rows, width] over its rows */
-static void lunacu_unpack_sums(const luna_op *op, const float *x, int64_t items, int64_t rows, int64_t width, float *to,
-                               float *parts) {
-  if (to)
-    lunacu_sums_run<1>(op, lunacu_sums_of(items, rows, width, true), lunacu_column{x, rows, width},
-                       lunacu_sums_to{{to}, {1}, width, 1, 1.0f, true}, parts);
-}
 /* x's gradient may be made in place of y's: it is written last */
 static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack &u, const lunacu_unpack_wave &w) {
   const int64_t n = u.heads * u.slots, d = u.dim, first = (w.item * u.rows + w.row) * d, early = first % 8,
@@ -3540,17 +3553,14 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   if (status == LUNA_OK) status = lunacu_unpack_scores(op, u, w, dy, u.v, u.g);
   if (status != LUNA_OK) return status;
   lunacu_unpack_each_line(op, u, w, lunacu_unpack_softmax_kernel<true>);
-  lunacu_unpack_sums(op, dy, 1, w.items * w.rows, d, lunacu_grad(op, 4), u.parts);
-  lunacu_unpack_sums(op, u.g, w.items, w.rows, n, dbias ? dbias + at : NULL, u.parts);
-  if (dv)
-    status = lunacu_unpack_product(op, w, lunacu_matrix(u.p, 1, n, dy, d, 1, dv + at * d, n, d, w.rows, true),
-                                   w.rows * n, w.rows * d, n * d);
+  lunacu_column_sums(op, {dy, 1, w.items * w.rows, d}, lunacu_grad(op, 4), u.parts);
+  lunacu_column_sums(op, {u.g, w.items, w.rows, n}, dbias ? dbias + at : NULL, u.parts);
+  if (dv) status = lunacu_unpack_product(op, w, {{u.p, 1, n}, {dy, d, 1}, dv + at * d, n, d, w.rows, true});
   if (dk && status == LUNA_OK)
-    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, 1, n, x, d, 1, dk + at * d, n, d, w.rows, true),
-                                   w.rows * n, w.rows * d, n * d);
+    status = lunacu_unpack_product(op, w, {{u.g, 1, n}, {x, d, 1}, dk + at * d, n, d, w.rows, true});
   if (dx && status == LUNA_OK)
-    status = lunacu_unpack_product(op, w, lunacu_matrix(u.g, n, 1, u.k + at * d, d, 1, dx + first, w.rows, d, n,
-                                                        !lunacu_sets(op, 0)), w.rows * n, n * d, w.rows * d);
+    status = lunacu_unpack_product(op, w, {{u.g, n, 1}, {u.k + at * d, d, 1}, dx + first, w.rows, d, n,
+                                           !lunacu_sets(op, 0)});
   return status;
 }
 static luna_status lunacu_unpack_backward(luna_op *op) {
@@ -3577,7 +3587,6 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
    NaN at one token reaches no earlier one. Masked slots are never read.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNACU_CHUNK 64
-#define LUNACU_CAUSAL_THREADS 128    /* 8 groups of 8 rows by 16 groups of columns */
 #define LUNACU_CAUSAL_DEEP 32        /* rows or columns of a factor that are in shared memory at a time */
 /* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
 #define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4)
@@ -3622,76 +3631,30 @@ __device__ __forceinline__ int lunacu_causal_slots(const lunacu_causal_span &s, 
   return s.lengths ? max(0, min(s.lengths[batch], slots)) : slots;
 }
 
-/* A tile of TALL x WIDE floats goes from a matrix, whose rows are `row` apart, through registers into shared memory, so
-   that all of a thread's loads are under way before the first is used. Beyond rows x columns it has zeros; `vector`
-   says that columns come by four. TURNED: shared memory gets the transpose. */
-#define LUNACU_CAUSAL_TURNS(TALL, WIDE) ((TALL) * (WIDE) / 4 / LUNACU_CAUSAL_THREADS)
-/* a thread's fours: from row() and column() on, the next `step` rows below */
-template <bool TURNED, int WIDE> struct lunacu_causal_tile {
-  /* turned, a warp has 16 rows by 8 columns, against bank conflicts */
-  static constexpr unsigned across = WIDE / 4, warps = across / 2;
-  static constexpr int step = TURNED ? LUNACU_CAUSAL_THREADS / 32 / warps * 16 : LUNACU_CAUSAL_THREADS / across;
-  static __device__ __forceinline__ int row() {
-    return (int)(TURNED ? threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16 : threadIdx.x / across);
-  }
-  static __device__ __forceinline__ int column() {
-    return (int)(TURNED ? 4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps) : 4 * (threadIdx.x % across));
-  }
-};
-template <bool TURNED, int WIDE, int TURNS>
-__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const float *from, int row, int rows,
-                                                    int columns, bool vector) {
-  typedef lunacu_causal_tile<TURNED, WIDE> tile;
-  from += tile::row() * row + tile::column();
-  rows -= tile::row();
-  columns -= tile::column();
-  LUNACU_UNROLL
-  for (int turn = 0; turn < TURNS; turn++, from += tile::step * row) {
-    const int real = turn * tile::step < rows ? columns : 0;
-    float4 four = {0, 0, 0, 0};
-    if (vector) {
-      if (real > 0) four = *(const float4 *)from;
-    } else {
-      if (real > 0) four.x = from[0];
-      if (real > 1) four.y = from[1];
-      if (real > 2) four.z = from[2];
-      if (real > 3) four.w = from[3];
-    }
-    v[turn][0] = four.x;
-    v[turn][1] = four.y;
-    v[turn][2] = four.z;
-    v[turn][3] = four.w;
-  }
+/* A thread's fours of a tile TALL x WIDE: how many; and, where shared memory gets the transpose, which: a warp then has
+   16 rows by 8 columns, against bank conflicts */
+#define LUNACU_CAUSAL_TURNS(TALL, WIDE) ((TALL) * (WIDE) / 4 / LUNACU_TILE_THREADS)
+template <int WIDE> __device__ __forceinline__ lunacu_fours lunacu_causal_turned() {
+  constexpr unsigned warps = WIDE / 8;
+  return {(int)(threadIdx.x / 2 % 16 + threadIdx.x / 32 / warps * 16),
+          (int)(4 * (threadIdx.x % 2) + 8 * (threadIdx.x / 32 % warps)), LUNACU_TILE_THREADS / 32 / (int)warps * 16};
 }
-template <bool TURNED, int WIDE, int PITCH,
-    int TURNS> __device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, const float (&v)[TURNS][4]) {
-  typedef lunacu_causal_tile<TURNED, WIDE> tile;
-  LUNACU_UNROLL
-  for (int turn = 0; turn < TURNS; turn++) {
-    const int i = tile::row() + turn * tile::step, j = tile::column();
-    LUNACU_UNROLL
-    for (int e = 0; e < 4; e++) to[TURNED ? (j + e) * PITCH + i : i * PITCH + j + e] = v[turn][e];
-  }
-}
-/* the same of a chunk's rows from `first` on and columns from `column` to `end`; over: 1/t of the chunk's rows */
+/* a chunk's rows from `first` on and columns from `column` to `end` */
 template <int WIDE, int TURNS>
-__device__ __forceinline__ void lunacu_causal_fetch(float (&v)[TURNS][4], const lunacu_causal_chunk &c,
-                                                    const lunacu_causal_rows &m, int first, int column,
-                                                    int end) {
-  const float *from = m.at + c.batch * m.batch + c.head * m.head + (c.first + first) * m.row + column;
-  lunacu_causal_fetch<false, WIDE>(v, from, (int)m.row, c.rows - first, end - column, m.vector && (end & 3) == 0);
+__device__ __forceinline__ void lunacu_causal_fetch(float4 (&x)[TURNS], const lunacu_causal_chunk &c,
+                                                    const lunacu_causal_rows &m, int first, int column, int end) {
+  const lunacu_side s = {m.at + c.batch * m.batch + c.head * m.head + (c.first + first) * m.row + column, m.row,
+                         c.rows - first, end - column, INT32_MAX, m.vector != 0};
+  lunacu_fetch<false>(x, s, 0, 0, lunacu_fours_of(WIDE / 4));
 }
-template <int WIDE, int PITCH, int TURNS>
-__device__ __forceinline__ void lunacu_causal_put(lunacu_shared<float> to, float (&v)[TURNS][4],
-                                                  const lunacu_causal_rows &m, lunacu_shared<const float> over) {
-  typedef lunacu_causal_tile<false, WIDE> tile;
+/* over: 1/t of the chunk's rows from `first` on */
+template <int WIDE, int TURNS>
+__device__ __forceinline__ void lunacu_causal_store(lunacu_shared<float> to, int pitch, float4 (&x)[TURNS],
+                                                    const lunacu_causal_rows &m, lunacu_shared<const float> over) {
+  const lunacu_fours own = lunacu_fours_of(WIDE / 4);
   LUNACU_UNROLL
-  for (int turn = 0; turn < TURNS; turn++) {
-    const float factor = m.divided ? over[tile::row() + turn * tile::step] : 1.0f;
-    LUNACU_UNROLL
-    for (int e = 0; e < 4; e++) v[turn][e] *= factor;
-  }
-  lunacu_causal_put<false, WIDE, PITCH>(to, v);
+  for (int t = 0; t < TURNS; t++) x[t] = lunacu_scale4(x[t], m.divided ? over[own.row + t * own.step] : 1.0f);
+  lunacu_store<false>(to, pitch, own, x);
 }
 __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
                                                    const lunacu_causal_chunk &c) {
@@ -3818,8 +3781,8 @@ struct lunacu_causal_pairs {
   lunacu_causal_rows y[2], z[2];
   int64_t dim, value_dim, pairs, masked; /* masked: z's columns are slots */
 };
-template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS,
-    4) lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
+template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
   constexpr int wide = 16 * N, pitch = wide + 4;
   LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
   LUNACU_SHARED(float, zs, 32 * pitch);
@@ -3834,12 +3797,12 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS,
   if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
   for (int i = 0; i < LUNACU_CHUNK; i += 32) {
-    float y[LUNACU_CAUSAL_TURNS(32, 64)][4], z[LUNACU_CAUSAL_TURNS(32, wide)][4];
+    float4 y[LUNACU_CAUSAL_TURNS(32, 64)], z[LUNACU_CAUSAL_TURNS(32, wide)];
     lunacu_causal_fetch<64>(y, c, p.y[pair], i, row, dim);
     lunacu_causal_fetch<wide>(z, c, p.z[pair], i, column, end);
     __syncthreads();
-    lunacu_causal_put<64, LUNACU_CAUSAL_PITCH>(ys, y, p.y[pair], over + i);
-    lunacu_causal_put<wide, pitch>(zs, z, p.z[pair], over + i);
+    lunacu_causal_store<64>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
+    lunacu_causal_store<wide>(zs, pitch, z, p.z[pair], over + i);
     __syncthreads();
     lunacu_causal_outer<N, pitch>(sum, ys, zs);
   }
@@ -3884,9 +3847,10 @@ __global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_
    columns */
 struct lunacu_causal_product {
   lunacu_causal_rows x, y, z, out;
-  int64_t state, turned;             /* place of S [depth, width] in a state; turned: of S^T */
-  int64_t depth, width, add, masked; /* add: to what is there; masked: 1, depth is slots, 2, width is */
   double factor;
+  int64_t add;                       /* to what is there */
+  int64_t depth = 0, width = 0, masked = 0; /* masked: 1, depth is slots, 2, width is */
+  int64_t state = 0, turned = 0;     /* place of S [depth, width] in a state; turned: of S^T */
 };
 /* sum += (scores o L) Z, from the chunk's row FIRST on; the scores take their place in shared memory with the first
    rows of Z */
@@ -3898,7 +3862,7 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], con
                                                          int width) {
   constexpr int wide = 16 * N, pitch = wide + 4;
   if constexpr (FIRST < LUNACU_CHUNK) {
-    float v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)][4];
+    float4 v[LUNACU_CAUSAL_TURNS(LUNACU_CAUSAL_DEEP, wide)];
     if (FIRST >= c.rows) return;
     lunacu_causal_fetch<wide>(v, c, z, FIRST, column, width);
     __syncthreads();
@@ -3908,14 +3872,14 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], con
       for (int k = 0; k <= i / 2; k++)
         scores[(lunacu_causal_row() + 8 * i) * LUNACU_CAUSAL_PITCH + (int)(threadIdx.x % 16) + 16 * k] = score[i][k];
     }
-    lunacu_causal_put<wide, pitch>(zs, v, z, over + FIRST);
+    lunacu_causal_store<wide>(zs, pitch, v, z, over + FIRST);
     __syncthreads();
     lunacu_causal_apply<N, pitch, FIRST, LUNACU_CAUSAL_DEEP>(sum, scores, zs);
     lunacu_causal_apply_from<N, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, column, width);
   }
 }
-template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS,
-    4) lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
+template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
+lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   constexpr int wide = 16 * N, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
   LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
   LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
@@ -3929,21 +3893,24 @@ template <int N> __global__ void __launch_bounds__(LUNACU_CAUSAL_THREADS,
   float sum[8][N] = {}, score[8][4] = {};
   lunacu_causal_over(over, s, c);
   for (int k = 0; k < depth; k += deep) {
-    float x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)][4],
-        z[LUNACU_CAUSAL_TURNS(deep, wide)][4];
+    float4 x[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)], y[LUNACU_CAUSAL_TURNS(LUNACU_CHUNK, deep)],
+        z[LUNACU_CAUSAL_TURNS(deep, wide)];
     lunacu_causal_fetch<deep>(x, c, p.x, 0, k, depth);
     lunacu_causal_fetch<deep>(y, c, p.y, 0, k, depth);
-    if (!c.begins && p.turned)
-      lunacu_causal_fetch<true, deep>(z, state + column * all_deep + k, all_deep, width - column, depth - k,
-                                      ((all_deep | depth) & 3) == 0);
-    if (!c.begins && !p.turned)
-      lunacu_causal_fetch<false, wide>(z, state + k * all_wide + column, all_wide, depth - k, width - column,
-                                       ((all_wide | width) & 3) == 0);
+    if (!c.begins && p.turned) {
+      const lunacu_side side = {state + column * all_deep + k, all_deep, width - column, depth - k, INT32_MAX,
+                                (all_deep & 3) == 0};
+      lunacu_fetch<false>(z, side, 0, 0, lunacu_causal_turned<deep>());
+    } else if (!c.begins) {
+      const lunacu_side side = {state + k * all_wide + column, all_wide, depth - k, width - column, INT32_MAX,
+                                (all_wide & 3) == 0};
+      lunacu_fetch<false>(z, side, 0, 0, lunacu_fours_of(wide / 4));
+    }
     __syncthreads();
-    lunacu_causal_put<deep, pitch>(xs, x, p.x, over);
-    lunacu_causal_put<deep, pitch>(ys, y, p.y, over);
-    if (!c.begins && p.turned) lunacu_causal_put<true, deep, z_pitch>(zs, z);
-    if (!c.begins && !p.turned) lunacu_causal_put<false, wide, z_pitch>(zs, z);
+    lunacu_causal_store<deep>(xs, pitch, x, p.x, over);
+    lunacu_causal_store<deep>(ys, pitch, y, p.y, over);
+    if (!c.begins && p.turned) lunacu_store<true>(zs, z_pitch, lunacu_causal_turned<deep>(), z);
+    else if (!c.begins) lunacu_store<false>(zs, z_pitch, lunacu_fours_of(wide / 4), z);
     __syncthreads();
     if (c.begins) lunacu_causal_multiply<N, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
     else lunacu_causal_multiply<N, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
@@ -3982,9 +3949,17 @@ __device__ __forceinline__ lunacu_causal_line lunacu_causal_line_of(const lunacu
 __device__ __forceinline__ float *lunacu_causal_line_in(const lunacu_causal_rows &m, const lunacu_causal_line &l) {
   return m.at + l.batch * m.batch + l.head * m.head + l.row * m.row;
 }
-__device__ __forceinline__ float lunacu_causal_line_sum(float x) {
-  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) x += __shfl_xor_sync(LUNACU_FULL, x, i);
-  return x;
+/* softmax of n numbers in place, by the lanes of a team */
+__device__ __forceinline__ void lunacu_causal_softmax(float *at, int n, int lane, int team,
+                                                      lunacu_shared<float> scratch) {
+  float maximum = -INFINITY, sum = 0;
+  for (int j = lane; j < n; j += team) maximum = fmaxf(maximum, at[j]);
+  maximum = lunacu_over_team<lunacu_maximum>(team, maximum, scratch);
+  if (maximum == -INFINITY) maximum = 0;
+  for (int j = lane; j < n; j += team) sum += expf(at[j] - maximum);
+  sum = lunacu_over_team<lunacu_sum>(team, sum, scratch);
+  sum = sum > 0 ? 1 / sum : sum;     /* zeros stay, a NaN spreads */
+  for (int j = lane; j < n; j += team) at[j] = expf(at[j] - maximum) * sum;
 }
 
 /* A = omega(s) */
@@ -3998,14 +3973,7 @@ __global__ void lunacu_causal_omega_kernel(lunacu_causal_span span, lunacu_causa
 /* U = softmax(U) */
 __global__ void lunacu_causal_softmax_kernel(lunacu_causal_span span, lunacu_causal_rows u, int slots) {
   const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
-  float *at = lunacu_causal_line_in(u, l), maximum = -INFINITY, sum = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) maximum = fmaxf(maximum, at[j]);
-  for (int i = LUNACU_SLOT_LANES / 2; i > 0; i /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(LUNACU_FULL, maximum, i));
-  if (maximum == -INFINITY) maximum = 0;
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) sum += expf(at[j] - maximum);
-  sum = lunacu_causal_line_sum(sum);
-  sum = sum > 0 ? 1 / sum : sum;     /* zeros stay, a NaN spreads */
-  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) at[j] = expf(at[j] - maximum) * sum;
+  lunacu_causal_softmax(lunacu_causal_line_in(u, l), l.slots, l.lane, LUNACU_SLOT_LANES, nullptr);
 }
 /* dW becomes H = scale / t W (dW - W dW) */
 __global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, lunacu_causal_rows w,
@@ -4014,7 +3982,7 @@ __global__ void lunacu_causal_softmax_backward_kernel(lunacu_causal_span span, l
   const float *from = lunacu_causal_line_in(w, l), factor = scale / (float)l.t;
   float *to = lunacu_causal_line_in(dw, l), mean = 0;
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) mean += from[j] * to[j];
-  mean = lunacu_causal_line_sum(mean);
+  mean = lunacu_over_lanes<lunacu_sum>(mean, LUNACU_SLOT_LANES);
   for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) to[j] = factor * from[j] * (to[j] - mean);
 }
 /* ds (+)= dA omega'(s) */
@@ -4057,20 +4025,18 @@ static lunacu_causal_rows lunacu_causal_windowed(const lunacu_causal_sweep &s, l
   return m;
 }
 
-/* Sequences [batch, rows] of `heads` heads, `size` floats a state of at least `narrow` each way, and `slots` floats a
-   row that the row keeps of a window. The window is as long as memory that stays in the cache allows, but not so short
+/* Sequences x [batch, rows, .] of `heads` heads, `size` floats a state of at least `narrow` each way, and `slots`
+   floats that a row keeps of a window. The window is as long as memory that stays in the cache allows, but not so short
    that the device idles. */
-static lunacu_causal_sweep lunacu_causal_sweep_of(int64_t batch, int64_t rows, int64_t heads, int64_t size,
-                                                  int64_t narrow, int64_t slots,
-                                                  const int32_t *lengths) {
+static lunacu_causal_sweep lunacu_causal_sweep_of(const luna_tensor *x, int64_t heads, int64_t size, int64_t narrow,
+                                                  int64_t slots, const int32_t *lengths) {
   lunacu_causal_sweep s = {};
-  const int64_t items = batch * heads, fits = LUNACU_CAUSAL_FLOATS / (size + LUNACU_CHUNK * slots),
+  const int64_t items = x->shape[0] * heads, fits = LUNACU_CAUSAL_FLOATS / (size + LUNACU_CHUNK * slots),
       busy = lunacu_divide_up(256, lunacu_divide_up(narrow, 64));
-  s.rows = rows;
-  s.chunks = lunacu_divide_up(rows, LUNACU_CHUNK);
-  s.window = items ? (fits > busy ? fits : busy) / items : 0;
-  if (s.window > LUNACU_CAUSAL_WINDOW) s.window = LUNACU_CAUSAL_WINDOW;
-  if (s.window < 1) s.window = 1;
+  s.rows = x->shape[1];
+  s.chunks = lunacu_divide_up(s.rows, LUNACU_CHUNK);
+  s.window = items ? lunacu_max(fits, busy) / items : 0;
+  s.window = lunacu_max(1, lunacu_min(s.window, LUNACU_CAUSAL_WINDOW));
   if (s.chunks > 0) s.window = lunacu_divide_up(s.chunks, lunacu_divide_up(s.chunks, s.window));
   s.span.items = items;
   s.span.heads = heads;
@@ -4087,9 +4053,8 @@ static void lunacu_causal_take(lunacu_causal_sweep *s, char **at) {
 static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse) {
   lunacu_causal_span *span = &s->span;
   if (first >= s->chunks || span->items == 0) return false;
-  span->chunks = s->chunks - first < s->window ? s->chunks - first : s->window;
-  span->rows = s->rows - first * LUNACU_CHUNK < span->chunks * LUNACU_CHUNK ? s->rows - first * LUNACU_CHUNK :
-      span->chunks * LUNACU_CHUNK;
+  span->chunks = lunacu_min(s->chunks - first, s->window);
+  span->rows = lunacu_min(s->rows - first * LUNACU_CHUNK, span->chunks * LUNACU_CHUNK);
   span->begins = first == 0;
   span->ends = first + span->chunks == s->chunks;
   span->t = reverse ? s->rows - first * LUNACU_CHUNK : first * LUNACU_CHUNK + 1;
@@ -4101,7 +4066,7 @@ static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse
 
 template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
   const int64_t tiles = p.pairs * lunacu_divide_up(p.dim, 64) * lunacu_divide_up(p.value_dim, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_CAUSAL_THREADS,
+  LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
                 0, s.stream, s.span, p);
 }
 /* the states before the window's chunks, of one pair of factors or of two */
@@ -4116,7 +4081,7 @@ static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_caus
 }
 template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, 16 * N);
-  LUNACU_LAUNCH((lunacu_causal_product_kernel<N>), (unsigned)blocks, LUNACU_CAUSAL_THREADS, 0, s.stream, s.span, p);
+  LUNACU_LAUNCH((lunacu_causal_product_kernel<N>), (unsigned)blocks, LUNACU_TILE_THREADS, 0, s.stream, s.span, p);
 }
 static void lunacu_causal_run(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   if (p.width <= 16) lunacu_causal_run_as<1>(s, p);
@@ -4128,13 +4093,12 @@ static unsigned lunacu_causal_lines(const lunacu_causal_sweep &s) {
   return (unsigned)(s.span.items * lunacu_divide_up(s.span.rows, LUNACU_BLOCK / LUNACU_SLOT_LANES));
 }
 
-/* --- causal product: in x, y, z; arg: heads. The state is y^T z, or its transpose where that is taller than wide
-   --- */
+/* --- causal product: in x, y, z; arg: heads. The state is y^T z, or its transpose where that is taller
+   than wide --- */
 static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char **at) {
   const luna_tensor *x = op->in[0];
   const int64_t heads = op->arg.causal.heads, dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
-  lunacu_causal_sweep s = lunacu_causal_sweep_of(x->shape[0], x->shape[1], heads, dim * value_dim,
-                                                 dim < value_dim ? dim : value_dim, 0, NULL);
+  lunacu_causal_sweep s = lunacu_causal_sweep_of(x, heads, dim * value_dim, lunacu_min(dim, value_dim), 0, NULL);
   lunacu_causal_take(&s, at);
   return s;
 }
@@ -4164,8 +4128,8 @@ static luna_status lunacu_causal_product_run(luna_op *op, bool backward) {
   };
   /* to (+)= F(a, b, c); transposed: b^T c is the states' transpose */
   const auto product = [&](rows a, rows b, rows c, rows to, bool transposed, bool add) {
-    lunacu_causal_run(s, {windowed(a), windowed(b), windowed(c), windowed(to), 0, turned != transposed,
-                          transposed ? value_dim : dim, transposed ? dim : value_dim, add, 0, 1});
+    lunacu_causal_run(s, {windowed(a), windowed(b), windowed(c), windowed(to), 1, add, transposed ? value_dim : dim,
+                          transposed ? dim : value_dim, 0, 0, turned != transposed});
   };
   for (int64_t first = 0; (!backward || dx.at) && lunacu_causal_go(&s, first, false); first += s.window) {
     states(y, z);
@@ -4197,8 +4161,8 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   c->heads = heads;
   c->dim = (int)(lunacu_last(q) / heads);
   c->slots = (int)(lunacu_last(op->in[3]) / heads);
-  c->sweep = lunacu_causal_sweep_of(batch, rows, heads, 2 * (int64_t)c->dim * c->slots,
-                                    c->dim < c->slots ? c->dim : c->slots, c->slots, op->lengths);
+  c->sweep = lunacu_causal_sweep_of(q, heads, 2 * (int64_t)c->dim * c->slots, lunacu_min(c->dim, c->slots), c->slots,
+                                    op->lengths);
   lunacu_causal_take(&c->sweep, &at);
   const int64_t window = c->sweep.window * LUNACU_CHUNK, floats = batch * heads * c->slots;
   c->a = lunacu_causal_own(lunacu_take(&at, floats * window), window, heads, c->slots);
@@ -4254,19 +4218,13 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
     const double share = 1 / (double)(position + t + 1);
     const bool first = position + t == 0;
-    float maximum = -INFINITY, sum = 0, *out = a.out + row * a.dim;
+    float *out = a.out + row * a.dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK)
       omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
     __syncthreads();
     lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums,
                        [&](int j, double u) { w[j] = (float)(u * a.scale); });
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) maximum = fmaxf(maximum, w[j]);
-    maximum = lunacu_block_max(maximum, scratch);
-    if (maximum == -INFINITY) maximum = 0;
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) sum += expf(w[j] - maximum);
-    sum = lunacu_block_sum(sum, scratch);
-    sum = sum > 0 ? 1 / sum : sum;   /* zeros stay, a NaN spreads */
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) w[j] = expf(w[j] - maximum) * sum;
+    lunacu_causal_softmax(w, slots, threadIdx.x, LUNACU_BLOCK, scratch);
     __syncthreads();
     lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums,
                        [&](int j, double y) { out[j] = (float)y; });
@@ -4301,14 +4259,14 @@ static void lunacu_causal_luna_omega(const luna_op *op, const lunacu_causal_luna
   LUNACU_LAUNCH(lunacu_causal_omega_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
                 lunacu_causal_heads(c, op->in[3], op->in[3]->data), c.a, c.slots, (int)op->activation);
 }
-/* to = factor F(x, y, z) with rows of slots for x, y and of a head for z, or the other way round; `part` of the
-   state */
-static void lunacu_causal_luna_run(const lunacu_causal_luna &c, const lunacu_causal_rows &x,
-                                   const lunacu_causal_rows &y, const lunacu_causal_rows &z, int part,
-                                   bool to_slots, const lunacu_causal_rows &to, float factor, bool add) {
-  const int depth = to_slots ? c.dim : c.slots, width = to_slots ? c.slots : c.dim;
-  lunacu_causal_run(c.sweep, {x, y, z, to, (int64_t)part * c.dim * c.slots, !to_slots, depth, width, add,
-                              to_slots ? 2 : 1, factor});
+/* p with rows of slots for x, y and of a head for z, or, `to_slots`, the other way round; `part` of the state */
+static void lunacu_causal_luna_run(const lunacu_causal_luna &c, lunacu_causal_product p, int part, bool to_slots) {
+  p.depth = to_slots ? c.dim : c.slots;
+  p.width = to_slots ? c.slots : c.dim;
+  p.masked = to_slots ? 2 : 1;
+  p.state = (int64_t)part * c.dim * c.slots;
+  p.turned = !to_slots;
+  lunacu_causal_run(c.sweep, p);
 }
 static luna_status lunacu_causal_luna_forward(luna_op *op) {
   lunacu_causal_luna c;
@@ -4317,16 +4275,15 @@ static luna_status lunacu_causal_luna_forward(luna_op *op) {
   c.sweep.stream = lunacu_stream(op);
   for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
     const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
-        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
-                             v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-                                 out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
-                             w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
+        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data), v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+        out = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->data)),
+        w = op->training ? lunacu_causal_windowed(c.sweep, c.w) : c.w;
     lunacu_causal_luna_omega(op, c);
     lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
-    lunacu_causal_luna_run(c, q, k, c.a, 0, true, lunacu_causal_divided(w), op->arg.causal.scale, false);
+    lunacu_causal_luna_run(c, {q, k, c.a, lunacu_causal_divided(w), op->arg.causal.scale, false}, 0, true);
     LUNACU_LAUNCH(lunacu_causal_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
                   c.sweep.span, w, c.slots);
-    lunacu_causal_luna_run(c, w, c.a, v, 1, false, lunacu_causal_divided(out), 1, false);
+    lunacu_causal_luna_run(c, {w, c.a, v, out, 1, false}, 1, false);
   }
   return lunacu_row_done(op);
 }
@@ -4339,32 +4296,27 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
     for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, down); first += c.sweep.window) {
       const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
           k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
-                               v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
-                               g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
-                               w = lunacu_causal_windowed(c.sweep, c.w), h = lunacu_causal_windowed(c.sweep, c.h);
+          v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+          g = lunacu_causal_divided(lunacu_causal_heads(c, op->out[0], op->out[0]->grad)),
+          w = lunacu_causal_windowed(c.sweep, c.w), h = lunacu_causal_windowed(c.sweep, c.h);
+      const auto grad = [&](int i, float *at) { return lunacu_causal_heads(c, op->in[i], at); };
       lunacu_causal_luna_omega(op, c);
       if (!down) {
         lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
-        lunacu_causal_luna_run(c, g, v, c.a, 1, true, h, 1, false);
+        lunacu_causal_luna_run(c, {g, v, c.a, h, 1, false}, 1, true);
         LUNACU_LAUNCH(lunacu_causal_softmax_backward_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0,
-                      c.sweep.stream, c.sweep.span, w, h, c.slots,
-                      op->arg.causal.scale);
-        if (dq)
-          lunacu_causal_luna_run(c, h, c.a, k, 0, false, lunacu_causal_heads(c, op->in[0], dq), 1, !lunacu_sets(op, 0));
+                      c.sweep.stream, c.sweep.span, w, h, c.slots, op->arg.causal.scale);
+        if (dq) lunacu_causal_luna_run(c, {h, c.a, k, grad(0, dq), 1, !lunacu_sets(op, 0)}, 0, false);
         continue;
       }
       lunacu_causal_states(c.sweep, {{q, g}, {h, w}, c.dim, c.slots, 2, true});
-      if (dk)
-        lunacu_causal_luna_run(c, c.a, h, q, 0, false, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_sets(op, 1));
-      if (dv)
-        lunacu_causal_luna_run(c, c.a, w, g, 1, false, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_sets(op, 2));
+      if (dk) lunacu_causal_luna_run(c, {c.a, h, q, grad(1, dk), 1, !lunacu_sets(op, 1)}, 0, false);
+      if (dv) lunacu_causal_luna_run(c, {c.a, w, g, grad(2, dv), 1, !lunacu_sets(op, 2)}, 1, false);
       if (!ds) continue;
-      lunacu_causal_luna_run(c, k, q, h, 0, true, c.a, 1, false); /* A is done with: dA */
-      lunacu_causal_luna_run(c, v, g, w, 1, true, c.a, 1, true);
+      lunacu_causal_luna_run(c, {k, q, h, c.a, 1, false}, 0, true); /* A is done with: dA */
+      lunacu_causal_luna_run(c, {v, g, w, c.a, 1, true}, 1, true);
       LUNACU_LAUNCH(lunacu_causal_slope_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
-                    c.sweep.span, c.a,
-                    lunacu_causal_heads(c, op->in[3], op->in[3]->data), lunacu_causal_heads(c, op->in[3], ds), c.slots,
-                        (int)op->activation,
+                    c.sweep.span, c.a, grad(3, op->in[3]->data), grad(3, ds), c.slots, (int)op->activation,
                     !lunacu_sets(op, 3));
     }
   return lunacu_row_done(op);
@@ -4396,7 +4348,7 @@ static luna_status lunacu_loss_check(luna_ctx *ctx, const luna_tensor *loss, lun
 template <int Q> __device__ __forceinline__ void lunacu_slots_put(const double (&sum)[Q], double *partials, bool add) {
   LUNACU_SHARED(double, scratch, LUNACU_WARP);
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
-    const double all = lunacu_block_sum(sum[q], scratch);
+    const double all = lunacu_over_block<lunacu_sum>(sum[q], scratch);
     double *partial = partials + q * LUNACU_PARTIALS + blockIdx.x;
     if (threadIdx.x == 0) *partial = (add ? *partial : 0) + all;
   }
@@ -4407,13 +4359,17 @@ template <int Q> __device__ __forceinline__ void lunacu_partials_sum(const doubl
   LUNACU_UNROLL for (int q = 0; q < Q; q++) {
     sum[q] = 0;
     for (int i = threadIdx.x; i < count; i += blockDim.x) sum[q] += partials[q * LUNACU_PARTIALS + i];
-    sum[q] = lunacu_block_sum(sum[q], scratch);
+    sum[q] = lunacu_over_block<lunacu_sum>(sum[q], scratch);
   }
 }
 
-/* --- the parts of an optimiser's step lie in a table on the device, and are walked by pieces of LUNA_UPDATE_PIECE
-   --- */
-static int64_t lunacu_pieces(const luna_update *parts, int64_t count) {
+/* --- the parts of an optimiser's step lie in a table on the device, and are walked by pieces
+   of LUNA_UPDATE_PIECE --- */
+struct lunacu_pieces {               /* from `first` to before `last` */
+  const luna_update *table;
+  int64_t count, first, last;
+};
+static int64_t lunacu_pieces_of(const luna_update *parts, int64_t count) {
   return count ? parts[count - 1].first + lunacu_divide_up(parts[count - 1].count, LUNA_UPDATE_PIECE) : 0;
 }
 static unsigned lunacu_piece_blocks(int64_t pieces) { return pieces < 1 ? 1 : pieces > 4096 ? 4096 : (unsigned)pieces; }
@@ -4467,15 +4423,15 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
                                int64_t count) {
   const cudaStream_t stream = lunacu_stream_of(ctx);
   double *partials = lunacu_self(ctx)->partials;
-  LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, table, count, lunacu_pieces(parts, count),
-                partials);
+  LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, table, count,
+                lunacu_pieces_of(parts, count), partials);
   LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, rule->clip, rule->state,
                 luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
 }
 
-/* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does nothing else
-   --- */
+/* --- updates: one pass, which reads the gradient and leaves zeros; in a step that is skipped it does
+   nothing else --- */
 /* 1 - beta^t by squaring, off by no more than t 2^-53 */
 __device__ __forceinline__ float lunacu_correction(float beta, uint64_t t) {
   double power = 1, square = (double)beta;
@@ -4518,13 +4474,11 @@ __device__ __forceinline__ void lunacu_move(const luna_rule &rule, const luna_up
   LUNACU_UNROLL for (int q = 0; q < moments && moving; q++) lunacu_put(u.moment[q] + i, m[q], false);
 }
 template <luna_optimizer_kind kind>
-__global__ void lunacu_update_kernel(luna_rule rule, const luna_update *table, int64_t count, int64_t first,
-                                     int64_t last,
-                                     const double *apollo) {
+__global__ void lunacu_update_kernel(luna_rule rule, lunacu_pieces p, const double *apollo) {
   LUNACU_SHARED(float, shared, 2);
-  for (int64_t piece = first + blockIdx.x; piece < last; piece += gridDim.x) {
-    const int64_t part = lunacu_part_of(table, count, piece);
-    const luna_update u = table[part];
+  for (int64_t piece = p.first + blockIdx.x; piece < p.last; piece += gridDim.x) {
+    const int64_t part = lunacu_part_of(p.table, p.count, piece);
+    const luna_update u = p.table[part];
     const int64_t start = (piece - u.first) * LUNA_UPDATE_PIECE, end = min(start + LUNA_UPDATE_PIECE, u.count);
     lunacu_moving s = {rule.state->lr * u.lr, rule.state->factor, {0, 0}};
     if (rule.state->nonfinite || u.frozen) {
@@ -4571,7 +4525,7 @@ __global__ void lunacu_apollo_kernel(luna_rule rule, const luna_update *table, d
     LUNACU_UNROLL for (int q = 0; q < 3; q++) total[q] += (double)sum[q];
   }
   LUNACU_UNROLL for (int q = 0; q < 3; q++) {
-    const double all = lunacu_block_sum(total[q], scratch);
+    const double all = lunacu_over_block<lunacu_sum>(total[q], scratch);
     if (threadIdx.x == 0) partials[((int64_t)blockIdx.x * LUNACU_SHARES + blockIdx.y) * 3 + q] = all;
   }
 }
@@ -4587,32 +4541,29 @@ __global__ void lunacu_apollo_end_kernel(luna_rule rule, int count, const double
   }
 }
 template <luna_optimizer_kind kind>
-static void lunacu_update_run(luna_ctx *ctx, const luna_rule &rule, const luna_update *table, int64_t count,
-                              int64_t first,
-                              int64_t last, const double *apollo) {
-  if (last > first)
-    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(last - first), LUNACU_BLOCK, 0,
-                  lunacu_stream_of(ctx),
-                  rule, table, count, first, last, apollo);
+static void lunacu_update_run(cudaStream_t stream, const luna_rule &rule, const lunacu_pieces &p,
+                              const double *apollo) {
+  if (p.last > p.first)
+    LUNACU_LAUNCH((lunacu_update_kernel<kind>), lunacu_piece_blocks(p.last - p.first), LUNACU_BLOCK, 0, stream, rule, p,
+                  apollo);
 }
 /* One launch for all parameters; Apollo: three for as many as there is room for the sums of */
 static luna_status lunacu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
-                                 const luna_update *table,
-                                 int64_t count) {
+                                 const luna_update *table, int64_t count) {
   constexpr int64_t room = LUNACU_PARTIALS_SIZE / (3 * LUNACU_SHARES + 2);
   const cudaStream_t stream = lunacu_stream_of(ctx);
-  const int64_t pieces = lunacu_pieces(parts, count);
+  const int64_t pieces = lunacu_pieces_of(parts, count);
   double *partials = lunacu_self(ctx)->partials, *apollo = partials + room * 3 * LUNACU_SHARES;
   if (rule->kind == LUNA_OPTIMIZER_SGD)
-    lunacu_update_run<LUNA_OPTIMIZER_SGD>(ctx, *rule, table, count, 0, pieces, NULL);
+    lunacu_update_run<LUNA_OPTIMIZER_SGD>(stream, *rule, {table, count, 0, pieces}, NULL);
   else if (rule->kind != LUNA_OPTIMIZER_APOLLO)
-    lunacu_update_run<LUNA_OPTIMIZER_ADAM>(ctx, *rule, table, count, 0, pieces, NULL);
+    lunacu_update_run<LUNA_OPTIMIZER_ADAM>(stream, *rule, {table, count, 0, pieces}, NULL);
   for (int64_t p = 0; p < count && rule->kind == LUNA_OPTIMIZER_APOLLO; p += room) {
-    const int64_t n = count - p < room ? count - p : room, last = p + n < count ? parts[p + n].first : pieces;
+    const int64_t n = lunacu_min(count - p, room), last = p + n < count ? parts[p + n].first : pieces;
     LUNACU_LAUNCH(lunacu_apollo_kernel, dim3((unsigned)n, LUNACU_SHARES), LUNACU_BLOCK, 0, stream, *rule, table + p,
                   partials);
     LUNACU_LAUNCH(lunacu_apollo_end_kernel, 1, LUNACU_BLOCK, 0, stream, *rule, (int)n, partials, apollo);
-    lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(ctx, *rule, table + p, n, parts[p].first, last, apollo);
+    lunacu_update_run<LUNA_OPTIMIZER_APOLLO>(stream, *rule, {table + p, n, parts[p].first, last}, apollo);
   }
   return lunacu_done(ctx, "an optimiser's update");
 }

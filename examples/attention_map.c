@@ -290,20 +290,17 @@ static int draw_on(luna_ctx *ctx, const luna_encoder *e, bool pools_memory) {
   if (!values) return fail("out of memory");
   const map maps[2] = {
     { "pack: where each memory slot looks, a row a slot, by head", values, pack_heads, count, 1, 1 / (double)count },
-    {
-      "unpack: which slots each token reads, by head", values + pack_heads * slots * count, heads, 1, slots,
-          1 / (double)slots
-    }
+    { "unpack: which slots each token reads, by head", values + pack_heads * slots * count, heads, 1, slots,
+      1 / (double)slots }
   };
   const bool trained = !pools_memory || own.layer < e->config.layers || e->config.tied_layers;
-  int status = luna_read(pack, maps[0].value) == LUNA_OK &&
-      luna_read(unpack, maps[1].value) == LUNA_OK ? 0 : failed(ctx);
+  const bool got = luna_read(pack, maps[0].value) == LUNA_OK && luna_read(unpack, maps[1].value) == LUNA_OK;
+  int status = got ? 0 : failed(ctx);
   if (!status) status = write_picture(maps, trained ? 2 : 1, slots, e->config.layers);
   if (!status)
     printf("%s: layer %lld of %lld, %lld slots, %lld tokens%s\n", set.out, (long long)own.layer,
-           (long long)e->config.layers, (long long)slots,
-                      (long long)count,
-                          trained ? "" : "; no unpack: this model predicts from P, and its last unpack is not trained");
+           (long long)e->config.layers, (long long)slots, (long long)count,
+           trained ? "" : "; no unpack: this model predicts from P, and its last unpack is not trained");
   return free(values), status;
 }
 

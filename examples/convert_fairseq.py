@@ -3,10 +3,11 @@
 
      python3 examples/convert_fairseq.py checkpoint_best.pt model.safetensors [--heads 8] [--pooling memory_batch] ...
 
-Takes what github.com/XuezheMax/fairseq-apollo saves: translation models (luna), masked language models (luna_bert) and the
-text classifiers of Long Range Arena (lra). Seconds. Needs torch and numpy, not fairseq; no code out of the checkpoint is run.
-Sizes are read off the tensors, the rest (heads, pooling, ...) off the arguments that the checkpoint carries; where it carries
-none, or others are wanted, say it with flags. What luna.h cannot compute is refused, what it does not need is named and left out."""
+Takes what github.com/XuezheMax/fairseq-apollo saves: translation models (luna), masked language models (luna_bert) and
+the text classifiers of Long Range Arena (lra). Seconds. Needs torch and numpy, not fairseq; no code out of the
+checkpoint is run. Sizes are read off the tensors, the rest (heads, pooling, ...) off the arguments that the checkpoint
+carries; where it carries none, or others are wanted, say it with flags. What luna.h cannot compute is refused, what it
+does not need is named and left out."""
 import argparse
 import json
 import pickle
@@ -30,7 +31,7 @@ def refuse(sentence):
     sys.exit(2)
 
 
-# ---- reading ------------------------------------------------------------------------------------------------------------
+# ---- reading ---------------------------------------------------------------------------------------------------------
 
 class Unknown(dict):
     """Stands for anything a checkpoint may hold that is neither a tensor nor an argument: made, filled, never asked."""
@@ -45,7 +46,8 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module, name):
         plain = {("collections", "OrderedDict"), ("argparse", "Namespace"), ("torch", "Size"), ("torch", "device"),
                  ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
-        if (module, name) in plain or (module.startswith("torch") and re.fullmatch(r"\w*Storage|(b?float|int|uint)\d+|bool", name)):
+        if (module, name) in plain or (module.startswith("torch")
+                                       and re.fullmatch(r"\w*Storage|(b?float|int|uint)\d+|bool", name)):
             return super().find_class(module, name)
         return Unknown
 
@@ -67,7 +69,7 @@ def read(path):
     return tensors, args
 
 
-# ---- names --------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 def rename(tensors):
     """The authors' classes wrap the encoder once or twice and name the norms of embeddings in two ways."""
@@ -85,14 +87,15 @@ def rename(tensors):
 
 def drop_copies(t):
     """Shared matrices are saved once under each of their names."""
-    for copy, first in (("decoder.output_projection.weight", "decoder.embed_tokens.weight"), ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight"),
+    for copy, first in (("decoder.output_projection.weight", "decoder.embed_tokens.weight"),
+                        ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight"),
                         ("lm_head.weight", "encoder.embed_tokens.weight")):
         shared = "decoder.output_projection.weight" not in t if copy == "decoder.embed_tokens.weight" else True
         if shared and copy in t and first in t and torch.equal(t[copy], t[first]):
             del t[copy]
 
 
-# ---- the configuration --------------------------------------------------------------------------------------------------
+# ---- the configuration -----------------------------------------------------------------------------------------------
 
 def configuration(t, args, flags):
     """-> what goes into __metadata__, numbers by name"""
@@ -108,7 +111,8 @@ def configuration(t, args, flags):
 
     def size(name, axis):
         if name not in t:
-            refuse("%s is not there: this is no Luna checkpoint of the authors' translation, masked language or LRA text models" % name)
+            refuse("%s is not there: this is no Luna checkpoint of the authors' translation, masked language or LRA "
+                   "text models" % name)
         return t[name].shape[axis]
 
     def layers(side):
@@ -127,39 +131,53 @@ def configuration(t, args, flags):
     c = {
         "vocab": size("encoder.embed_tokens.weight", 0), "dim": dim, "memory": size("encoder.projected_embeddings", 0),
         "layers": ask("layers", layers("encoder"), "encoder_layers") if tied else layers("encoder"),
-        "heads": heads, "pack_heads": ask("pack_heads", heads, *(["encoder_projected_attention_heads"] if seq2seq else [])),
-        "ffn": size("encoder.layers.0.fc1.weight", 0), "sharing": 0 if "encoder.layers.0.self_attn.pc_proj.weight" in t else 1,
+        "heads": heads,
+        "pack_heads": ask("pack_heads", heads, *(["encoder_projected_attention_heads"] if seq2seq else [])),
+        "ffn": size("encoder.layers.0.fc1.weight", 0),
+        "sharing": 0 if "encoder.layers.0.self_attn.pc_proj.weight" in t else 1,
         "activation": {"relu": 1, "gelu": 2}[activation], "omega": {"softplus2": 5, "elu1": 3}[flags.omega],
         "pre_norm": int("encoder.layer_norm.weight" in t), "positions": 3 if learned else 2 if positions else 1,
-        "max_length": size("encoder.embed_positions.weight", 0) - first if learned else ask("max_length", 512, "max_source_positions", "max_positions"),
+        "max_length": size("encoder.embed_positions.weight", 0) - first if learned
+                      else ask("max_length", 512, "max_source_positions", "max_positions"),
         "first_position": first, "embedding_scale": (1 if args.get("no_scale_embedding") else 2) if seq2seq else 0,
-        "norm_embedding": int("encoder.emb_layer_norm.weight" in t), "tied_layers": int(tied), "keep_padding": int(seq2seq),
+        "norm_embedding": int("encoder.emb_layer_norm.weight" in t), "tied_layers": int(tied),
+        "keep_padding": int(seq2seq),
     }
-    for name, theirs in (("dropout", "dropout"), ("attention_dropout", "attention_dropout"), ("activation_dropout", "act_dropout")):
+    for name, theirs in (("dropout", "dropout"), ("attention_dropout", "attention_dropout"),
+                         ("activation_dropout", "act_dropout")):
         c[name] = round(1e9 * float(args.get(name) or args.get(theirs) or 0))  # luna.h keeps billionths
     if args.get("fix_projection_length"):
-        print("note: trained with --fix-projection-length; luna.h uses no more memory slots than the longest sequence has tokens")
+        print("note: trained with --fix-projection-length; luna.h uses no more memory slots than the longest sequence "
+              "has tokens")
     if seq2seq:
-        for mine, theirs in (("encoder_attention_heads", "decoder_attention_heads"), ("encoder_projected_attention_heads", "decoder_projected_attention_heads"),
-                             ("encoder_normalize_before", "decoder_normalize_before"), ("encoder_learned_pos", "decoder_learned_pos")):
+        for mine, theirs in (("encoder_attention_heads", "decoder_attention_heads"),
+                             ("encoder_projected_attention_heads", "decoder_projected_attention_heads"),
+                             ("encoder_normalize_before", "decoder_normalize_before"),
+                             ("encoder_learned_pos", "decoder_learned_pos")):
             if args.get(theirs) is not None and args.get(mine) is not None and args[mine] != args[theirs]:
                 refuse("encoder and decoder differ in %s and %s; in luna.h they are alike" % (mine, theirs))
-        if "decoder.layernorm_embedding.weight" in t or "decoder.project_in_dim.weight" in t or "decoder.project_out_dim.weight" in t:
+        if any("decoder.%s.weight" % n in t for n in ("layernorm_embedding", "project_in_dim", "project_out_dim")):
             refuse("the decoder has a norm or a projection on its embedding; luna.h has neither")
         target = "decoder.embed_tokens.weight" if "decoder.embed_tokens.weight" in t else "encoder.embed_tokens.weight"
-        c.update(kind="seq2seq", target_vocab=size(target, 0), decoder_layers=layers("decoder"), share_embeddings=int(target[0] == "e"),
+        c.update(kind="seq2seq", target_vocab=size(target, 0), decoder_layers=layers("decoder"),
+                 share_embeddings=int(target[0] == "e"),
                  separate_output=int("decoder.output_projection.weight" in t),
-                 max_target_length=size("decoder.embed_positions.weight", 0) - first if learned else ask("max_length", 512, "max_target_positions"))
+                 max_target_length=size("decoder.embed_positions.weight", 0) - first if learned
+                                   else ask("max_length", 512, "max_target_positions"))
     elif masked:
         if "lm_head.weight" in t or activation != "gelu":
-            refuse("the masked language model of luna.h shares its output with the embedding and has gelu; this one does not")
+            refuse("the masked language model of luna.h shares its output with the embedding and has gelu; this one "
+                   "does not")
         c.update(kind="masked_lm")
     else:
         if any(name.startswith("classifier.") for name in t):
-            refuse("this is an LRA model of an early form, with several classifier layers; luna.h has the later one, pre_logits")
+            refuse("this is an LRA model of an early form, with several classifier layers; luna.h has the later one, "
+                   "pre_logits")
         features = size("pre_logits.0.weight" if "pre_logits.0.weight" in t else "sentence_projection_layer.weight", 1)
-        pooling = ask("pooling", "memory_batch" if args.get("use_p") else {"mp": "mean"}.get(args.get("sen_rep_type"), "cls"))
-        c.update(kind="classifier", classes=size("sentence_projection_layer.weight", 0), pooling=POOLING[pooling], pair=int(features == 4 * dim),
+        theirs = "mean" if args.get("sen_rep_type") == "mp" else "cls"
+        pooling = ask("pooling", "memory_batch" if args.get("use_p") else theirs)
+        c.update(kind="classifier", classes=size("sentence_projection_layer.weight", 0), pooling=POOLING[pooling],
+                 pair=int(features == 4 * dim),
                  pre_logits=size("pre_logits.0.weight", 0) if "pre_logits.0.weight" in t else 0)
     return c
 
@@ -221,7 +239,7 @@ def expected(c):
     return shapes
 
 
-# ---- writing ------------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 def write(path, tensors, metadata):
     """safetensors: the header's length, the header, the numbers"""
@@ -238,14 +256,16 @@ def write(path, tensors, metadata):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="convert_fairseq", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="convert_fairseq", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("out")
     for name in ("heads", "pack_heads", "layers", "max_length"):
         parser.add_argument("--" + name, type=int)
     parser.add_argument("--pooling", choices=POOLING, help="of a classifier; memory_batch is the authors' --use-p")
     parser.add_argument("--activation", choices=("relu", "gelu"))
-    parser.add_argument("--omega", choices=("softplus2", "elu1"), default="softplus2", help="of causal attention; elu1: the authors' code before September 2021")
+    parser.add_argument("--omega", choices=("softplus2", "elu1"), default="softplus2",
+                        help="of causal attention; elu1: the authors' code before September 2021")
     parser.add_argument("--padding", type=int, default=1, help="index of the padding token")
     flags = parser.parse_args()
 
@@ -263,11 +283,13 @@ def main():
         if name not in shapes:
             print("left out: %s %s, which luna.h does not have" % (name, list(tensors[name].shape)))
     try:
-        write(flags.out, {name: tensors[name] for name in shapes}, {"luna." + key: str(value) for key, value in c.items()})
+        write(flags.out, {name: tensors[name] for name in shapes},
+              {"luna." + key: str(value) for key, value in c.items()})
     except OSError as error:
         refuse("cannot write %s: %s" % (flags.out, error.strerror))
-    print("%s: %s, %d tensors, %d parameters; %s" % (flags.out, c["kind"], len(shapes), sum(tensors[name].numel() for name in shapes),
-                                                     ", ".join("%s %s" % (key, value) for key, value in c.items() if key != "kind")))
+    fields = ", ".join("%s %s" % (key, value) for key, value in c.items() if key != "kind")
+    print("%s: %s, %d tensors, %d parameters; %s"
+          % (flags.out, c["kind"], len(shapes), sum(tensors[name].numel() for name in shapes), fields))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, parallel, recompute;
+      device, validations, parallel, recompute;
   double lr, dropout;
 } set;
 static const char *program = "example";

@@ -57,8 +57,8 @@ static void check(const char *what, const float *mine, luna_tensor *theirs) {
 
 /* ---- the equations ----------------------------------------------------------------------------------------------- */
 
-/* (1) Attn: softmax(Q K^T / sqrt(d)) V. Every query row mixes the value rows, by how well their keys fit it. n m
-   products. */
+/* (1) Attn: softmax(Q K^T / sqrt(d)) V. Every query row mixes the value rows, by how well their keys fit it: n m
+   products for n queries and m keys */
 static void attention(int queries, int keys, const float *q, const float *k, const float *v, float *y) {
   for (int i = 0; i < queries; i++) {
     float score[n];
@@ -116,9 +116,8 @@ static void luna_layer(float *x, float *p, const luna_encoder_layer *layer) {
   feed_forward(x, layer);
 }
 
-/* (7) The causal function: F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j. Row t sees nothing later, and the sum is carried
-   along. */
-/* X, Y [n,a], Z, F [n,b] */
+/* (7) The causal function: F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j, X, Y [n,a], Z, F [n,b]. Row t sees nothing later, and
+   the sum is carried along. */
 static void causal_function(int a, int b, const float *x, const float *y, const float *z, float *f) {
   float sum[d][d] = { { 0 } };
   for (int t = 0; t < n; t++)
@@ -131,13 +130,13 @@ static void causal_function(int a, int b, const float *x, const float *y, const 
     }
 }
 
-/* Section 3.3, causal Luna attention: A_pack = softplus2(X P^T), A_unpack = softmax(f(X, X, A_pack)), Y = f(A_unpack,
-   A_pack, X) */
+/* Section 3.3, causal Luna attention: A_pack = softplus2(X P^T), A_unpack = softmax(f(X, X, A_pack)),
+   Y = f(A_unpack, A_pack, X) */
 static void causal_luna_attention(const float *x, const float *p, const luna_causal_attention_layer *a, float *out) {
   matrix pq, pc, q, k, v, y;
   float pack[n * l], unpack[n * l];
-  project(l, p, &a->pq, pq), project(n, x, &a->pc, pc), project(n, x, &a->q, q), project(n, x, &a->k, k),
-      project(n, x, &a->v, v);
+  project(l, p, &a->pq, pq), project(n, x, &a->pc, pc);
+  project(n, x, &a->q, q), project(n, x, &a->k, k), project(n, x, &a->v, v);
   for (int t = 0; t < n; t++)
     for (int s = 0; s < l; s++) {
       float score = 0;
@@ -170,8 +169,8 @@ static luna_status compare(luna_ctx *ctx) {
   for (int t = 0; t < n; t++)
     for (int c = 0; c < d; c++)
       x[t * d + c] = sinf(0.7f * (float)(d * t + c)), p[t * d + c] = cosf(1.3f * (float)(d * t + c));
-  luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }),
-      *P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d }), *Y_P;
+  luna_tensor *X = luna_tensor_new(ctx, x, 3, (int64_t[]){ 1, n, d }), *Y_P;
+  luna_tensor *P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d });
 
   attention(n, n, x, x, x, y);
   check("(1) attention: luna_softmax_attention", y, luna_softmax_attention(X, X, X, NULL));
@@ -231,8 +230,7 @@ static luna_status train(luna_ctx *ctx) {
       for (int64_t k = 0; k < luna_count(w); k++) value[k] -= 0.1f * gradient[k];
       luna_write(w, value);
     }
-    /* 4. gradients add up: the next step's start at 0 */
-    luna_params_zero_grad(params);
+    luna_params_zero_grad(params);                                     /* 4. gradients add up: start at 0 again */
     if (luna_ctx_status(ctx) != LUNA_OK) break;
   }
   /* luna_sgd, luna_adamw and luna_optimizer_step are 3 and 4 */

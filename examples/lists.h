@@ -51,8 +51,8 @@ TOOL int32_t list_make(list_sizes sizes, uint64_t random, int64_t tries, int32_t
 }
 
 /* Short lists first, for training: their maximum goes from 24 tokens to sizes.longest while `grown` goes from 0 to 1,
-   slowly at first. The answer depends most on the root and its own digits; among 1,000 other tokens they are found late,
-   if at all. */
+   slowly at first. The answer depends most on the root and its own digits; among 1,000 other tokens they are found
+   late, if at all. */
 TOOL list_sizes lists_grown(list_sizes sizes, double grown) {
   if (grown >= 1 || sizes.longest <= 24) return sizes;
   sizes.longest = (int64_t)(24 * pow((double)sizes.longest / 24, grown * grown));

@@ -20,9 +20,9 @@
 #define LN2 0.69314718055994530942
 #define SAMPLE 400                   /* bytes of the samples that training shows */
 #define PROMPT 60                    /* bytes of the text, at most, that they go on from */
-/* of a long text's last tenth, training measures about this many windows, evenly spread; */
+/* of a long text's last tenth, training measures about this many windows, evenly spread, and so many at its end */
 #define VALIDATION 128
-#define LAST_VALIDATION 1024         /* at its end, so many */
+#define LAST_VALIDATION 1024
 
 static struct settings set = {
   .out = "lm.safetensors",
@@ -212,15 +212,17 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
 
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  luna_lm_config config = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
-                           .memory = set.memory,
+  luna_lm_config config = {
+    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout,
-      .recompute = (luna_recompute_kind)set.recompute } };
+               .recompute = (luna_recompute_kind)set.recompute }
+  };
   if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps,
-                 .floor = 0.05f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100,
+                  .total = set.steps, .floor = 0.05f }
+  });
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size,
          (long long)held.size, (long long)luna_params_element_count(params));
   if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);

@@ -26,7 +26,7 @@
 #include "lra_settings.h"
 #include "lra_table.h"
 
-static struct settings set = { .memory = 16, .seed = 1 };
+static struct settings set = { .memory = 16, .seed = 1, .validations = 20 };
 static struct {
   const char *data, *valid, *svg;
   int64_t settings, quick, hidden, longest, positions, warmup, decay, difficulty, data_seed, count;
@@ -42,6 +42,7 @@ static const flag flags[] = {
   { "--quick", "t", SWITCH(own.quick), "the same as --settings quick" },
   { "--out", "t", STRING(set.out), "begin of the names of the files that a run writes; else TASK-ATTENTION-SEED" },
   { "--plot", "t", WRITES(set.plot), "file to draw the loss in, SVG" },
+  { "--validations", "t", WHOLE(set.validations, 1, 1e6), "of a run, at equal distances; the best model is kept" },
   FLAGS_RESUME,
   { "--steps", "t", WHOLE(set.steps, 1, 1e9), "optimiser steps" },
   { "--batch", "t", WHOLE(set.batch, 1, 65536), "samples a step" },
@@ -101,7 +102,8 @@ static path describe(void) {
   for (const flag *f = flags; f->name; f++) {
     const int64_t *w = f->whole;
     const bool system = w == &set.attention || w == &set.memory || w == &own.settings || w == &own.quick;
-    const bool elsewhere = w == &set.seed || (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
+    const bool elsewhere = w == &set.seed || w == &set.validations ||
+                           (w == &own.difficulty && data.task != &tasks[PATHFINDER]) ||
                            (f->real == &own.growing && data.task != &tasks[LISTOPS]);
     char value[40];
     if (!shapes_training(f) || system || elsewhere || size + 80 > sizeof out.text) continue;
@@ -320,7 +322,8 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * share);
   if (share > run.best) {
     run.best = share, run.best_step = bar.step;
-    if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, run_file("safetensors").text) != LUNA_OK)) return failed(ctx);
+    if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, run_file("safetensors").text) != LUNA_OK))
+      return failed(ctx);
   }
   return write_curve(share, loss) || write_report(params, run.best, held);
 }
@@ -354,7 +357,8 @@ static bool load_best(luna_params *params, const char *path) {
     float *values = (float *)grow(NULL, count, sizeof(float));
     if (ranks.rank == 0) good = luna_read(t, values) == LUNA_OK;
     else memset(values, 0, (size_t)count * sizeof(float));
-    good = good && ranks.all_reduce(ranks.user, values, count, LUNA_REDUCTION_SUM_F32) && luna_write(t, values) == LUNA_OK;
+    good = good && ranks.all_reduce(ranks.user, values, count, LUNA_REDUCTION_SUM_F32) &&
+           luna_write(t, values) == LUNA_OK;
     free(values);
   }
   return good;
@@ -389,7 +393,8 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   if (begin) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
   fflush(stdout);
   FILE *old = run.best_step && ranks.rank == 0 ? fopen(best.text, "rb") : NULL;
-  if (run.best_step && ranks.rank == 0 && !old) return fail("%s, the best model so far, is not there; --out is the run's name", best.text);
+  if (run.best_step && ranks.rank == 0 && !old)
+    return fail("%s, the best model so far, is not there; --out is the run's name", best.text);
   if (old) fclose(old);
   if (begin_curve(begin)) return 2;
   progress_start(&bar, begin);

@@ -1,4 +1,5 @@
-"""luna_torch: the models of luna.h as PyTorch modules with the same parameter names: trained there and run here, or the converse.
+"""luna_torch: the models of luna.h as PyTorch modules with the same parameter names: trained there and run here, or the
+converse.
 
      import luna_torch
      model = luna_torch.load("model.safetensors")                  what luna_save wrote
@@ -6,14 +7,16 @@
      model = luna_torch.LM(vocab=256, layers=2, dim=128, heads=4)  or Classifier, MaskedLM, Seq2Seq, to train here
      luna_torch.save(model, "model.safetensors")                   what luna_load_model opens
 
-A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. Of tokens, with Luna attention
-alone; equations are those of arXiv 2106.01540v2. Needs torch alone. Not made for speed: (7) stores n d l numbers."""
+A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. Of tokens, with
+Luna attention alone; equations are those of arXiv 2106.01540v2. Needs torch alone. Not made for speed: (7) stores n d l
+numbers."""
 import json, math, struct
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x: F.softplus(x, math.log(2)), torch.sigmoid, F.silu, torch.tanh]
+ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x: F.softplus(x, math.log(2)),
+              torch.sigmoid, F.silu, torch.tanh]
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 TIED, FULL, NO_KEY, QK = range(4)                                  # luna_sharing
 NO_POSITIONS, SINUSOIDAL, LEARNED = 1, 2, 3                        # luna_positions
@@ -29,13 +32,16 @@ class Config(dict):
 
 def table(c, rows): return nn.Parameter(torch.randn(rows, c.dim) / math.sqrt(c.dim))
 def norm(c): return nn.RMSNorm(c.dim, 1e-5) if c.norm else nn.LayerNorm(c.dim)
-def masked(x, real): return x if real is None else x * real[..., None]              # real [batch,n]: not padding; None: all
-def real_of(x, lengths): return None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+# real [batch,n]: not padding; None: all
+def masked(x, real): return x if real is None else x * real[..., None]
+def real_of(x, lengths):
+    return None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths[:, None]
 def split(x, heads): return x.unflatten(-1, (heads, -1)).transpose(1, 2)            # [batch,n,h d_h] -> [batch,h,n,d_h]
 
 def attention(q, k, v, heads, real, dropout):                      # (1); of no real key: zeros
     seen = None if real is None else real[:, None, None]
-    y = F.scaled_dot_product_attention(split(q, heads), split(k, heads), split(v, heads), seen, dropout).transpose(1, 2).flatten(2)
+    y = F.scaled_dot_product_attention(split(q, heads), split(k, heads), split(v, heads), seen, dropout)
+    y = y.transpose(1, 2).flatten(2)
     return y if real is None else y.masked_fill(~real.any(1)[:, None, None], 0)
 
 def causal_product(x, y, z):                                       # (7) F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j
@@ -61,7 +67,8 @@ class NestedAttention(Part):                                       # (3), (4), (
         names = {"q_proj", self.key, self.value} - {None}
         super().__init__(c, ["out_proj", *names, *("p" + name for name in names)])
     def attend(self, prefix, x, context, heads, real):
-        q, k, v = (self._modules[prefix + name](y) if name else y for name, y in (("q_proj", x), (self.key, context), (self.value, context)))
+        q, k, v = (self._modules[prefix + name](y) if name else y
+                   for name, y in (("q_proj", x), (self.key, context), (self.value, context)))
         return attention(q, k, v, heads, real, self.c.attention_dropout * 1e-9 if self.training else 0.0)
     def forward(self, x, p, context, real):
         y_p = self.attend("p", p, context, self.c.pack_heads or self.c.heads, real)
@@ -116,7 +123,8 @@ class DecoderLayer(Layer):
     def forward(self, x, p, context, real):
         y = self.self_attn(self.normed(x, self.self_attn_layer_norm), p, None if real is None else real[:, :p.shape[1]])
         x = self.residual(x, y, self.self_attn_layer_norm)
-        x, p = self.nested(self.encoder_attn, x, p, context, real, self.encoder_attn_layer_norm, self.encoder_atten_proj_layer_norm)
+        x, p = self.nested(self.encoder_attn, x, p, context, real, self.encoder_attn_layer_norm,
+                           self.encoder_atten_proj_layer_norm)
         return self.feed_forward(x), p
 
 class CausalLayer(Layer):
@@ -129,7 +137,8 @@ class CausalLayer(Layer):
     def forward(self, x):
         y = self.normed(x, self.self_attn_layer_norm)
         if self.c.convolution: y = self.conv(F.pad(y.mT, (self.c.convolution - 1, 0))).mT
-        return self.feed_forward(self.residual(x, self.self_attn(y, self.projected_embeddings[None]), self.self_attn_layer_norm))
+        return self.feed_forward(self.residual(x, self.self_attn(y, self.projected_embeddings[None]),
+                                               self.self_attn_layer_norm))
 
 class Embedded(Part):                                              # tokens and positions to vectors
     def __init__(self, c, vocab, max_length, norms):
@@ -137,12 +146,14 @@ class Embedded(Part):                                              # tokens and 
         if vocab: self.embed_tokens = nn.Embedding(vocab, c.dim, _weight=table(c, vocab))
         rows = c.first_position + max_length
         if c.positions == LEARNED: self.embed_positions = nn.Embedding(rows, c.dim, _weight=table(c, rows))
-        self.scale = 1 if c.embedding_scale == 1 or (not c.embedding_scale and c.positions == LEARNED) else math.sqrt(c.dim)
+        plain = c.embedding_scale == 1 or (not c.embedding_scale and c.positions == LEARNED)
+        self.scale = 1 if plain else math.sqrt(c.dim)
     def positioned(self, x, first, learned=True):
         rows, half = torch.arange(first, first + x.shape[-2], device=x.device), self.c.dim // 2
         if self.c.positions == LEARNED and learned: return x + self.embed_positions(rows)
         if self.c.positions != SINUSOIDAL: return x
-        angles = torch.exp(torch.arange(half) * -(math.log(10000) / max(half - 1, 1))).double().to(x.device) * rows[:, None]
+        turns = torch.exp(torch.arange(half) * -(math.log(10000) / max(half - 1, 1))).double().to(x.device)
+        angles = turns * rows[:, None]
         return x + F.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, self.c.dim % 2)).to(x)
     def embed(self, tokens, real, keep_padding, weight, norm=nn.Identity()):
         x = self.positioned(F.embedding(tokens, weight) * self.scale, self.c.first_position)
@@ -151,8 +162,10 @@ class Embedded(Part):                                              # tokens and 
 
 class Encoder(Embedded):
     def __init__(self, c):
-        norms = (["emb_layer_norm", "proj_emb_layer_norm"] if c.norm_embedding else []) + (["layer_norm", "proj_layer_norm"] if c.pre_norm else [])
-        super().__init__(c, c.vocab, c.max_length, [name for name in norms if name != "proj_emb_layer_norm" or not c.own_memory])
+        norms = ["emb_layer_norm", "proj_emb_layer_norm"] if c.norm_embedding else []
+        norms += ["layer_norm", "proj_layer_norm"] if c.pre_norm else []
+        super().__init__(c, c.vocab, c.max_length,
+                         [name for name in norms if name != "proj_emb_layer_norm" or not c.own_memory])
         if not c.own_memory: self.projected_embeddings = table(c, c.memory)
         self.layers = nn.ModuleList(EncoderLayer(c) for _ in range(1 if c.tied_layers else c.layers))
     def forward(self, tokens, lengths=None, p=None):               # -> X [batch,n,d], P [batch,l,d]
@@ -192,7 +205,8 @@ class Classifier(Part):
         rows = x if self.c.pooling == MEAN else p
         if lengths is None or self.c.pooling == MEMORY_BATCH: return rows.mean(1)
         return masked(rows, real_of(rows, lengths)).sum(1) / lengths.clamp(1, rows.shape[1])[:, None]
-    def forward(self, tokens, lengths=None, tokens2=None, lengths2=None): # -> logits [batch,classes], or [batch,n,classes]
+    def forward(self, tokens, lengths=None, tokens2=None, lengths2=None):
+        """-> logits [batch,classes], or [batch,n,classes]"""
         a = self.encoder(tokens, lengths)[0] if self.c.per_step else self.pool(tokens, lengths)
         if self.c.pair: a = torch.cat([a, b := self.pool(tokens2, lengths2), a * b, a - b], 1)
         if self.c.pre_logits: a = F.gelu(self.pre_logits._modules["0"](a))
@@ -222,7 +236,8 @@ class Seq2Seq(Part):
         context, p = self.encoder(source, source_lengths)
         x = d.embed(target, real_of(target, target_lengths), True, weight)
         for layer in d.layers: x, p = layer(x, p, context, real_of(source, source_lengths))
-        return F.linear(d.layer_norm(x) if self.c.pre_norm else x, d.output_projection.weight if self.c.separate_output else weight)
+        return F.linear(d.layer_norm(x) if self.c.pre_norm else x,
+                        d.output_projection.weight if self.c.separate_output else weight)
 
 def load(path):
     with open(path, "rb") as file: data = bytearray(file.read())
@@ -230,10 +245,17 @@ def load(path):
     header = json.loads(data[8:start])
     meta, kinds = header.pop("__metadata__", {}), {kind.kind: kind for kind in (LM, Classifier, MaskedLM, Seq2Seq)}
     if meta.get("luna.kind") not in kinds: raise ValueError(path + " holds no model of luna.h")
-    model = kinds[meta["luna.kind"]](**{key[5:]: int(value) for key, value in meta.items() if key.startswith("luna.") and value.isdigit() and len(value) < 10})
+    config = {key[5:]: int(value) for key, value in meta.items()
+              if key.startswith("luna.") and value.isdigit() and len(value) < 10}
+    model = kinds[meta["luna.kind"]](**config)
     model.pairs = {key: value for key, value in meta.items() if not key.startswith("luna.")}
-    model.load_state_dict({name: torch.frombuffer(data, dtype=DTYPES[t["dtype"]], offset=start + t["data_offsets"][0], count=math.prod(t["shape"]))
-        .reshape(model.state_dict()[name].shape) for name, t in header.items() if not name.startswith("luna.")}) # luna.: an optimiser's
+    shapes = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    def tensor(name, t):
+        values = torch.frombuffer(data, dtype=DTYPES[t["dtype"]], offset=start + t["data_offsets"][0],
+                                  count=math.prod(t["shape"]))
+        return values.reshape(shapes[name])
+    model.load_state_dict({name: tensor(name, t) for name, t in header.items()
+                           if not name.startswith("luna.")})       # luna.: an optimiser's
     return model.eval()
 
 def save(model, path):
@@ -243,7 +265,8 @@ def save(model, path):
         size = len(data)
         data += bytes(4 * t.numel())
         torch.frombuffer(data, dtype=torch.float32, offset=size)[:] = t.flatten()
-        header[name] = {"dtype": "F32", "shape": list(t.squeeze(1).shape if name.endswith("conv.weight") else t.shape), "data_offsets": [size, len(data)]}
+        header[name] = {"dtype": "F32", "shape": list(t.squeeze(1).shape if name.endswith("conv.weight") else t.shape),
+                        "data_offsets": [size, len(data)]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file: file.write(struct.pack("<Q", len(text)) + text + data)

@@ -86,22 +86,26 @@ static int64_t classes(void) {                             /* labels are 0 .. cl
 static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
   static progress bar;
   luna_classifier model;
-  luna_classifier_config config = { .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
-                                   .encoder = {
-    .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-    .positions = (luna_positions)set.positions, .max_length = s->longest,
-    .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
-      .attention = (luna_attention_kind)set.attention, .linformer = { .k = s->longest < 64 ? s->longest : 64 } } } };
+  luna_classifier_config config = {
+    .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
+    .encoder = {
+      .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+      .positions = (luna_positions)set.positions, .max_length = s->longest,
+      .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+                 .attention = (luna_attention_kind)set.attention,
+                 .linformer = { .k = s->longest < 64 ? s->longest : 64 } }
+    }
+  };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
   if (luna_params_set(params, "mnist.tokens", "pixels") != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100, .total = set.steps,
-                 .floor = 0.05f } });
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100,
+                  .total = set.steps, .floor = 0.05f }
+  });
   if (!adam) return failed(ctx);
   printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
-         (long long)s->held,
-         (long long)luna_params_element_count(params));
+         (long long)s->held, (long long)luna_params_element_count(params));
   fflush(stdout);
 
   bar.last = (double)s->held / QUICK;
@@ -192,8 +196,8 @@ static int show(luna_ctx *ctx, const char **words) {
 #define MODEL_FILE "model: a file that train wrote"
 static const command commands[] = {
   { "train", { IMAGES_FILE, LABELS_FILE }, "learns what images show, and writes a model", train },
-  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE }, "the share of images that a model reads as they are labelled",
-   eval },
+  { "eval", { MODEL_FILE, IMAGES_FILE, LABELS_FILE },
+    "the share of images that a model reads as they are labelled", eval },
   { "show", { MODEL_FILE, IMAGES_FILE }, "draws images, and says what the model reads in them", show },
   { 0 }
 };

@@ -63,7 +63,10 @@ TOOL void progress_start(progress *p, int64_t first) {
 }
 
 /* Validations come at the start, after each tenth of the steps, and at the end. */
-TOOL int64_t validation_period(void) { return set.steps < 10 ? 1 : set.steps / 10; }
+TOOL int64_t validation_period(void) {
+  const int64_t count = set.validations ? set.validations : 10;
+  return set.steps < count ? 1 : set.steps / count;
+}
 TOOL bool progress_due(const progress *p) { return p->step == p->first || p->step % validation_period() == 0; }
 TOOL void progress_validated(progress *p, double since, double loss) { /* it began at `since` */
   p->validating += seconds() - since;

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""luna_cuda.cuh beside PyTorch on this machine's GPU: a training step of bench_peers.py's 4-layer byte classifier, eagerly and under torch.compile;
-medians of interleaved runs, ratios and peak GPU memory, as a Markdown table.
+"""luna_cuda.cuh beside PyTorch on this machine's GPU: a training step of bench_peers.py's 4-layer byte classifier,
+eagerly and under torch.compile; medians of interleaved runs, ratios and peak GPU memory, as a Markdown table.
 
     python3 tests/bench_cuda_peers.py [--batch 32] [--runs 15] [--python /path/to/a/python/with/torch]
 
-Each side has a process of its own, and they run in turn, A B A B; both compute in float32 (PyTorch's default precision of products is the highest).
-The first call builds a shared library with nvcc in build/peers. Without a GPU, nvcc or PyTorch with CUDA it says so and ends with status 0."""
+Each side has a process of its own, and they run in turn, A B A B; both compute in float32 (PyTorch's default precision
+of products is the highest). The first call builds a shared library with nvcc in build/peers. Without a GPU, nvcc or
+PyTorch with CUDA it says so and ends with status 0."""
 import argparse, ctypes, os, shutil, statistics, subprocess, sys, time
 
 sys.dont_write_bytecode = True        # no __pycache__ beside the tests
@@ -56,7 +57,12 @@ extern "C" int peer_run(peer *b, int steps) {
   for (int i = 0; i < steps; i++) {
     if (!b->adam) return i + 1;
     luna_begin_step(b->ctx);
-    luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, b->tokens.data(), b->lengths.data(), b->batch, b->n), b->labels.data()));
+    luna_input input = {};
+    input.tokens = b->tokens.data();
+    input.lengths = b->lengths.data();
+    input.batch = b->batch;
+    input.n = b->n;
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &input), b->labels.data()));
     if (luna_optimizer_step(b->adam) != LUNA_OK) return i + 1;
   }
   return cudaStreamSynchronize(luna_cuda_stream(b->ctx)) == cudaSuccess ? 0 : steps;
@@ -77,7 +83,8 @@ def gpu():
     except OSError:
         return None
     count, name, capability = ctypes.c_int(0), ctypes.create_string_buffer(128), [ctypes.c_int(0), ctypes.c_int(0)]
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1 or cuda.cuDeviceGetName(name, 128, 0):
+    if (cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or count.value < 1
+            or cuda.cuDeviceGetName(name, 128, 0)):
         return None
     for i in range(2):
         if cuda.cuDeviceGetAttribute(ctypes.byref(capability[i]), 75 + i, 0):
@@ -91,7 +98,8 @@ def nvcc():
 
 def has_torch(python):
     try:
-        return subprocess.call([python, "-c", "import torch; assert torch.cuda.is_available()"], stderr=subprocess.DEVNULL) == 0
+        return subprocess.call([python, "-c", "import torch; assert torch.cuda.is_available()"],
+                               stderr=subprocess.DEVNULL) == 0
     except OSError:
         return False
 
@@ -103,16 +111,18 @@ def build(nvcc, arch):
         f.write(GLUE)
     with open(luna, "w") as f:
         f.write('#define LUNA_IMPLEMENTATION\n#include "luna.h"\n')
-    subprocess.check_call([nvcc, "-shared", "-O3", "-arch=" + arch, "-Xcompiler", "-fPIC", "-I", ROOT, glue, luna, "-o", LIBRARY, "-lcublas"])
+    subprocess.check_call([nvcc, "-shared", "-O3", "-arch=" + arch, "-Xcompiler", "-fPIC", "-I", ROOT, glue, luna, "-o",
+                           LIBRARY, "-lcublas"])
 
 
-# ---- the sides: run(steps), which waits for the device, peak bytes of tensors, and bytes that are used on the device ----
+# ---- the sides: run(steps), which waits for the device, peak bytes of tensors, and bytes used on the device ----
 def luna_side(batch):
     lib = ctypes.CDLL(LIBRARY)
     lib.peer_open.restype, lib.peer_error.restype = ctypes.c_void_p, ctypes.c_char_p
     lib.peer_peak.restype = lib.peer_used.restype = ctypes.c_int64
     base = lib.peer_used()
-    handle = ctypes.c_void_p(lib.peer_open(*map(ctypes.c_int64, (batch, bench_peers.N, bench_peers.D, bench_peers.H, bench_peers.FFN))))
+    handle = ctypes.c_void_p(lib.peer_open(*map(ctypes.c_int64,
+                                                (batch, bench_peers.N, bench_peers.D, bench_peers.H, bench_peers.FFN))))
 
     def run(steps):
         if lib.peer_run(handle, steps):
@@ -140,7 +150,7 @@ def torch_side(form, batch, device="cuda"):
 
 
 def serve(side, batch):
-    """answers "open" with the seconds of a step, "run COUNT" with those of a step, the tensors' peak and the device's bytes"""
+    """answers "open" with the seconds of a step, "run COUNT" with those, the tensors' peak and the device's bytes"""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)                    # whatever else prints does not answer
     for line in sys.stdin:
@@ -158,7 +168,8 @@ def serve(side, batch):
 class Side:
     def __init__(self, python, side, batch):
         self.seconds, self.peak, self.used = [], 0, 0
-        self.process = subprocess.Popen([python, os.path.abspath(__file__), "--serve", side, "--batch", str(batch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen([python, os.path.abspath(__file__), "--serve", side, "--batch", str(batch)],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, line):
         try:
@@ -212,10 +223,12 @@ def main():
     if not has_torch(options.python):
         return print(f"{os.path.basename(options.python)} has no PyTorch with CUDA: nothing is compared")
     build(compiler, here[1])
-    version = subprocess.run([options.python, "-c", "import torch; print(torch.__version__)"], stdout=subprocess.PIPE, text=True).stdout.strip()
-    print(f"{here[0]}, PyTorch {version}; classifier of 4 layers, d = {bench_peers.D}, {bench_peers.H} heads, ffn {bench_peers.FFN}, l = 16, batch {options.batch}, "
-          f"n = {bench_peers.N}; MB: the tensors' peak (taken from the device)\n")
-    print("| training step | luna.h ms | its ms | its time / luna.h's | luna.h MB | its MB |\n|---|---|---|---|---|---|")
+    version = subprocess.run([options.python, "-c", "import torch; print(torch.__version__)"], stdout=subprocess.PIPE,
+                             text=True).stdout.strip()
+    print(f"{here[0]}, PyTorch {version}; classifier of 4 layers, d = {bench_peers.D}, {bench_peers.H} heads, ffn "
+          f"{bench_peers.FFN}, l = 16, batch {options.batch}, n = {bench_peers.N}; MB: the tensors' peak (taken from "
+          "the device)\n")
+    print("| training step | luna.h ms | its ms | its time / luna.h's | luna.h MB | its MB |\n" + "|---" * 6 + "|")
     for form in SIDES:
         try:
             a, b = measure(options.python, form, options.batch, options.runs)

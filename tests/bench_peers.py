@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """luna.h beside PyTorch, JAX and oneDNN on this machine: medians of interleaved runs and ratios, as a Markdown table.
 
-    python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--seconds 10] [--limit 150] [--only TEXT]
-                                 [--python /usr/bin/python3]
+    python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--seconds 10] [--limit 150]
+                                 [--only TEXT] [--python /usr/bin/python3]
 
-Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call makes a virtual environment
-in build/peers with PyTorch, JAX and oneDNN from PyPI; where that fails the system's torch serves, and the table says which it was. MKL takes its
-AVX-512 path on every maker's processors here (by a preloaded answer to its question): otherwise PyTorch's products would run at half their speed.
---python measures the PyTorch of another Python instead (a distribution's, with OpenBLAS told which kernels to take, for instance).
-PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h folds,
-and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes, and
-build/peers keeps what it made). JAX runs the encoder layer compiled by jit; where it cannot be imported its rows are
-left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within --limit seconds, or
-ends, is a row that says so. --isa names the instruction sets that both sides are held to in turn. The last lines are
-luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's time."""
+Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call
+makes a virtual environment in build/peers with PyTorch, JAX and oneDNN from PyPI; where that fails the system's torch
+serves, and the table says which it was. MKL takes its AVX-512 path on every maker's processors here (by a preloaded
+answer to its question): otherwise PyTorch's products would run at half their speed. --python measures the PyTorch of
+another Python instead (a distribution's, with OpenBLAS told which kernels to take, for instance).
+PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h
+folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes,
+and build/peers keeps what it made). JAX runs the encoder layer compiled by jit; where it cannot be imported its rows
+are left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within
+--limit seconds, or ends, is a row that says so. --isa names the instruction sets that both sides are held to in turn.
+The last lines are luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's
+time."""
 import argparse, ctypes, itertools, os, signal, statistics, subprocess, sys, threading, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -22,17 +24,21 @@ D, H, FFN, N = 256, 4, 1024, 4096
 FORMS = ["torch plain", "torch folded", "torch compiled plain", "torch compiled folded"]
 JAX = ["jax plain", "jax folded"]
 # what holds each side to an instruction set; "best": nothing
-ISA = {"SSE2": ("default", "SSE4_2", "SSE41"), "AVX2": ("avx2", "AVX2", "AVX2"), "AVX-512": ("avx512", "AVX512", "AVX512_CORE")}
+ISA = {"SSE2": ("default", "SSE4_2", "SSE41"), "AVX2": ("avx2", "AVX2", "AVX2"),
+       "AVX-512": ("avx512", "AVX512", "AVX512_CORE")}
 
 
 # ---- what is timed: name, peers' names ----
 def cases():
     rows = [(f"gemm {m} x {n}, k = {k}", ["onednn", "torch"]) for m, n, k in
-            [(1024, 1024, 1024), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 1024), (4096, 2048, 2048), (16, 4096, 64), (4096, 16, 64), (4096, 64, 16)]]
+            [(1024, 1024, 1024), (4096, 256, 256), (4096, 1024, 256), (4096, 256, 1024), (4096, 2048, 2048),
+             (16, 4096, 64), (4096, 16, 64), (4096, 64, 16)]]
     for l in (16, 128, 256):
         for what in ("forward", "training"):
-            rows.append((f"encoder layer, l = {l}, {what}", FORMS + JAX if l == 16 else ["torch plain", "torch compiled plain", "jax plain"]))
-    rows += [(f"causal layer, l = 16, {what}", ["torch chunked", "torch compiled chunked"]) for what in ("forward", "training")]
+            rows.append((f"encoder layer, l = {l}, {what}",
+                         FORMS + JAX if l == 16 else ["torch plain", "torch compiled plain", "jax plain"]))
+    rows += [(f"causal layer, l = 16, {what}", ["torch chunked", "torch compiled chunked"])
+             for what in ("forward", "training")]
     rows += [(f"classifier, batch {b}, training", FORMS) for b in (1, 4)]
     rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"])]
     return rows
@@ -50,7 +56,8 @@ def luna_open(name, threads):
         a, b, c, scratch = floats(m * k), floats(n * k), floats(m * n), ctypes.create_string_buffer(16 << 20)
         return lambda: lib.peer_gemm(i64(m), i64(n), i64(k), a, b, c, scratch, i64(16 << 20))
     if name.startswith("classifier"):
-        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(int(name.split("batch ")[1].split(",")[0])), i64(N), 0))
+        batch = int(name.split("batch ")[1].split(",")[0])
+        handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(batch), i64(N), 0))
         return lambda: lib.peer_classifier_run(handle)
     if name.startswith("streaming"):
         handle = ctypes.c_void_p(lib.peer_stream())
@@ -76,7 +83,8 @@ def onednn_open(name, threads):
     m, n, k = gemm_sizes(name)
     floats = lambda count: (ctypes.c_float * count)(*([0.5] * count))
     a, b, c, i64 = floats(m * k), floats(n * k), floats(m * n), ctypes.c_int64
-    return lambda: lib.dnnl_sgemm(ctypes.c_char(b"N"), ctypes.c_char(b"T"), i64(m), i64(n), i64(k), ctypes.c_float(1), a, i64(k), b, i64(k), ctypes.c_float(0), c, i64(n))
+    return lambda: lib.dnnl_sgemm(ctypes.c_char(b"N"), ctypes.c_char(b"T"), i64(m), i64(n), i64(k), ctypes.c_float(1),
+                                  a, i64(k), b, i64(k), ctypes.c_float(0), c, i64(n))
 
 
 def torch_open(name, threads, form):
@@ -96,7 +104,8 @@ def torch_open(name, threads, form):
         import torch._inductor.config
         torch._inductor.config.cpp.simdlen = 256
     compile = torch.compile if compiled else lambda f: f
-    attention = getattr(F, "scaled_dot_product_attention", lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * (D // H) ** -0.5, -1) @ v)
+    attention = getattr(F, "scaled_dot_product_attention",
+                        lambda q, k, v: F.softmax(q @ k.transpose(-1, -2) * (D // H) ** -0.5, -1) @ v)
 
     def split(x):  # [b, n, d] -> [b, h, n, d_h]
         return x.view(x.shape[0], x.shape[1], H, D // H).transpose(1, 2)
@@ -200,9 +209,12 @@ def torch_open(name, threads, form):
         return run
     if name.startswith("classifier"):
         batch = int(name.split("batch ")[1].split(",")[0])
-        layers, table, p, head = torch.nn.ModuleList(Luna() for _ in range(4)), torch.nn.Embedding(256, D), torch.nn.Parameter(torch.randn(1, 16, D) / 16), torch.nn.Linear(D, 2)
+        layers, table = torch.nn.ModuleList(Luna() for _ in range(4)), torch.nn.Embedding(256, D)
+        head = torch.nn.Linear(D, 2)
+        p = torch.nn.Parameter(torch.randn(1, 16, D) / 16)
         weights = [*layers.parameters(), *table.parameters(), p, *head.parameters()]
-        tokens, labels, positions = torch.arange(batch * N).view(batch, N) * 7919 % 256, torch.arange(batch) % 2, torch.randn(N, D)
+        tokens, labels = torch.arange(batch * N).view(batch, N) * 7919 % 256, torch.arange(batch) % 2
+        positions = torch.randn(N, D)
 
         def loss():
             x, memory = table(tokens) * 16 + positions, p.expand(batch, -1, -1)
@@ -339,7 +351,9 @@ def serve(side, threads):
 
 class Side:
     def __init__(self, python, side, threads, case, isa, limit):
-        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=os.path.join(BUILD, "inductor", isa), OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side, PEERS_THREADS=str(threads))
+        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=os.path.join(BUILD, "inductor", isa),
+                   OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads), PEERS_SIDE=side,
+                   PEERS_THREADS=str(threads))
         if "avx512f" in open("/proc/cpuinfo").read():
             env["OPENBLAS_CORETYPE"] = "SkylakeX" # older ones do not know newer processors
         if isa in ISA:
@@ -352,7 +366,8 @@ class Side:
             env["LD_LIBRARY_PATH"] = os.path.join(os.path.dirname(os.path.dirname(python)), "lib")
         # a group of its own: a compiler that is under way ends with it
         self.limit, self.errors = limit, open(os.path.join(BUILD, "errors.txt"), "w+")
-        self.process = subprocess.Popen([python, os.path.abspath(__file__)], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self.process = subprocess.Popen([python, os.path.abspath(__file__)], env=env, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE,
                                         stderr=self.errors, text=True, start_new_session=True)
         try:
             self.version = self.answer().strip()
@@ -404,8 +419,10 @@ def prepare(python):
     luna = os.path.join(BUILD, "luna.c")
     with open(luna, "w") as f:
         f.write('#undef LUNAI_IMPLEMENTED\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n')
-    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED", "-DLUNAI_IMPLEMENTED", "-I", ROOT, luna,
-                           os.path.join(ROOT, "tests", "bench_layers.c"), os.path.join(ROOT, "tests", "bench_models.c"), "-lm", "-lpthread"])
+    subprocess.check_call([cc, *shared, os.path.join(BUILD, "luna_bench.so"), "-DBENCH_SHARED",
+                           "-DLUNAI_IMPLEMENTED", "-I", ROOT, luna,
+                           os.path.join(ROOT, "tests", "bench_layers.c"),
+                           os.path.join(ROOT, "tests", "bench_models.c"), "-lm", "-lpthread"])
     answer = os.path.join(BUILD, "mkl_avx512.c")
     with open(answer, "w") as f:
         f.write("int mkl_serv_intel_cpu_true(void) { return 1; }\n")
@@ -415,7 +432,8 @@ def prepare(python):
     python = os.path.join(BUILD, "venv", "bin", "python")
     if not os.path.exists(python):
         subprocess.call([sys.executable, "-m", "venv", os.path.join(BUILD, "venv")])
-    have = lambda p: os.path.exists(p) and subprocess.call([p, "-c", "import torch, numpy"], stderr=subprocess.DEVNULL) == 0
+    have = lambda p: os.path.exists(p) and subprocess.call([p, "-c", "import torch, numpy"],
+                                                           stderr=subprocess.DEVNULL) == 0
     if not have(python):
         print("installing PyTorch, JAX and oneDNN from PyPI into build/peers", file=sys.stderr)
         subprocess.call([python, "-m", "pip", "install", "-q", "torch", "numpy", "onednn"])
@@ -434,7 +452,8 @@ def main():
     options.add_argument("--python", default="")
     options = options.parse_args()
     python = prepare(options.python)
-    print("| work | isa | threads | luna.h ms | peer | its ms | its time / luna.h's | MB above the start: luna.h, peer |\n|" + "---|" * 8)
+    print("| work | isa | threads | luna.h ms | peer | its ms | its time / luna.h's "
+          "| MB above the start: luna.h, peer |\n|" + "---|" * 8)
     best, started = {}, time.perf_counter()
     has_jax = subprocess.call([python, "-c", "import jax"], stderr=subprocess.DEVNULL) == 0
     for isa, threads, (case, peers) in itertools.product(options.isa, options.threads, cases()):
@@ -461,15 +480,19 @@ def main():
                 continue
             ratio = statistics.median(b / a for a, b in zip(*(s.seconds for s in sides)))
             ms = [1e3 * statistics.median(s.seconds) for s in sides]
-            memory = "" if case.startswith(("gemm", "streaming")) else f"{sides[0].bytes * 1e-6:.0f}, {sides[1].bytes * 1e-6:.0f}"
-            print(f"{name} {ms[0]:.3f} | {peer.replace('torch', 'PyTorch ' + sides[1].version).replace('jax', 'JAX ' + sides[1].version)} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
+            bytes = ", ".join(f"{s.bytes * 1e-6:.0f}" for s in sides)
+            memory = "" if case.startswith(("gemm", "streaming")) else bytes
+            version = sides[1].version
+            title = peer.replace("torch", "PyTorch " + version).replace("jax", "JAX " + version)
+            print(f"{name} {ms[0]:.3f} | {title} | {ms[1]:.3f} | {ratio:.2f} | {memory} |", flush=True)
             best[name] = min(best.get(name, (1e9,)), (ratio, peer, ms[0]))
             for side in sides:
                 side.close()
     print("\n| work | isa | threads | best peer | its time / luna.h's |\n|" + "---|" * 5)
     for name, (ratio, peer, ms) in best.items():
         print(f"{name} {peer} | {ratio:.2f} |" + (" below 1.1 |" if ratio < 1.1 and ms >= 1 else ""))
-    print(f"\n{'' if has_jax else 'JAX could not be imported: its rows are left out. '}{(time.perf_counter() - started) / 60:.0f} minutes")
+    missing = "" if has_jax else "JAX could not be imported: its rows are left out. "
+    print(f"\n{missing}{(time.perf_counter() - started) / 60:.0f} minutes")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 #!/bin/sh
-# classifiers.sh: examples/listops.c, classify.c and mnist.c from outside, on small tasks made here. Needs $BUILD/listops, classify and mnist.
+# classifiers.sh: examples/listops.c, classify.c and mnist.c from outside, on small tasks made here. Needs
+# $BUILD/listops, classify and mnist.
 cd "$(dirname "$0")/.." || exit 1
 name=classifiers
 . tests/cli_checks.sh
@@ -44,7 +45,8 @@ check "the answers are right" awk -F '\t' '{
     n = split($2, t, " "); m = n - 2; sum = 0
     for (i = 1; i <= m; i++) { v[i] = t[i + 1]; sum += v[i] }
     for (i = 1; i <= m; i++) for (k = i + 1; k <= m; k++) if (v[k] < v[i]) { h = v[i]; v[i] = v[k]; v[k] = h }
-    want = t[1] == "[MIN" ? v[1] : t[1] == "[MAX" ? v[m] : t[1] == "[SM" ? sum % 10 : int((v[int((m + 1) / 2)] + v[int(m / 2) + 1]) / 2)
+    median = int((v[int((m + 1) / 2)] + v[int(m / 2) + 1]) / 2)
+    want = t[1] == "[MIN" ? v[1] : t[1] == "[MAX" ? v[m] : t[1] == "[SM" ? sum % 10 : median
     if (want != $1) exit 1
   }' lists
 run write --longest 200 --shortest 100 --count 50
@@ -55,7 +57,8 @@ sed 's/\[/( ( [/; s/$/ )/' lists >round
 cp out plain && run eval b.safetensors --data round
 check "round brackets are spaces" [ "$(sed 's/^round/lists/' out)" = "$(cat plain)" ]
 for attention in softmax linear linformer; do
-  check "--attention $attention" run train $lists --steps 2 $small --out b.safetensors --attention $attention --pooling mean
+  check "--attention $attention" run train $lists --steps 2 $small --out b.safetensors --attention $attention \
+    --pooling mean
   check "its model loads" run eval b.safetensors $lists
 done
 cp a.safetensors before
@@ -95,14 +98,16 @@ awk 'BEGIN {
   split("moon,earth,sun,the,goes,round,and,a,day,night", w, ",")
   for (i = 0; i < 400; i++) {
     n = 3 + i * 7 % 20; line = i % 3 == 0 ? "good\t" : i % 3 == 1 ? "bad\t" : "so so\t"
-    for (k = 0; k < n; k++) { s = s * 5 % 997 + i + k; line = line (k ? " " : "") (k == i % n ? (i % 3 == 0 ? "Splendid!" : i % 3 == 1 ? "dreadful" : "fair") : w[1 + s % 10]) }
+    own = i % 3 == 0 ? "Splendid!" : i % 3 == 1 ? "dreadful" : "fair"
+    for (k = 0; k < n; k++) { s = s * 5 % 997 + i + k; line = line (k ? " " : "") (k == i % n ? own : w[1 + s % 10]) }
     print line
   }
 }' >reviews
 trains 80 train reviews --steps 120 $small
 check "classify eval succeeds" run eval a.safetensors reviews
 check "it gives the accuracy" beyond 80
-printf 'the moon and the splendid! earth goes round\n\na dreadful day and the dreadful night\nsun and fair moon goes round a day' >lines
+printf '%s\n\n%s\n%s' 'the moon and the splendid! earth goes round' 'a dreadful day and the dreadful night' \
+  'sun and fair moon goes round a day' >lines
 check "classify predict succeeds" "$build/classify" predict a.safetensors <lines
 "$build/classify" predict a.safetensors <lines >out 2>err
 check "a label and a probability for each line" [ "$(grep -c '^\(good\|bad\|so so\)	[01]\.[0-9]*$' out)" = 4 ]
@@ -145,10 +150,12 @@ check "its accuracy" beyond 50
 # ---- mnist
 program=mnist
 rm -f a.* b.* before
-bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; } # an awk program that prints octal numbers
+# an awk program that prints octal numbers
+bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; }
 header() { printf '\0\0\010'; printf "$1"; }
 pixels='BEGIN { for (i = 0; i < 240; i++) for (y = 0; y < 8; y++) for (x = 0; x < 8; x++) { s = (s * 25 + 71) % 509
-  print (i % 3 == 0 && y < 3) || (i % 3 == 1 && x < 3) || (i % 3 == 2 && y > 4) ? 300 + s % 78 : s % 60 < 8 ? 7 : 30 } }'
+  lit = (i % 3 == 0 && y < 3) || (i % 3 == 1 && x < 3) || (i % 3 == 2 && y > 4)
+  print lit ? 300 + s % 78 : s % 60 < 8 ? 7 : 30 } }'
 { header '\003\0\0\0\360\0\0\0\010\0\0\0\010'; bytes "$(echo "$pixels" | sed 's/300 + s % 78/377/')"; } >images
 { header '\001\0\0\0\360'; bytes 'BEGIN { for (i = 0; i < 240; i++) print i % 3 }'; } >labels
 check "240 images were made" [ "$(wc -c <images) $(wc -c <labels)" = "15376 248" ]
@@ -156,7 +163,8 @@ trains 80 train images labels --steps 120 $small
 check "mnist eval succeeds" run eval a.safetensors images labels
 check "it gives the accuracy" beyond 80
 check "mnist show succeeds" run show a.safetensors images --count 3
-check "it draws and reads" [ "$(grep -c '^image [0-2]: [0-2], with probability [01]\.' out) $(grep -c '^........$' out)" = "3 24" ]
+check "it draws and reads" \
+  [ "$(grep -c '^image [0-2]: [0-2], with probability [01]\.' out) $(grep -c '^........$' out)" = "3 24" ]
 cp a.safetensors before
 head -c 1000 images >cut
 { header '\003\377\377\377\377\377\377\377\377\377\377\377\377'; cat text; } >huge

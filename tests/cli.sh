@@ -17,11 +17,15 @@ small="--layers 1 --dim 16 --heads 2 --memory 4 --ffn 32 --window 32 --batch 4 -
 check "lm train succeeds" lm train text --out a.safetensors --steps 60 $small
 check "plain lines when the output is no terminal" [ "$(grep -c '^step ' out)" -ge 10 ]
 check "no carriage return in them" sh -c "! grep -q \"$(printf '\r')\" out"
-check "a line has nats, bits per byte, speed and the time left" grep -q '^step .* nats .* bits/byte .* tokens/s .* left$' out
+check "a line has nats, bits per byte, speed and the time left" \
+  grep -q '^step .* nats .* bits/byte .* tokens/s .* left$' out
 check "samples before and after" [ "$(grep -c '^---- .* step: ' out)" = 2 ]
-check "the last line has both validation losses" sh -c "tail -n 1 out | grep -q 'validation loss [0-9.]* -> [0-9.]* nats'"
-check "the first one is near ln 256" sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> .*/\1/' | awk '{ exit !(\$1 > 5.4 && \$1 < 5.7) }'"
-check "validation loss falls" sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/' | awk '{ exit !(\$2 < 0.8 * \$1) }'"
+check "the last line has both validation losses" \
+  sh -c "tail -n 1 out | grep -q 'validation loss [0-9.]* -> [0-9.]* nats'"
+check "the first one is near ln 256" \
+  sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> .*/\1/' | awk '{ exit !(\$1 > 5.4 && \$1 < 5.7) }'"
+check "validation loss falls" \
+  sh -c "tail -n 1 out | sed 's/.*loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/' | awk '{ exit !(\$2 < 0.8 * \$1) }'"
 check "the model is there" [ -s a.safetensors ]
 check "and nothing beside it" [ "$(echo a.safetensors*)" = a.safetensors ]
 lm train text --out b.safetensors --steps 60 $small
@@ -73,7 +77,8 @@ check "all of it" grep -q '^a=b' out
 
 # ---- texts that are short
 printf 'a text shorter than any window, but not too short' >short
-check "a short text is trained on in shorter windows" lm train short --out short.safetensors --steps 2 $small --window 4096
+check "a short text is trained on in shorter windows" lm train short --out short.safetensors --steps 2 $small \
+  --window 4096
 check "and it says so" grep -q 'windows cut to' out
 
 # ---- wrong use: exit 2, a sentence, and nothing is overwritten
@@ -146,7 +151,8 @@ kill -KILL $pid
 wait $pid 2>/dev/null
 check "a checkpoint of a training is a model" lm eval middle.safetensors text
 cp middle.safetensors on.safetensors
-check "it goes on, into the same file, drawing the loss" lm train text --resume on.safetensors --out on.safetensors --save-every 100 --plot on.svg
+check "it goes on, into the same file, drawing the loss" \
+  lm train text --resume on.safetensors --out on.safetensors --save-every 100 --plot on.svg
 check "it says from where" grep -q '^going on from step [1-9][0-9]* of on.safetensors' out
 check "to the same bits" same on.safetensors whole.safetensors
 check "the loss is drawn" drawn on.svg

@@ -1,5 +1,5 @@
-# cli_checks.sh: what the tests of programs from outside share; read with "." from the root of the repository, with `name` set.
-# It goes to the empty folder $build/$name and defines
+# cli_checks.sh: what the tests of programs from outside share; read with "." from the root of the repository, with
+# `name` set. It goes to the empty folder $build/$name and defines
 #   run ARGUMENTS...               runs $build/$program; what it prints is in the files out and err
 #   check "SENTENCE" COMMAND...    one check: the command should succeed
 #   refuses "WORDS" ARGUMENTS...   three checks: run ends with 2 and one sentence, which has the words
@@ -37,7 +37,8 @@ same() { cmp -s "$1" "$2"; }
 differ() { ! cmp -s "$1" "$2"; }
 tags() { tr '<' '\n' <"$1" | grep -c "^$2"; }
 drawn() {
-  [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] && [ "$(tags "$1" polyline)" -ge 2 ] || return 1
+  [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] && [ "$(tags "$1" polyline)" -ge 2 ] \
+    || return 1
   [ "$(tags "$1" g)" = "$(tags "$1" /g)" ] && [ "$(tags "$1" text)" = "$(tags "$1" /text)" ] || return 1
   ! grep -q -i -E 'nan|inf' "$1" || return 1
   if command -v xmllint >/dev/null 2>&1; then xmllint --noout "$1"; fi

@@ -485,7 +485,8 @@ static void sent(void) {
 
 /* ---- what fails: every rank gets a sentence, and nothing is corrupted (make sanitize) ---- */
 typedef enum unlike {
-  NOTHING, SEED, FORM, MODE, SIZE, FROZEN, INFERENCE, FAILED_INIT, VALUES, OTHER_BATCH, OTHER_LENGTHS, UNLIKE_COUNT
+  NOTHING, SEED, FORM, MODE, SIZE, FROZEN, INFERENCE, FAILED_INIT, VALUES, OTHER_BATCH, OTHER_LENGTHS, HEADS, DROPOUT,
+  ISA, RATE, VERSION, BUILD, RANKS, UNLIKE_COUNT
 } unlike;
 typedef struct trial {
   kind kind;
@@ -497,6 +498,15 @@ typedef struct trial {
   luna_status status[HUB_RANKS];
   char error[HUB_RANKS][320];
 } trial;
+/* what a begin compares, from a rank of another build: number 1 its version, 2 its structs, 3 how many ranks it knows */
+static int other_number;
+static bool other_gather(void *user, const void *mine, void *all, size_t bytes) {
+  int64_t own[12];
+  if (bytes != sizeof own) return hub_gather(user, mine, all, bytes);
+  memcpy(own, mine, sizeof own);
+  own[other_number]++;
+  return hub_gather(user, own, all, bytes);
+}
 static void trial_main(void *user, const luna_collective *collective) {
   trial *t = (trial *)user;
   const int rank = collective->rank;
@@ -511,12 +521,16 @@ static void trial_main(void *user, const luna_collective *collective) {
   if (what == FORM) options.form = LUNA_FORM_FOLDED;
   if (what == MODE) own.mode = rows ? LUNA_PARALLEL_DATA : LUNA_PARALLEL_SEQUENCE;
   if (what == SIZE) config.memory++;
+  if (what == HEADS) config.heads = 4;
+  if (what == DROPOUT) config.layer.dropout = 0.1f;
+  if (what == ISA) options.isa = LUNA_ISA_REFERENCE;
+  if (what >= VERSION) own.all_gather = other_gather;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   r.kind = t->kind, r.lm = config, r.encoder = t->encoder, r.length = 12, r.with_lengths = rows;
   model_init(&net, params, &r);
   if (what == FAILED_INIT) luna_param(params, "layers.0.fc1.bias", 1, (int64_t[]){1}, (luna_init){0}); /* once more */
-  luna_optimizer *sgd = luna_sgd(params, NULL);
+  luna_optimizer *sgd = luna_sgd(params, &(luna_optimizer_config){ .lr = what == RATE ? 0.02f : 0.01f });
   if (what == FROZEN) luna_params_freeze(params, "fc1", true);
   if (what == VALUES) {
     luna_tensor *p = luna_params_at(params, 0, NULL);
@@ -545,7 +559,8 @@ static trial trial_of(kind k) {
 static void differ(void) {
   static const char *const names[UNLIKE_COUNT] = { "", "options.seed", "options.form", "collective.mode",
       "set of parameters", "set of parameters", "call to begin a step", "outcome of its inits",
-      "value of some parameter", "", "set of lengths" };
+      "value of some parameter", "", "set of lengths", "or config", "or config", "instruction set",
+      "config of its optimiser", "version of luna.h", "build", "number of ranks" };
   for (int mode = 0; mode < 2; mode++)
     for (int what = 0; what < UNLIKE_COUNT; what++) {
       trial t = trial_of(what == OTHER_LENGTHS ? MASKED : LM);
@@ -553,6 +568,7 @@ static void differ(void) {
       hub h;
       if (what == OTHER_LENGTHS && mode == 0) continue;
       t.what = (unlike)what;
+      other_number = what - VERSION + 1;
       hub_open(&h, 3, (luna_parallelism)mode);
       hub_run(&h, trial_main, &t);
       for (int i = 0; i < 3; i++) {

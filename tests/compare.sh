@@ -1,12 +1,15 @@
-# sh tests/compare.sh REF: time and peak memory of every row of make bench, of luna.h at the git revision REF (before) and of this tree (after). Both run
-# this tree's benchmarks, which take turns run by run; where those do not compile against REF's luna.h, before is REF's own, program by program.
+# sh tests/compare.sh REF: time and peak memory of every row of make bench, of luna.h at the git revision REF (before)
+# and of this tree (after). Both run this tree's benchmarks, which take turns run by run; where those do not compile
+# against REF's luna.h, before is REF's own, program by program.
 #   RUNS=7              of each row and build after the first, which is not counted
 #   ROWS=classifier     only rows with this in their name, and those that belong to them
-# ratio: the median of the ratios of runs one after the other; noise: their median distance from it. Last line: the rows whose time grew by more than
-# 2% beyond the noise, or whose peak grew by more than 5%. Fails only where something does not build or run. All of it stays in BUILD/compare.
+# ratio: the median of the ratios of runs one after the other; noise: their median distance from it. Last line: the rows
+# whose time grew by more than 2% beyond the noise, or whose peak grew by more than 5%. Fails only where something does
+# not build or run. All of it stays in BUILD/compare.
 cd "$(dirname "$0")/.." || exit 1
 cc=${CC:-cc} flags=${CFLAGS:--O2} libs=${LIBS:--lm -lpthread} runs=${RUNS:-7} out=${BUILD:-build}/compare
-ref=$(git rev-parse --verify --quiet "$1^{commit}") || { echo "usage: sh tests/compare.sh REF, a git revision; \"$1\" is none"; exit 1; }
+ref=$(git rev-parse --verify --quiet "$1^{commit}") \
+  || { echo "usage: sh tests/compare.sh REF, a git revision; \"$1\" is none"; exit 1; }
 benches="bench_kernels bench_layers bench_models"
 [ -n "$ROWS" ] && BENCH_ROWS=$ROWS && export BENCH_ROWS
 rm -rf "$out"
@@ -46,8 +49,10 @@ for bench in $benches; do
       run=$((run + 1))
     done
   else
-    BENCH_RUNS=$runs BENCH_TURN=first "$out/before/$bench" "$out/before/$bench.json" >"$out/before/$bench.txt" 2>&1 3<"$out/a" 4>"$out/b" &
-    BENCH_RUNS=$runs BENCH_TURN=second "$out/after/$bench" "$out/after/$bench.json" >"$out/after/$bench.txt" 2>&1 4>"$out/a" 3<"$out/b" || { kill $!; fail after; }
+    BENCH_RUNS=$runs BENCH_TURN=first "$out/before/$bench" "$out/before/$bench.json" >"$out/before/$bench.txt" 2>&1 \
+      3<"$out/a" 4>"$out/b" &
+    BENCH_RUNS=$runs BENCH_TURN=second "$out/after/$bench" "$out/after/$bench.json" >"$out/after/$bench.txt" 2>&1 \
+      4>"$out/a" 3<"$out/b" || { kill $!; fail after; }
     wait $! || fail before
   fi
   for side in before after; do { echo; cat "$out/$side/$bench.json"; } | sed "s/^/$side $bench /"; done >>"$out/rows"
@@ -88,7 +93,8 @@ NF == 2 { split("", seen); next } # a program begins
   if (bytes + 0 > peak[$1, row]) peak[$1, row] = bytes + 0
 }
 END {
-  printf "%-68s %10s %10s %6s %6s %9s %9s %6s\n", "before: " ref, "before ms", "after", "ratio", "noise", "before MB", "after", "ratio"
+  printf "%-68s %10s %10s %6s %6s %9s %9s %6s\n", "before: " ref, "before ms", "after", "ratio", "noise", "before MB", \
+    "after", "ratio"
   for (i = 1; i <= rows; i++) {
     row = order[i]
     if (!count["before", row] || !count["after", row]) {
@@ -106,9 +112,11 @@ END {
     noise = median(off, n)
     a = peak["before", row]
     b = peak["after", row]
-    printf "%-68s %10.3f %10.3f %6s %5.1f%% %9s %9s %6s\n", row, median(first, n), median(second, n), sprintf("%.3f", change), 100 * noise, megabytes(a), megabytes(b), ratio(a, b)
+    printf "%-68s %10.3f %10.3f %6s %5.1f%% %9s %9s %6s\n", row, median(first, n), median(second, n),
+      sprintf("%.3f", change), 100 * noise, megabytes(a), megabytes(b), ratio(a, b)
     if (n > 2 && change > 1.02 + noise) slower = slower (slower ? "; " : "") row
     if (a > 0 && b > a * 1.05) larger = larger (larger ? "; " : "") row
   }
-  printf "%d rows. Time more than 2%% beyond noise: %s. Peak more than 5%%: %s\n", rows, slower ? slower : "none", larger ? larger : "none"
+  printf "%d rows. Time more than 2%% beyond noise: %s. Peak more than 5%%: %s\n", rows, slower ? slower : "none",
+    larger ? larger : "none"
 }' "$out/rows" | tee "$out/table"

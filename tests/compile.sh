@@ -1,6 +1,6 @@
 #!/bin/sh
-# compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects, and
-# compiles the README's programs. Only $CC is needed; other compilers are used where they are there.
+# compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects,
+# and compiles the README's programs. Only $CC is needed; other compilers are used where they are there.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 work=${BUILD:-build}/compile
@@ -16,17 +16,25 @@ have() { command -v "${1%% *}" >/dev/null 2>&1; }
 
 # ---- sources
 printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >implementation.c
-printf '#include <stdio.h>\n#include <stdlib.h>\n#include <time.h>\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >after.c
-printf '#define LUNA_STATIC\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\nint main(void) { return luna_isa_best() == LUNA_ISA_BEST; }\n' >static.c
-printf '#include "luna.h"\n#include "luna.h"\nluna_isa which(void);\nluna_isa which(void) { return luna_isa_best(); }\n' >declarations.c
-printf '#include "luna.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n#include "luna.h"\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >twice.c
-printf '#include "luna.h"\nluna_isa which(void);\nint main(void) { return luna_isa_best() == LUNA_ISA_BEST || which() != luna_isa_best(); }\n' >main.c
+printf '#include <stdio.h>\n#include <stdlib.h>\n#include <time.h>\n#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' \
+  >after.c
+printf '%s\n' '#define LUNA_STATIC' '#define LUNA_IMPLEMENTATION' '#include "luna.h"' \
+  'int main(void) { return luna_isa_best() == LUNA_ISA_BEST; }' >static.c
+printf '%s\n' '#include "luna.h"' '#include "luna.h"' 'luna_isa which(void);' \
+  'luna_isa which(void) { return luna_isa_best(); }' >declarations.c
+printf '%s\n' '#include "luna.h"' '#define LUNA_IMPLEMENTATION' '#include "luna.h"' '#include "luna.h"' \
+  '#define LUNA_IMPLEMENTATION' '#include "luna.h"' >twice.c
+printf '%s\n' '#include "luna.h"' 'luna_isa which(void);' \
+  'int main(void) { return luna_isa_best() == LUNA_ISA_BEST || which() != luna_isa_best(); }' >main.c
 printf '#include "examples/attentions/attentions.h"\n' >attentions.c
 for source in implementation after static declarations twice main attentions; do cp $source.c $source.cpp; done
 sed -i.old 's/^luna_isa which(void);/extern "C" luna_isa which(void);/' declarations.cpp main.cpp
 
 awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
-     /^```/ { if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("readme" ++count "." kind) } kind = ""; next }
+     /^```/ {
+       if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("readme" ++count "." kind) }
+       kind = ""; next
+     }
      kind != "" { text = text $0 "\n" }' "$root/README.md"
 
 # ---- cases: one a line, "name<TAB>command"
@@ -45,11 +53,13 @@ for c in "$cc" gcc clang; do
   add "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
   add "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
-  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD "LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD" "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
+  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD \
+    "LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD" "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
     add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
   done
   add "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"
-  add "$c: LUNA_ONLY_STREAM, LUNA_STATIC" "$c -std=c99 $c_strict -DLUNA_ONLY_STREAM -DLUNA_STATIC -fsyntax-only implementation.c"
+  add "$c: LUNA_ONLY_STREAM, LUNA_STATIC" \
+    "$c -std=c99 $c_strict -DLUNA_ONLY_STREAM -DLUNA_STATIC -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
     add "$c: $(basename "$example")" "$c -std=c99 $c_strict -fsyntax-only $example"
   done
@@ -66,8 +76,9 @@ for c in g++ clang++; do
 done
 if have arm-none-eabi-gcc; then
   m4="-mcpu=cortex-m4 -mthumb -mfloat-abi=hard -mfpu=fpv4-sp-d16 -ffreestanding"
-  add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "arm-none-eabi-gcc -std=c99 $m4 -Os -Wall -Wextra -Wpedantic -Werror -I$root -DLUNA_ONLY_STREAM -c implementation.c -o arm-stream.o"
-  add "arm-none-eabi-gcc, Cortex-M4: as make size" "arm-none-eabi-gcc -std=c99 ${m4% -ff*} -Os -I$root -DLUNA_ONLY_STREAM -DLUNA_NO_SIMD -c implementation.c -o arm-size.o"
+  arm="arm-none-eabi-gcc -std=c99 -Os -I$root -DLUNA_ONLY_STREAM -c implementation.c"
+  add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "$arm $m4 -Wall -Wextra -Wpedantic -Werror -o arm-stream.o"
+  add "arm-none-eabi-gcc, Cortex-M4: as make size" "$arm ${m4% -ff*} -DLUNA_NO_SIMD -o arm-size.o"
 else
   echo "skipped: arm-none-eabi-gcc is not here"
 fi
@@ -90,9 +101,12 @@ else
 fi
 for c in x86_64-w64-mingw32-gcc; do
   have "$c" || { echo "skipped: $c is not here"; continue; }
-  add "$c: the way of Visual C++" "$c -std=c99 -O1 -Wall -Wextra -Werror -DLUNAI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave -I$root -fsyntax-only implementation.c"
+  simd="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave"
+  add "$c: the way of Visual C++" \
+    "$c -std=c99 -O1 -Wall -Wextra -Werror -DLUNAI_MSVC -D_M_X64 $simd -I$root -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
-    add "$c: $(basename "$example")" "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
+    add "$c: $(basename "$example")" \
+      "$c -std=c99 -O1 -Wall -Wextra -Werror -I$root $example -o $(basename "$example").exe"
   done
 done
 for program in readme*.c readme*.cpp; do
@@ -134,21 +148,26 @@ wanted() { nm -u "$@" 2>/dev/null | awk '{ print $NF }' | sed 's/^_//;s/@.*//'; 
 for object in *-c99.o *-stream.o *-cpp11.o; do
   [ -e "$object" ] || continue
   foreign=$(symbols -g "$object" | grep -v '^luna_')
-  if [ -n "$(symbols -g "$object")" ] && [ -z "$foreign" ]; then good; else bad "$object has external symbols that do not start with luna_:" $foreign; fi
+  if [ -n "$(symbols -g "$object")" ] && [ -z "$foreign" ]; then good
+  else bad "$object has external symbols that do not start with luna_:" $foreign; fi
 done
 for object in *-stream.o; do
   [ -e "$object" ] || continue
-  foreign=$(wanted "$object" | grep -E '^(malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap|pthread_.*|f?printf|s?n?printf|fopen.*|fread|fwrite|fclose|fseek.*|rename|remove|abort|exit|__assert.*)$')
+  memory='malloc|calloc|realloc|free|aligned_alloc|posix_memalign|mmap'
+  stdio='f?printf|s?n?printf|fopen.*|fread|fwrite|fclose|fseek.*|rename|remove'
+  foreign=$(wanted "$object" | grep -E "^($memory|pthread_.*|$stdio|abort|exit|__assert.*)\$")
   if [ -z "$foreign" ]; then good; else bad "$object calls" $foreign; fi
 done
 if [ -e arm-size.o ]; then                             # no more than 34 KB
   bytes=$(arm-none-eabi-size arm-size.o | awk 'NR == 2 { print $1 + $2 }')
   if [ "$bytes" -le 34816 ]; then good; else bad "LUNA_ONLY_STREAM takes $bytes bytes of a Cortex-M4"; fi
 fi
-for object in *-c99.o; do                                # no state outside contexts, but the word that keeps which instruction sets there are
+# no state outside contexts, but the word that keeps which instruction sets there are
+for object in *-c99.o; do
   [ -e "$object" ] || continue
   state=$(nm -f sysv "$object" 2>/dev/null | awk -F '|' '$NF ~ /^ *[.](data|bss|tbss|tdata)$/ { print $1 }')
-  if [ "$(echo "$state" | grep -c .)" -le 1 ]; then good; else bad "$object has more than one mutable global:" $state; fi
+  if [ "$(echo "$state" | grep -c .)" -le 1 ]; then good
+  else bad "$object has more than one mutable global:" $state; fi
 done
 link() {                                                 # two units with declarations, one with the implementation
   if "$@" -lm -lpthread -o link >link.log 2>&1 && ./link; then good; else bad "two units linked: $*"; cat link.log; fi

@@ -1,7 +1,8 @@
 #!/bin/sh
-# convert.sh: examples/convert_fairseq.py from outside. State dicts in the authors' layout, made of the golden files, are saved by torch.save,
-# converted, loaded by luna_load_model, and must give the golden logits. Where Python has safetensors: it opens what luna.h wrote, and luna.h what it
-# wrote. PYTHON, PYTHON_SAFETENSORS: the interpreters; without torch the script says so and checks nothing.
+# convert.sh: examples/convert_fairseq.py from outside. State dicts in the authors' layout, made of the golden files,
+# are saved by torch.save, converted, loaded by luna_load_model, and must give the golden logits. Where Python has
+# safetensors: it opens what luna.h wrote, and luna.h what it wrote. PYTHON, PYTHON_SAFETENSORS: the interpreters;
+# without torch the script says so and checks nothing.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
@@ -25,7 +26,8 @@ check() {                                                # a sentence, then a co
   echo "failed: $sentence"
   sed 's/^/    /' "$work/out" | tail -n 5
 }
-refuses() {                                              # words the sentence must have, then arguments of the converter: exit 2, one sentence
+# words the sentence must have, then arguments of the converter: exit 2, one sentence
+refuses() {
   words=$1
   shift
   "$python" examples/convert_fairseq.py "$@" >"$work/out" 2>"$work/err"
@@ -34,7 +36,8 @@ refuses() {                                              # words the sentence mu
   check "convert_fairseq $* says: $words" grep -q -- "$words" "$work/err"
   check "convert_fairseq $* says it in one line" [ "$(wc -l <"$work/err")" = 1 ]
 }
-convert() { "$python" examples/convert_fairseq.py "$@" 2>&1 | tee "$work/log" && ! grep -q '^convert_fairseq: ' "$work/log"; }
+convert() { "$python" examples/convert_fairseq.py "$@" 2>&1 | tee "$work/log" \
+  && ! grep -q '^convert_fairseq: ' "$work/log"; }
 
 # ---- state dicts as fairseq saves them
 cat >"$work/make.py" <<'END'
@@ -47,26 +50,32 @@ def read(path):
     header = json.loads(data[8:8 + size])
     meta = header.pop("__metadata__")
     kinds = {"F32": "<f4", "I32": "<i4"}
-    return meta, {name: torch.from_numpy(numpy.frombuffer(data[8 + size + t["data_offsets"][0]:8 + size + t["data_offsets"][1]], kinds[t["dtype"]])
-                                         .reshape(t["shape"]).copy()) for name, t in header.items()}
+    def tensor(t):
+        begin, end = (8 + size + offset for offset in t["data_offsets"])
+        return torch.from_numpy(numpy.frombuffer(data[begin:end], kinds[t["dtype"]]).reshape(t["shape"]).copy())
+    return meta, {name: tensor(t) for name, t in header.items()}
 
 class Meter:  # something of the training that only fairseq could unpickle
     pass
 
 def save(path, model, args, **more):
-    torch.save({"args": args, "model": model, "extra_state": {"meter": Meter(), "epoch": 3}, "optimizer_history": [{"lr": 0.1}], **more}, path)
+    torch.save({"args": args, "model": model, "extra_state": {"meter": Meter(), "epoch": 3},
+                "optimizer_history": [{"lr": 0.1}], **more}, path)
 
 for name in ("classifier_listops", "classifier_pool_p", "classifier_dual", "seq2seq_shared", "seq2seq_pre"):
     meta, t = read("tests/data/%s.safetensors" % name)
     yes = lambda key: meta.get(key) == "true"
-    weights = {n: w for n, w in t.items() if n.startswith(("encoder.", "decoder.", "pre_logits.", "sentence_projection")) and w.dtype == torch.float32}
-    args = {"encoder_attention_heads": int(meta["heads"]), "encoder_layers": int(meta["layers"]), "activation_fn": meta["activation"], "max_positions": 100}
+    ours = ("encoder.", "decoder.", "pre_logits.", "sentence_projection")
+    weights = {n: w for n, w in t.items() if n.startswith(ours) and w.dtype == torch.float32}
+    args = {"encoder_attention_heads": int(meta["heads"]), "encoder_layers": int(meta["layers"]),
+            "activation_fn": meta["activation"], "max_positions": 100}
     model = {}
     if meta["kind"] == "classifier":
         for n, w in weights.items():
             model[n.replace("encoder.", "encoder.encoder.", 1) if n.startswith("encoder.") else n] = w
         model["encoder.encoder.projected_positions"] = torch.zeros(3)
-        args.update(use_p=meta["pooling"] == "p", sen_rep_type="cls", tie_layer_weights=yes("tied_layers"), encoder_learned_pos=yes("learned_positions"))
+        args.update(use_p=meta["pooling"] == "p", sen_rep_type="cls", tie_layer_weights=yes("tied_layers"),
+                    encoder_learned_pos=yes("learned_positions"))
     else:
         model.update(weights)
         model.update({"encoder.version": torch.tensor([3.0]), "decoder.version": torch.tensor([3.0])})
@@ -74,21 +83,29 @@ for name in ("classifier_listops", "classifier_pool_p", "classifier_dual", "seq2
         if shared:
             model["decoder.embed_tokens.weight"] = model["encoder.embed_tokens.weight"]
         model.setdefault("decoder.output_projection.weight", model["decoder.embed_tokens.weight"])
-        args.update(encoder_normalize_before=yes("pre_norm"), decoder_normalize_before=yes("pre_norm"), max_source_positions=64, max_target_positions=64,
+        args.update(encoder_normalize_before=yes("pre_norm"), decoder_normalize_before=yes("pre_norm"),
+                    max_source_positions=64, max_target_positions=64,
                     decoder_attention_heads=int(meta["heads"]), share_all_embeddings=shared)
     if not yes("learned_positions"):
         model["encoder.embed_positions._float_tensor"] = torch.zeros(1)
     save("%s/%s.pt" % (sys.argv[1], name), model, argparse.Namespace(**args))
     if name == "classifier_listops":
-        save(sys.argv[1] + "/unsaid.pt", dict(model, **{"encoder.strange.weight": torch.zeros(2, 2)}), argparse.Namespace(tie_layer_weights=True, encoder_layers=3))
-        save(sys.argv[1] + "/missing.pt", {n: w for n, w in model.items() if "layers.0.fc1.bias" not in n}, argparse.Namespace(**args))
-        torch.save({"args": None, "cfg": {"model": dict(args)}, "model": model}, sys.argv[1] + "/dict.pt", _use_new_zipfile_serialization=False)
+        save(sys.argv[1] + "/unsaid.pt", dict(model, **{"encoder.strange.weight": torch.zeros(2, 2)}),
+             argparse.Namespace(tie_layer_weights=True, encoder_layers=3))
+        save(sys.argv[1] + "/missing.pt", {n: w for n, w in model.items() if "layers.0.fc1.bias" not in n},
+             argparse.Namespace(**args))
+        torch.save({"args": None, "cfg": {"model": dict(args)}, "model": model}, sys.argv[1] + "/dict.pt",
+                   _use_new_zipfile_serialization=False)
         torch.save({"model": {"weight": torch.zeros(2)}}, sys.argv[1] + "/other.pt")
-        # the same encoder as a masked language model, its head's matrix shared; no golden logits: that it loads is checked
+        # the same encoder as a masked language model, its head's matrix shared; no golden logits: that it loads is
+        # checked
         d = int(meta["dim"])
-        bert = {n.replace("encoder.encoder.", "encoder.sentence_encoder."): w for n, w in model.items() if n.startswith("encoder.encoder.")}
-        bert.update({"encoder.lm_head.dense.weight": torch.eye(d), "encoder.lm_head.dense.bias": torch.zeros(d), "encoder.lm_head.layer_norm.weight": torch.ones(d),
-                     "encoder.lm_head.layer_norm.bias": torch.zeros(d), "encoder.lm_head.bias": torch.zeros(int(meta["vocab"])),
+        bert = {n.replace("encoder.encoder.", "encoder.sentence_encoder."): w
+                for n, w in model.items() if n.startswith("encoder.encoder.")}
+        bert.update({"encoder.lm_head.dense.weight": torch.eye(d), "encoder.lm_head.dense.bias": torch.zeros(d),
+                     "encoder.lm_head.layer_norm.weight": torch.ones(d),
+                     "encoder.lm_head.layer_norm.bias": torch.zeros(d),
+                     "encoder.lm_head.bias": torch.zeros(int(meta["vocab"])),
                      "encoder.lm_head.weight": bert["encoder.sentence_encoder.embed_tokens.weight"]})
         save(sys.argv[1] + "/bert.pt", bert, argparse.Namespace(**dict(args, activation_fn="gelu")))
 END
@@ -128,15 +145,19 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
   luna_tensor *logits;
   luna_begin_inference(ctx);
   if (model.kind == LUNA_MODEL_CLASSIFIER) {
-    int32_t *tokens = whole(&g, "tokens", &n), *lengths = whole(&g, "lengths", &batch), *tokens2 = whole(&g, "tokens2", &m), *lengths2 = whole(&g, "lengths2", &batch);
+    int32_t *tokens = whole(&g, "tokens", &n), *lengths = whole(&g, "lengths", &batch);
+    int32_t *tokens2 = whole(&g, "tokens2", &m), *lengths2 = whole(&g, "lengths2", &batch);
     const luna_input first = { tokens, lengths, batch, n, NULL }, second = { tokens2, lengths2, batch, m, NULL };
-    logits = tokens2 ? luna_classifier_forward_pair(&model.classifier, &first, &second) : luna_classifier_forward(&model.classifier, &first);
+    logits = tokens2 ? luna_classifier_forward_pair(&model.classifier, &first, &second)
+                     : luna_classifier_forward(&model.classifier, &first);
     free(tokens), free(lengths), free(tokens2), free(lengths2);
   } else {
-    int32_t *source = whole(&g, "src_tokens", &n), *lengths = whole(&g, "src_lengths", &batch), *target = whole(&g, "prev_output_tokens", &m);
+    int32_t *source = whole(&g, "src_tokens", &n), *lengths = whole(&g, "src_lengths", &batch);
+    int32_t *target = whole(&g, "prev_output_tokens", &m);
     int32_t *target_lengths = (int32_t *)calloc((size_t)batch, 4);
     for (int64_t i = 0; i < batch * m; i++) target_lengths[i / m] += target[i] != 1; /* 1 is padding */
-    logits = luna_seq2seq_forward(&model.seq2seq, &(luna_input){ source, lengths, batch, n, NULL }, &(luna_input){ target, target_lengths, batch, m, NULL });
+    logits = luna_seq2seq_forward(&model.seq2seq, &(luna_input){ source, lengths, batch, n, NULL },
+                                  &(luna_input){ target, target_lengths, batch, m, NULL });
     free(source), free(lengths), free(target), free(target_lengths);
   }
   if (!logits) return puts(luna_error(ctx)), 1;
@@ -165,7 +186,8 @@ check "a masked language model is converted" convert "$work/bert.pt" "$work/bert
 check "it loads as one" sh -c "'$work/same' '$work/bert.safetensors' | grep -q 'kind 3'"
 check "arguments as a dictionary in cfg, old file format" convert "$work/dict.pt" "$work/dict.safetensors"
 check "it is the same model" cmp "$work/dict.safetensors" "$work/classifier_listops.safetensors"
-check "what the checkpoint does not say, flags do" convert "$work/unsaid.pt" "$work/unsaid.safetensors" --heads 4 --activation gelu --pooling cls --max_length 100
+check "what the checkpoint does not say, flags do" convert "$work/unsaid.pt" "$work/unsaid.safetensors" --heads 4 \
+  --activation gelu --pooling cls --max_length 100
 check "an unknown tensor is named and left out" grep -q 'left out: encoder.strange.weight' "$work/log"
 check "it is the same model again" cmp "$work/unsaid.safetensors" "$work/classifier_listops.safetensors"
 
@@ -191,7 +213,8 @@ with safe_open(sys.argv[1], "np") as file:
 save_file(tensors, sys.argv[2], meta)
 print(len(tensors), meta.get("luna.kind"))
 END
-  check "safetensors opens what the converter wrote, and writes it again" "$other" "$work/again.py" "$work/seq2seq_pre.safetensors" "$work/again.safetensors"
+  check "safetensors opens what the converter wrote, and writes it again" "$other" "$work/again.py" \
+    "$work/seq2seq_pre.safetensors" "$work/again.safetensors"
   check "luna.h opens that" "$work/same" "$work/again.safetensors" tests/data/seq2seq_pre.safetensors
   cat >"$work/save.c" <<'END'
 #define LUNA_IMPLEMENTATION
@@ -208,7 +231,8 @@ int main(int count, char **given) { /* loads a model and saves it */
 END
   check "a program that saves compiles" ${CC:-cc} -O0 -I. "$work/save.c" -o "$work/save" -lm -lpthread
   check "luna.h saves it" "$work/save" "$work/again.safetensors" "$work/luna.safetensors"
-  check "safetensors opens what luna.h wrote" sh -c "'$other' '$work/again.py' '$work/luna.safetensors' '$work/third.safetensors' | grep seq2seq"
+  check "safetensors opens what luna.h wrote" \
+    sh -c "'$other' '$work/again.py' '$work/luna.safetensors' '$work/third.safetensors' | grep seq2seq"
   check "and luna.h opens it once more" "$work/same" "$work/third.safetensors" tests/data/seq2seq_pre.safetensors
 else
   echo "no Python with safetensors here: its two checks are left out"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c and lesson.c from outside, on small tasks made here. Needs the
-# examples in $BUILD.
+# examples_more.sh: examples/translate.c, mlm.c, summary.c, attention_map.c and lesson.c from outside, on small tasks
+# made here. Needs the examples in $BUILD.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 name=examples_more
@@ -11,13 +11,18 @@ mkdir folder
 
 # ---- translate: numbers in words, the other way round
 program=translate
-awk 'BEGIN { split("null eins zwei drei vier fünf sechs sieben acht neun", de); split("zero one two three four five six seven eight nine", en); r = 7
+awk 'BEGIN { split("null eins zwei drei vier fünf sechs sieben acht neun", de)
+  split("zero one two three four five six seven eight nine", en); r = 7
   for (i = 0; i < 1200; i++) { s = t = ""; n = 4 + i % 3
-    for (k = 0; k < n; k++) { r = (r * 1103515245 + 12345) % 2147483648; d = int(r / 65536) % 10 + 1; s = s (k ? " " : "") en[d]; t = t (k ? " " : "") de[d] }
+    for (k = 0; k < n; k++) {
+      r = (r * 1103515245 + 12345) % 2147483648; d = int(r / 65536) % 10 + 1
+      s = s (k ? " " : "") en[d]; t = t (k ? " " : "") de[d]
+    }
     print s > "en"; print t > "de"; print s "\t" t > "pairs.tsv" } }'
 head -n 100 en >short.en
 head -n 100 de >short.de
-check "train succeeds" run train en de --out a.safetensors --plot a.svg --steps 300 --batch 32 --lr 0.01 --vocab 400 --dropout 0 $small
+check "train succeeds" run train en de --out a.safetensors --plot a.svg --steps 300 --batch 32 --lr 0.01 --vocab 400 \
+  --dropout 0 $small
 check "plain lines when the output is no terminal" [ "$(grep -c '^step .* loss .* tokens/s .* left$' out)" -ge 10 ]
 check "it validates as it goes" [ "$(grep -c '^step .*: validation loss .* perplexity' out)" = 10 ]
 check "and shows translations" [ "$(grep -c '^  translation ' out)" = 10 ]
@@ -29,12 +34,15 @@ cp out first
 run eval a.safetensors short.en short.de --threads 1
 check "the same for any number of threads" [ "$(sed 's/ in .*//' out)" = "$(sed 's/ in .*//' first)" ]
 check "greedy search works too" run eval a.safetensors short.en short.de --beam 1
-check "translating into itself is BLEU 100" sh -c "'$build/translate' run a.safetensors <short.en >mine && '$build/translate' eval a.safetensors short.en mine | grep -q 'BLEU 100.00 (13a words, brevity 1.000)'"
+check "translating into itself is BLEU 100" sh -c \
+  "'$build/translate' run a.safetensors <short.en >mine && '$build/translate' eval a.safetensors short.en mine \
+   | grep -q 'BLEU 100.00 (13a words, brevity 1.000)'"
 check "a translation a line" [ "$(wc -l <mine)" = 100 ]
 printf 'one two\r\nfive\n\n\377\200 what? \303\251\303\n' >odd
 check "odd lines do no harm" sh -c "'$build/translate' run a.safetensors --beam 2 <odd >out"
 check "line for line" [ "$(wc -l <out)" = 4 ]
-check "a source in both files is a pair" run train pairs.tsv --out b.safetensors --steps 300 --batch 32 --lr 0.01 --vocab 400 --dropout 0 $small --threads 1
+check "a source in both files is a pair" run train pairs.tsv --out b.safetensors --steps 300 --batch 32 --lr 0.01 \
+  --vocab 400 --dropout 0 $small --threads 1
 check "the same pairs give the same model, for any number of threads" same a.safetensors b.safetensors
 run train en de --out b.safetensors --steps 5 $small
 run train en de --out c.safetensors --steps 5 $small --seed 2
@@ -61,7 +69,8 @@ refuses "missing.safetensors" run missing.safetensors
 refuses "[a-z]" run cut.safetensors
 refuses "same number of lines" eval a.safetensors en short.de
 check "the old model is as it was" same a.safetensors before
-check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --steps 100000 --out stopped.safetensors $small
+check "Ctrl-C ends a training well" interrupted '^step .* loss' train en de --steps 100000 --out stopped.safetensors \
+  $small
 check "it says so" grep -q 'stopped early' out
 check "the model is saved" run eval stopped.safetensors short.en short.de
 
@@ -73,17 +82,22 @@ check "its training loop learns" sh -c "tail -n 1 out | sed 's/.* //' | awk '{ e
 
 # ---- mlm
 program=mlm
-awk 'BEGIN { for (i = 0; i < 400; i++) print "the moon goes round the earth, and the earth goes round the sun, in " (i * 7 % 30) " days" }' >text
-awk 'BEGIN { for (i = 0; i < 300; i++) print (i * 7 % 5 < 2) "\tin " (i * 13 % 40) " days the " (i * 7 % 5 < 2 ? "moon" : "sun") " goes round" }' >rows.tsv
+awk 'BEGIN { for (i = 0; i < 400; i++)
+  print "the moon goes round the earth, and the earth goes round the sun, in " (i * 7 % 30) " days" }' >text
+awk 'BEGIN { for (i = 0; i < 300; i++)
+  print (i * 7 % 5 < 2) "\tin " (i * 13 % 40) " days the " (i * 7 % 5 < 2 ? "moon" : "sun") " goes round" }' >rows.tsv
 window="--window 32 --batch 8"
 check "pretrain succeeds" run pretrain text --out m.safetensors --plot m.svg --steps 200 --lr 0.01 $window $small
 check "validation loss falls" awk '/^validation loss/ { exit !($5 < 0.7 * $3) }' out
 check "the loss is drawn" drawn m.svg
 run pretrain text --out n.safetensors --steps 200 --lr 0.01 $window $small --threads 1
 check "the same seed gives the same model, for any number of threads" same m.safetensors n.safetensors
-check "tune succeeds" run tune m.safetensors rows.tsv --out c.safetensors --plot c.svg --steps 100 --lr 0.01 $window --threads 2
-check "it says what did not match" [ "$(grep -c '^  sentence_projection_layer.weight is not in the file$\|^  lm_head.* no parameter here$' out)" = 6 ]
-check "it tells both accuracies" grep -q '^accuracy after 100 steps: [01][.0-9]* pre-trained, [01][.0-9]* from scratch$' out
+check "tune succeeds" run tune m.safetensors rows.tsv --out c.safetensors --plot c.svg --steps 100 --lr 0.01 $window \
+  --threads 2
+check "it says what did not match" \
+  [ "$(grep -c '^  sentence_projection_layer.weight is not in the file$\|^  lm_head.* no parameter here$' out)" = 6 ]
+check "it tells both accuracies" \
+  grep -q '^accuracy after 100 steps: [01][.0-9]* pre-trained, [01][.0-9]* from scratch$' out
 check "what can be learnt has been learnt" awk '/^accuracy after/ { exit !($5 > 0.9) }' out
 check "the fine-tuning is drawn" drawn c.svg
 check "few rows to learn from" run tune m.safetensors rows.tsv --out d.safetensors --steps 3 --rows 20 $window
@@ -98,8 +112,10 @@ refuses "overwrite the model" tune m.safetensors rows.tsv --out m.safetensors
 refuses "is empty" pretrain empty --out m.safetensors
 printf 'tiny' >tiny
 refuses "has 4 bytes" pretrain tiny --out m.safetensors
-check "a short text is read in shorter windows" run pretrain short.en --out d.safetensors --steps 2 --window 4096 --batch 4 $small
-check "Ctrl-C ends a training well" interrupted '^step' pretrain text --steps 100000 --out stopped.safetensors $window $small
+check "a short text is read in shorter windows" run pretrain short.en --out d.safetensors --steps 2 --window 4096 \
+  --batch 4 $small
+check "Ctrl-C ends a training well" interrupted '^step' pretrain text --steps 100000 --out stopped.safetensors $window \
+  $small
 check "and it is saved" run tune stopped.safetensors rows.tsv --out d.safetensors --steps 2 $window
 
 # ---- summary
@@ -110,7 +126,8 @@ check "and what numbers stand for" grep -q 'activation gelu' out
 check "of norms too" grep -q 'norm layer' out
 check "a tensor, its kind, shape and size" grep -q 'encoder.layers.0.fc1.weight *F32 *64 x 32 *8.2 kB' out
 check "the totals" grep -q 'tensors, [0-9]* numbers, .*B' out
-check "text pairs of the user are shown" sh -c "'$build/summary' a.safetensors | grep -q '^  translate.pairs [0-9 ]*\.\.\. ([0-9]* bytes)'"
+check "text pairs of the user are shown" \
+  sh -c "'$build/summary' a.safetensors | grep -q '^  translate.pairs [0-9 ]*\.\.\. ([0-9]* bytes)'"
 check "any safetensors file will do" run "$root/tests/data/causal_tied.safetensors"
 check "with its pairs" grep -q '^  pack_activation softplus2' out
 refuses "one file"
@@ -122,7 +139,8 @@ refuses "[a-z]" folder
 
 # ---- attention_map
 program=attention_map
-good() { [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] && [ "$(tags "$1" g)" = "$(tags "$1" /g)" ] && { ! command -v xmllint || xmllint --noout "$1"; }; }
+good() { [ "$(head -c 5 "$1")" = "<svg " ] && [ "$(tail -n 1 "$1")" = "</svg>" ] \
+  && [ "$(tags "$1" g)" = "$(tags "$1" /g)" ] && { ! command -v xmllint || xmllint --noout "$1"; }; }
 check "a classifier's map" run draw c.safetensors --text 'in <10> days & "nights" the moon é' --out c.svg
 check "is a whole SVG" good c.svg
 check "its characters are escaped" sh -c "grep -q '&#60;' c.svg && grep -q '&#38;' c.svg && grep -q '>é<' c.svg"
@@ -135,12 +153,14 @@ check "it is a whole SVG" good e.svg
 printf 'a\377\200\001\302\002b' >odd
 check "odd bytes do no harm" sh -c "'$build/attention_map' draw m.safetensors --out f.svg <odd"
 check "not to the SVG either" good f.svg
-check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --as numbers --text '5 6 7 300' --out g.svg
+check "an encoder-decoder's encoder, with numbers for tokens" run draw a.safetensors --as numbers --text '5 6 7 300' \
+  --out g.svg
 check "it says how many" grep -q ' 4 tokens' out
 check "a text is cut into byte pairs, as it was trained" run draw a.safetensors --text 'one two three' --out g.svg
 check "words are tokens" grep -q ' 4 tokens' out
 check "their names stand by them" [ "$(grep -c '>one<\|>two<\|>three<\|>END<' g.svg)" = 8 ]
-awk 'BEGIN { for (i = 0; i < 200; i++) print (i % 2 ? "good" : "bad") "\ta film that is " (i % 2 ? "splendid" : "dull") ", day " i }' >reviews
+awk 'BEGIN { for (i = 0; i < 200; i++)
+  print (i % 2 ? "good" : "bad") "\ta film that is " (i % 2 ? "splendid" : "dull") ", day " i }' >reviews
 tiny="--steps 1 --layers 1 --dim 16 --heads 2 --memory 4 --ffn 32"
 "$build/classify" train reviews $tiny --out w.safetensors >/dev/null
 "$build/listops" train --longest 9 $tiny --out l.safetensors >/dev/null
@@ -148,7 +168,8 @@ tiny="--steps 1 --layers 1 --dim 16 --heads 2 --memory 4 --ffn 32"
 LC_ALL=C sed 's/mlm.tokens/mlm.broken/' m.safetensors >bare.safetensors
 check "a text is cut into words, as it was trained" run draw w.safetensors --text 'Splendid, is it?' --out w.svg
 check "punctuation by itself" grep -q ' 5 tokens' out
-check "the last unpack of a model that pools the memory is not drawn" [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
+check "the last unpack of a model that pools the memory is not drawn" \
+  [ "$(grep -c '>pack: ' w.svg) $(grep -c '>unpack: ' w.svg)" = "1 0" ]
 check "and it says why" grep -q 'not trained' out
 check "a list is cut into its symbols" run draw l.safetensors --text '[MAX 2 [MIN 4 7 ] 0 ]' --out l.svg
 check "brackets and operators are tokens" grep -q ' 8 tokens' out

@@ -3,10 +3,11 @@
 
     python3 tests/features.py [FOLDER]          needs numpy and autograd
 
-A file is a checkpoint as luna_save writes it, with tensors more, which luna_load_model skips by their names: luna.test.features
-[batch, n, k] with NaN among them and in the padding, luna.test.lengths, what the loss compares with, luna.test.labels or
-luna.test.targets, and the results: luna.test.output, luna.test.loss, luna.test.grad.NAME. The pair test.loss says which loss.
-The equations are those of README.md and the paper, written out once more and not from luna.h's code.
+A file is a checkpoint as luna_save writes it, with tensors more, which luna_load_model skips by their names:
+luna.test.features [batch, n, k] with NaN among them and in the padding, luna.test.lengths, what the loss compares with,
+luna.test.labels or luna.test.targets, and the results: luna.test.output, luna.test.loss, luna.test.grad.NAME. The pair
+test.loss says which loss. The equations are those of README.md and the paper, written out once more and not from
+luna.h's code.
 """
 import json
 import math
@@ -24,15 +25,19 @@ LENGTHS = numpy.array([7, 2, 5], numpy.int32)
 RELU, GELU, SOFTPLUS2, SILU = 1, 2, 5, 7
 NONE, SINUSOIDAL = 1, 2
 POOL_MEAN, POOL_MEMORY = 2, 3
-ENCODER = dict(vocab=256, layers=2, dim=D, heads=H, pack_heads=H, ffn=FFN, memory=L, activation=RELU, omega=0, positions=SINUSOIDAL,
+ENCODER = dict(vocab=256, layers=2, dim=D, heads=H, pack_heads=H, ffn=FFN, memory=L, activation=RELU, omega=0,
+               positions=SINUSOIDAL,
                max_length=512, embedding_scale=2, features=K)
-CAUSAL = dict(vocab=256, layers=2, dim=D, heads=H, ffn=FFN, memory=L, activation=RELU, omega=SOFTPLUS2, positions=NONE, max_length=512,
+CAUSAL = dict(vocab=256, layers=2, dim=D, heads=H, ffn=FFN, memory=L, activation=RELU, omega=SOFTPLUS2, positions=NONE,
+              max_length=512,
               features=K)
 CASES = [
     ("classes", "classifier", dict(ENCODER, classes=4, pooling=POOL_MEMORY), "cross_entropy"),
-    ("step_values", "classifier", dict(ENCODER, classes=2, pooling=POOL_MEMORY, per_step=1, pre_norm=1, activation=GELU, pre_logits=6,
+    ("step_values", "classifier", dict(ENCODER, classes=2, pooling=POOL_MEMORY, per_step=1, pre_norm=1, activation=GELU,
+                                       pre_logits=6,
                                        sharing=1), "mse"),
-    ("yes_or_no", "classifier", dict(ENCODER, classes=3, pooling=POOL_MEAN, positions=NONE, embedding_scale=1), "binary_cross_entropy"),
+    ("yes_or_no", "classifier", dict(ENCODER, classes=3, pooling=POOL_MEAN, positions=NONE, embedding_scale=1),
+     "binary_cross_entropy"),
     ("step_classes", "causal_lm", dict(CAUSAL, outputs=2, convolution=4, pre_norm=1), "cross_entropy"),
     ("forecast", "causal_lm", dict(CAUSAL, outputs=K, positions=SINUSOIDAL), "huber 0.7"),
     ("rms_classes", "classifier", dict(ENCODER, classes=4, pooling=POOL_MEMORY, norm=1), "cross_entropy"),
@@ -109,13 +114,15 @@ def rest(x, t, c, name):
 
 
 def sinusoids(n):
-    angles = numpy.arange(n)[:, None] * numpy.exp(numpy.arange(D // 2) * -math.log(10000) / (D // 2 - 1)).astype(numpy.float32)
+    turns = numpy.exp(numpy.arange(D // 2) * -math.log(10000) / (D // 2 - 1)).astype(numpy.float32)
+    angles = numpy.arange(n)[:, None] * turns
     return numpy.concatenate([numpy.sin(angles), numpy.cos(angles)], 1)
 
 
 def embedded(t, c, prefix, features):
     real = (numpy.arange(N) < LENGTHS[:, None])[:, :, None] & ~numpy.isnan(features)
-    x = np.where(real, (numpy.where(real, features, 0) - t[prefix + "input_norm.mean"]) * t[prefix + "input_norm.scale"], 0)
+    x = numpy.where(real, features, 0) - t[prefix + "input_norm.mean"]
+    x = np.where(real, x * t[prefix + "input_norm.scale"], 0)
     x = linear(x, t, prefix + "input_proj")
     return x + sinusoids(N) if c["positions"] == SINUSOIDAL else x
 
@@ -129,11 +136,13 @@ def classifier(t, c, features):
     for i in range(c["layers"]):
         name = "encoder.layers.%d." % i
         if c.get("pre_norm"):
-            y, packed = luna(norm(x, t, name + "self_attn_layer_norm"), norm(p, t, name + "self_atten_proj_layer_norm"), t, name + "self_attn.")
+            y, packed = luna(norm(x, t, name + "self_attn_layer_norm"), norm(p, t, name + "self_atten_proj_layer_norm"),
+                             t, name + "self_attn.")
             x, p = x + y, p + packed
         else:
             y, packed = luna(x, p, t, name + "self_attn.")
-            x, p = norm(x + y, t, name + "self_attn_layer_norm"), norm(p + packed, t, name + "self_atten_proj_layer_norm")
+            x = norm(x + y, t, name + "self_attn_layer_norm")
+            p = norm(p + packed, t, name + "self_atten_proj_layer_norm")
         x = rest(x, t, c, name)
     if c.get("pre_norm"):
         x, p = norm(x, t, "encoder.layer_norm"), norm(p, t, "encoder.proj_layer_norm")
@@ -205,7 +214,8 @@ def shapes(kind, c):
             s[name + "projected_embeddings"] = [L, D]
             projections = ["pq", "pc", "q", "c", "out"]
         else:
-            projections = ["pq", "pk", "pv", "q", "k", "v", "out"] if c.get("sharing") else ["pq", "pc", "q", "c", "out"]
+            own = ["pq", "pk", "pv", "q", "k", "v", "out"]
+            projections = own if c.get("sharing") else ["pq", "pc", "q", "c", "out"]
         for p in projections:
             matrix(name + "self_attn.%s_proj" % p, D, D)
         if c.get("convolution"):
@@ -235,7 +245,8 @@ def write(path, metadata, tensors):
     header, blob = {"__metadata__": metadata}, b""
     for name, value in tensors.items():
         data = numpy.ascontiguousarray(value).astype("<i4" if value.dtype == numpy.int32 else "<f4").tobytes()
-        header[name] = dict(dtype="I32" if value.dtype == numpy.int32 else "F32", shape=list(value.shape), data_offsets=[len(blob), len(blob) + len(data)])
+        header[name] = dict(dtype="I32" if value.dtype == numpy.int32 else "F32", shape=list(value.shape),
+                            data_offsets=[len(blob), len(blob) + len(data)])
         blob += data
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -244,7 +255,8 @@ def write(path, metadata, tensors):
 
 
 def main():
-    folder = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "features")
+    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "features")
+    folder = sys.argv[1] if len(sys.argv) > 1 else own
     os.makedirs(folder, exist_ok=True)
     for seed, (name, kind, c, loss) in enumerate(CASES):
         random = numpy.random.RandomState(seed + 1)
@@ -273,7 +285,8 @@ def main():
                 wanted[numpy.arange(N) >= LENGTHS[:, None]] = numpy.nan
         value = lambda weights: loss_of(loss, model(weights, c, features), wanted)
         gradients = grad(value)(t)
-        extra = {"features": features, "lengths": LENGTHS, "labels" if loss == "cross_entropy" else "targets": wanted, "output": y,
+        extra = {"features": features, "lengths": LENGTHS, "labels" if loss == "cross_entropy" else "targets": wanted,
+                 "output": y,
                  "loss": numpy.array([value(t)])}
         tensors = dict(t)
         tensors.update(("luna.test." + key, v) for key, v in extra.items())

@@ -1,6 +1,6 @@
 #!/bin/sh
-# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines. What is not here is
-# named and left out. CMAKE, MESON, PKG_CONFIG: the programs.
+# install.sh: what the README says of installing: make install and pkg-config, its CMake and its Meson lines. What is
+# not here is named and left out. CMAKE, MESON, PKG_CONFIG: the programs.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 build=${BUILD:-build}
@@ -20,7 +20,9 @@ check() {                                                # a sentence, then a co
   sed 's/^/    /' "$work/out" | tail -n 12
 }
 have() { command -v "$1" >/dev/null 2>&1 || { echo "skipped: $1 is not here"; return 1; }; }
-block() { awk -v kind="$1" '$0 == "```" kind { inside = 1; next } /^```/ { if (inside) exit } inside' "$root/README.md"; }
+block() {
+  awk -v kind="$1" '$0 == "```" kind { inside = 1; next } /^```/ { if (inside) exit } inside' "$root/README.md"
+}
 
 # the README's first program, as one that only includes luna.h
 block c | grep -v '^#define LUNA_IMPLEMENTATION' >"$work/project/main.c"
@@ -30,7 +32,8 @@ cp luna.h "$work/project"
 # ---- make install, into a staging folder as packagers do, and into a prefix
 check "make install" make -s install BUILD="$build" PREFIX="$work/prefix"
 check "make install DESTDIR" make -s install BUILD="$build" DESTDIR="$work/stage" PREFIX=/usr
-check "the same files" [ "$(cd "$work/prefix" && find . -type f | sort)" = "$(cd "$work/stage/usr" && find . -type f | sort)" ]
+check "the same files" \
+  [ "$(cd "$work/prefix" && find . -type f | sort)" = "$(cd "$work/stage/usr" && find . -type f | sort)" ]
 check "luna.pc names the prefix" grep -q '^prefix=/usr$' "$work/stage/usr/lib/pkgconfig/luna.pc"
 version=$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h)
 if have "${PKG_CONFIG:-pkg-config}"; then

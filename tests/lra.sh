@@ -1,17 +1,21 @@
 #!/bin/sh
-# lra.sh: examples/lra.c from outside, on small tasks made here: its five tasks, every attention, a training that goes on, tables, bad files.
+# lra.sh: examples/lra.c from outside, on small tasks made here: its five tasks, every attention, a training that goes
+# on, tables, bad files.
 # Needs $BUILD/lra.
 cd "$(dirname "$0")/.." || exit 1
 name=lra_sh program=lra
 . tests/cli_checks.sh
-small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 2"
-bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; } # an awk program that prints octal numbers
+small="--quick --layers 1 --dim 8 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --validations 10 --threads 2"
+# an awk program that prints octal numbers
+bytes() { awk "$1" | sed 's/[0-9][0-9]*/\\0&/g' | tr -d '\n ' >octal; printf '%b' "$(cat octal)"; }
 
 awk 'BEGIN { split("[MIN [MAX [MED [SM", op, " ")
   for (i = 0; i < 80; i++) { a = i * 7 % 10; b = i * 3 % 10; lo = a < b ? a : b; hi = a < b ? b : a
-    print (i % 4 == 0 ? lo : i % 4 == 1 ? hi : i % 4 == 2 ? int((a + b) / 2) : (a + b) % 10) "\t" op[i % 4 + 1] " " a " " b " ]" } }' >lists
+    answer = i % 4 == 0 ? lo : i % 4 == 1 ? hi : i % 4 == 2 ? int((a + b) / 2) : (a + b) % 10
+    print answer "\t" op[i % 4 + 1] " " a " " b " ]" } }' >lists
 awk -F '\t' 'BEGIN { print "Source\tTarget" } { sub(/\[/, "( ( [", $2); print $2 " )\t" $1 }' lists >release
-awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""; for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad"); print i % 2 "\tfilm" s } }' >texts
+awk 'BEGIN { for (i = 0; i < 60; i++) {
+  s = ""; for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad"); print i % 2 "\tfilm" s } }' >texts
 awk -F '\t' '{ print ($1 ? "1.0" : "0.0") "\tid1\tid2\t" $2 "\t" (NR % 3 ? $2 : "other") }' texts >pairs
 awk -F '\t' '{ print $1 "\t" $2 "\tother" }' texts >pairs3
 bytes 'BEGIN { for (i = 0; i < 20; i++) { print i % 2; for (k = 0; k < 1024; k++) print i % 2 ? 377 : 20 } }' >gray
@@ -26,13 +30,15 @@ train="train listops --data lists $small --save-every 7 --dropout 0.1"
 check "lra train succeeds" run $train --out whole --plot loss.svg
 check "it prints its settings" grep -q '^steps 20, batch 4, .*layers 1, dim 8, ' out
 check "plain lines when the output is no terminal" grep -q '^step   20/20 loss .* validation [0-9.]*% .* left$' out
-check "the last one is the best model's accuracy" grep -q '^whole.safetensors: 20 steps in .* accuracy on 8 samples held: [0-9.]*%' out
+check "the last one is the best model's accuracy" \
+  grep -q '^whole.safetensors: 20 steps in .* accuracy on 8 samples held: [0-9.]*%' out
 check "its files are there" [ "$(echo whole.*)" = "whole.csv whole.safetensors whole.training whole.txt" ]
 check "the loss is drawn" drawn loss.svg
 check "the curve has a row a step" [ "$(wc -l <whole.csv)" = 21 ]
 check "each of the four numbers or none" [ "$(grep -c '^[0-9]*,[0-9.]*,[0-9.]*,[0-9.]*$' whole.csv)" = 20 ]
 check "ten of them with a validation" [ "$(grep -c '^[0-9]*,[0-9.]*,[0-9.][0-9.]*,[0-9.]*$' whole.csv)" = 10 ]
-check "the report says what it was" [ "$(grep -c -E '^(task listops|system Luna-4|settings quick|seed 1|steps 20|of 20|batch 4|held 8)$' whole.txt)" = 8 ]
+check "the report says what it was" \
+  [ "$(grep -c -E '^(task listops|system Luna-4|settings quick|seed 1|steps 20|of 20|batch 4|held 8)$' whole.txt)" = 8 ]
 run $train --out other --threads 1
 check "the same seed gives the same model, for any number of threads" same whole.safetensors other.safetensors
 run $train --out other --seed 2
@@ -45,7 +51,8 @@ cp whole.training on.training && cp whole.training early.training
 check "a training goes on" run train listops --data lists --resume on.training --save-every 20
 check "it says from where" grep -q '^going on from step 14 of on.training' out
 run $train --out other --save-every 20
-check "to the same bits" sh -c "LC_ALL=C; export LC_ALL; sed 's/lra.run.*//' on.training >a; sed 's/lra.run.*//' other.training >b; cmp a b"
+check "to the same bits" \
+  sh -c "LC_ALL=C; export LC_ALL; sed 's/lra.run.*//' on.training >a; sed 's/lra.run.*//' other.training >b; cmp a b"
 check "its best model is the same" same other.safetensors on.safetensors
 check "and its curve" same whole.csv on.csv
 refuses "is not there" train listops --data lists --resume early.training --out nothing
@@ -63,7 +70,8 @@ run eval whole.safetensors --data release
 check "the release's lines are the same lists" [ "$(sed 's/.*release://' out)" = "$(cat plain)" ]
 check "lra show listops counts" run show listops --data lists
 check "whether answers are right" grep -q '^80 lists, 80 whose answer is their value$' out
-for task in "text --data texts" "retrieval --data pairs" "retrieval --data pairs3" "image --data gray" "pathfinder --difficulty easy --batch 1 --steps 1 --longest 40"; do
+for task in "text --data texts" "retrieval --data pairs" "retrieval --data pairs3" "image --data gray" \
+  "pathfinder --difficulty easy --batch 1 --steps 1 --longest 40"; do
   check "train $task" run train $small $task --out t
   case $task in pathfinder*) continue ;; esac
   check "eval $task" run eval t.safetensors ${task#* }
@@ -73,17 +81,21 @@ check "beyond chance" sh -c "sed -n 's/^accuracy //p' t.txt | awk '{ exit !(\$1 
 cut -f 1,2 texts | head -n 12 >valid
 check "a file to validate on" run train text --data texts --valid valid $small --out t
 check "all of it" grep -q '^held 12$' t.txt
-for attention in transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear performer rfa workspace isab; do
+for attention in transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear performer \
+  rfa workspace isab; do
   check "--attention $attention" run train text --data texts $small --steps 2 --attention $attention --out t
   check "its model is measured" run eval t.safetensors --data texts
 done
 for attention in sparse reformer sinkhorn performer; do
-  check "--settings lra for $attention" run train listops --data lists $small --quick no --settings lra --longest 40 --steps 1 --attention $attention --out t
+  check "--settings lra for $attention" run train listops --data lists $small --quick no --settings lra --longest 40 \
+    --steps 1 --attention $attention --out t
 done
 check "colours become gray" run show image --data colour --count 1
 check "of red a third" grep -q '^::*$' out
 check "the authors' settings" run train image --data gray --steps 1 --batch 2 --threads 2 --out t
-check "are Luna's" grep -q '^steps 1, batch 2, lr 0.005, warmup 4000, decay inverse-sqrt, weight-decay 0, layers 1, dim 64, heads 8, ffn 128, hidden 128, longest 1024, positions learned, pooling cls, dropout 0.3, attention-dropout 0.1' out
+own='^steps 1, batch 2, lr 0.005, warmup 4000, decay inverse-sqrt, weight-decay 0, layers 1, dim 64, heads 8, ffn 128, '
+own=$own'hidden 128, longest 1024, positions learned, pooling cls, dropout 0.3, attention-dropout 0.1'
+check "are Luna's" grep -q "$own" out
 check "lra show pathfinder draws" run show pathfinder --count 2 --svg p.svg
 check "two pictures with labels" [ "$(tags p.svg rect) $(tags p.svg text)" = "2048 2" ]
 check "and prints them" [ "$(grep -c '^sample [01], label [01]:$' out) $(grep -c '^[ .:=+*#%@-]\{64\}$' out)" = "2 64" ]

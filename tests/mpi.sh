@@ -32,6 +32,9 @@ for mode in data sequence; do
     check "$mode on $ranks ranks: rank 0 alone talks" [ "$(grep -c 'validation loss' out)" = 1 ]
     check "$mode on $ranks ranks: what was sent is counted" grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
     check "$mode on $ranks ranks: one picture" drawn many.svg
+    cp many.st first
+    [ $ranks = 2 ] || mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel $mode $small --threads 2
+    check "$mode on $ranks ranks: the same bits again, with other threads" same first many.st
     check "$mode on $ranks ranks: no file is left over" [ "$(echo many*)" = "many.st many.svg" ]
   done
 done
@@ -76,6 +79,7 @@ says() { # "SENTENCE" "WORDS" ARGUMENTS...: mpirun with them ends with an error 
 base="--steps 20 --out bad.st --parallel data"
 says "one rank without the text" "cannot read missing" -n 1 "$lm" train text $base $small : -n 1 "$lm" train missing $base $small
 says "a rank with another model" "rank 1" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --dim 64
+says "a rank with other heads" "rank 1 .* or config" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --heads 4
 says "a rank with another mode" "collective.mode" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --parallel sequence
 says "ranks without --parallel" "--parallel data or" -n 2 "$lm" train text $small
 says "a wrong flag on all" "has no flag --what" -n 3 "$lm" train text --what 1
@@ -129,7 +133,7 @@ sizes="--quick --longest 80 --layers 2 --dim 16 --heads 2 --memory 4 --ffn 16 --
 awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""; for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad"); print i % 2 "\tfilm" s "\tother" substr(s, 1, 9) } }' >pairs
 cut -f 1,2 pairs >texts
 curve() { paste -d , one.csv many.csv | awk -F , 'NR > 1 { d = $2 / $6 - 1; if ($1 != $5 || d * d > 1e-9 || $4 != $8) bad = 1 } END { exit bad || NR != 21 }'; }
-for what in "text --data texts --pooling mean" "text --data texts --pooling cls" "retrieval --data pairs --pooling first --recompute ffn"; do
+for what in "text --data texts --pooling mean" "text --data texts --pooling cls" "retrieval --data pairs --pooling cls --recompute ffn"; do
   mpi -n 1 "$build/mpi/lra" train $what --out one $sizes
   check "lra $what on one rank" cp one.txt one
   for mode in data sequence; do

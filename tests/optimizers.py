@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Writes tests/data/optimizers.safetensors: what torch's optimisers and schedules do, for tests/trainer.c to compare with.
+"""Writes tests/data/optimizers.safetensors: what torch's optimisers and schedules do, for tests/trainer.c to compare
+with.
 
     python3 tests/optimizers.py [FILE]          needs torch, nothing else
 
 The file has start.<p> [shape] and gradient.<p> [steps, n], F32, of three parameters; for each case <c> of the metadata
 ("case.<c>": "adamw lr=0.02 ...") case.<c>.<p> [steps, n], the parameters after each step; for each schedule <s>
-("schedule.<s>": "cosine total=20 ...") schedule.<s> [n], F64, its factor at steps 1..n. All arithmetic is float64, with the
-hyperparameters as float32 has them; Apollo, which torch lacks, follows its authors' optim/apollo.py.
+("schedule.<s>": "cosine total=20 ...") schedule.<s> [n], F64, its factor at steps 1..n. All arithmetic is float64, with
+the hyperparameters as float32 has them; Apollo, which torch lacks, follows its authors' optim/apollo.py.
 """
 import json
 import struct
@@ -69,10 +70,12 @@ def optimizer_of(kind, config, params):
     c = {key: rounded(value) for key, value in config.items()}
     decay = c.get("weight_decay", 0)
     if kind == "sgd":
-        return torch.optim.SGD(params, lr=c["lr"], momentum=c.get("momentum", 0), nesterov="nesterov" in c, weight_decay=decay)
+        return torch.optim.SGD(params, lr=c["lr"], momentum=c.get("momentum", 0), nesterov="nesterov" in c,
+                               weight_decay=decay)
     if kind == "apollo":
         warmup, start = c.get("warmup", 100), c.get("warmup_from", rounded(0.01))
-        return Apollo(params, c["lr"], c.get("beta", rounded(0.9)), c.get("epsilon", rounded(1e-4)), decay, warmup, start * c["lr"])
+        return Apollo(params, c["lr"], c.get("beta", rounded(0.9)), c.get("epsilon", rounded(1e-4)), decay, warmup,
+                      start * c["lr"])
     betas = c.get("beta1", rounded(0.9)), c.get("beta2", rounded(0.999))
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     return kinds[kind](params, lr=c["lr"], betas=betas, eps=c.get("epsilon", rounded(1e-8)), weight_decay=decay)
@@ -114,26 +117,31 @@ def warm_then_cosine(optimizer):
     return lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[5])
 
 
-# Torch's step 0 makes the first update, and so does luna.h's step 1. Milestones mean the same update in both; the continuous ones
-# are the same function of their own step numbers.
+# Torch's step 0 makes the first update, and so does luna.h's step 1. Milestones mean the same update in both; the
+# continuous ones are the same function of their own step numbers.
 SCHEDULES = [
-    ("milestones milestone=2 milestone=5 milestone=9 milestone=10 gamma=0.5", lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 9, 10], gamma=0.5), 0, 14),
+    ("milestones milestone=2 milestone=5 milestone=9 milestone=10 gamma=0.5",
+     lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 9, 10], gamma=0.5), 0, 14),
     ("milestones milestone=4 milestone=7", lambda o: lr_scheduler.MultiStepLR(o, [4, 7], gamma=0.1), 0, 12),
     ("cosine total=20 floor=0.125", lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20, eta_min=0.125), 1, 20),
     ("constant warmup=8 warmup_from=0.25", lambda o: lr_scheduler.LinearLR(o, start_factor=0.25, total_iters=8), 1, 12),
-    ("linear total=16 floor=0.25", lambda o: lr_scheduler.LinearLR(o, start_factor=1, end_factor=0.25, total_iters=16), 1, 20),
+    ("linear total=16 floor=0.25", lambda o: lr_scheduler.LinearLR(o, start_factor=1, end_factor=0.25, total_iters=16),
+     1, 20),
     ("cosine warmup=5 warmup_from=0.125 total=20", warm_then_cosine, 1, 20),
-    ("inverse_sqrt warmup=4 warmup_from=0.5", lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.5 + 0.125 * t if t < 4 else (4 / t) ** 0.5), 1, 20),
+    ("inverse_sqrt warmup=4 warmup_from=0.5",
+     lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.5 + 0.125 * t if t < 4 else (4 / t) ** 0.5), 1, 20),
 ]
 
 
 def main():
     torch.manual_seed(7)
     starts = [torch.randn(shape) for shape in SHAPES]
-    # Sizes that vary, so that some steps are clipped and some are not; a direction that turns about, so that Apollo's |B| passes 1
+    # Sizes that vary, so that some steps are clipped and some are not; a direction that turns about, so that Apollo's
+    # |B| passes 1
     scale = torch.tensor([1 + step % 3 for step in range(STEPS)]).reshape(-1, 1)
     turn = torch.tensor([1 if step % 4 < 2 else -1 for step in range(STEPS)]).reshape(-1, 1)
-    gradients = [scale * (turn * 2 * torch.randn(1, start.numel()) + 0.5 * torch.randn(STEPS, start.numel())) for start in starts]
+    gradients = [scale * (turn * 2 * torch.randn(1, start.numel()) + 0.5 * torch.randn(STEPS, start.numel()))
+                 for start in starts]
     metadata = {"kind": "optimizers"}
     tensors = {}
     for p, (start, gradient) in enumerate(zip(starts, gradients)):
@@ -151,7 +159,8 @@ def main():
         wide = tensor.dtype == torch.float64
         values = tensor.flatten().tolist()
         bytes_ = struct.pack("<%d%s" % (len(values), "d" if wide else "f"), *values)
-        header[name] = {"dtype": "F64" if wide else "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(bytes_)]}
+        header[name] = {"dtype": "F64" if wide else "F32", "shape": list(tensor.shape),
+                        "data_offsets": [len(data), len(data) + len(bytes_)]}
         data += bytes_
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# run.sh PROGRAM...: runs each, shows what it prints, and adds up the last lines, "name: N passed, N failed".
-# A program that ends without such a line counts as one failed and is named. RUNNER: what runs a program of another machine.
+# run.sh PROGRAM...: runs each, shows what it prints, and adds up the last lines, "name: N passed, N failed". A program
+# that ends without such a line counts as one failed and is named. RUNNER: what runs a program of another machine.
 build=${BUILD:-build}
 mkdir -p "$build/logs"
 passed=0 failed=0 named=
@@ -14,7 +14,8 @@ for program; do
   esac >"$log" 2>&1 </dev/null
   status=$?
   cat "$log"
-  counts=$(tail -n 1 "$log" | tr -d '\r' | sed -n 's/^\(.*[^0-9]\)\{0,1\}\([0-9][0-9]*\) passed, \([0-9][0-9]*\) failed$/\2 \3/p')
+  counts=$(tail -n 1 "$log" | tr -d '\r' \
+    | sed -n 's/^\(.*[^0-9]\)\{0,1\}\([0-9][0-9]*\) passed, \([0-9][0-9]*\) failed$/\2 \3/p')
   good=${counts% *} bad=${counts#* }
   if [ -z "$counts" ]; then
     echo "$program ended with status $status before its last line"

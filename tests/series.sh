@@ -4,7 +4,8 @@ cd "$(dirname "$0")/.." || exit 1
 name=series_cli
 . tests/cli_checks.sh
 program=series
-over() { tail -n 1 out | sed 's/.*accuracy \([0-9.]*\)%.*/\1/' | awk -v min="$1" '{ exit !($1 + 0 > min) }'; } # the accuracy that out ends with
+# the accuracy that out ends with
+over() { tail -n 1 out | sed 's/.*accuracy \([0-9.]*\)%.*/\1/' | awk -v min="$1" '{ exit !($1 + 0 > min) }'; }
 small="--layers 1 --dim 16 --heads 2 --memory 4 --ffn 32 --batch 8 --threads 2"
 
 # cases of two dimensions and 10 to 20 steps; what rises is "up", what falls "down"; a number is missing here and there
@@ -13,7 +14,8 @@ cases() {
     for (i = 0; i < count; i++) {
       up = i % 2; n = 10 + int(rand() * 10); line = ""
       for (d = 0; d < 2; d++) {
-        for (t = 0; t < n; t++) line = line (t ? "," : "") (rand() < 0.03 ? "?" : sprintf("%.3f", (up ? 1 : -1) * t / n + 0.2 * (rand() - 0.5) + 3 * d))
+        for (t = 0; t < n; t++) line = line (t ? "," : "") (rand() < 0.03 ? "?" : \
+          sprintf("%.3f", (up ? 1 : -1) * t / n + 0.2 * (rand() - 0.5) + 3 * d))
         line = line ":"
       }
       print line (up ? "up" : "down")
@@ -22,8 +24,10 @@ cases() {
 cases 40 1 >slopes.ts
 cases 30 2 >test.ts
 # a recording: a wave whose length and height say the state; a column of words, one that never changes
-awk 'BEGIN { srand(3); print "time;wave;\"other\";state;same"; for (t = 0; t < 600; t++) { fast = int(t / 50) % 2; a += fast ? 1.2 : 0.3
-  printf "t%d;%.4f;%.4f;%s;5\n", t, (fast ? 1 : 0.4) * sin(a) + fast + 0.05 * rand(), cos(a), fast ? "fast" : "slow" } }' >waves.csv
+awk 'BEGIN { srand(3); print "time;wave;\"other\";state;same"
+  for (t = 0; t < 600; t++) { fast = int(t / 50) % 2; a += fast ? 1.2 : 0.3
+    printf "t%d;%.4f;%.4f;%s;5\n", t, (fast ? 1 : 0.4) * sin(a) + fast + 0.05 * rand(), cos(a), fast ? "fast" : "slow"
+  } }' >waves.csv
 : >empty
 mkdir folder
 
@@ -53,10 +57,12 @@ check "a fifth is held back" run train slopes.ts --out b.safetensors --steps 20 
 check "and measured on" grep -q 'not learnt from: accuracy [0-9.]*%' out
 
 for causal in no yes; do
-  check "a class at each step, causal: $causal" run train slopes.ts --per-step --causal $causal --window 60 --out s.safetensors --steps 150 $small
+  check "a class at each step, causal: $causal" run train slopes.ts --per-step --causal $causal --window 60 \
+    --out s.safetensors --steps 150 $small
   check "is measured" run eval s.safetensors test.ts
   check "and does well" over 69
-  check "the columns of a table may have the class" run train waves.csv --label state --causal $causal --window 60 --out w.safetensors --steps 120 $small
+  check "the columns of a table may have the class" run train waves.csv --label state --causal $causal --window 60 \
+    --out w.safetensors --steps 120 $small
   check "the end is measured on" over 69
   check "it is measured on a file" run eval w.safetensors waves.csv
   check "and does well there" over 69

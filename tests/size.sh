@@ -1,7 +1,7 @@
 #!/bin/sh
-# size.sh: object sizes of luna.h (code and constants, bytes) by build switch; for Cortex-M4 where its compiler is there. Then
-# a detector's program, 9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16: its weights, its stream's memory, and what it
-# takes of a Cortex-M4 with all of the C library that it calls.
+# size.sh: object sizes of luna.h (code and constants, bytes) by build switch; for Cortex-M4 where its compiler is
+# there. Then a detector's program, 9 numbers a step, 2 outputs, 2 layers of d = 32, l = 16: its weights, its stream's
+# memory, and what it takes of a Cortex-M4 with all of the C library that it calls.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 work=${BUILD:-build}/size
@@ -56,7 +56,8 @@ echo "$rows" | while read -r switches; do
   echo
 done
 
-# writes the detector, prints the bytes of its file and of its stream's memory: with this machine's pointers, a little more
+# writes the detector, prints the bytes of its file and of its stream's memory: with this machine's pointers, a little
+# more
 # than a Cortex-M4's takes
 cat >write.c <<'END'
 #define LUNA_IMPLEMENTATION
@@ -114,7 +115,8 @@ command -v $arm >/dev/null 2>&1 || exit 0
 printf '%-58s %12s %12s\n' "its program on a Cortex-M4, C library included" "code" "RAM"
 for level in Os O2; do
   $arm $m4 -$level -std=gnu99 -ffunction-sections -fdata-sections -Wl,--gc-sections --specs=nosys.specs -I"$root" \
-    -DWEIGHTS="$weights" -DMEMORY="$memory" detector.c -o detector.elf -lm 2>detector.log || { cat detector.log; exit 1; }
+    -DWEIGHTS="$weights" -DMEMORY="$memory" detector.c -o detector.elf -lm 2>detector.log \
+      || { cat detector.log; exit 1; }
   arm-none-eabi-size detector.elf | awk -v level=$level -v weights="$weights" \
     'NR == 2 { printf "%-58s %12d %12d\n", "-" level, $1 - weights, $2 + $3 }'
 done

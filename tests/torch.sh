@@ -1,6 +1,7 @@
 #!/bin/sh
-# torch.sh: examples/luna_torch.py beside luna.h. Models of every kind made here give the same logits there, and models trained there
-# give the same logits here, to 1e-5 of their norm. PYTHON: the interpreter; without torch the script says so and checks nothing.
+# torch.sh: examples/luna_torch.py beside luna.h. Models of every kind made here give the same logits there, and models
+# trained there give the same logits here, to 1e-5 of their norm. PYTHON: the interpreter; without torch the script says
+# so and checks nothing.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
@@ -53,29 +54,42 @@ static int run(luna_ctx *ctx, const luna_model *m, const char *path) { /* writes
   return free(out), fclose(file) != 0;
 }
 
-static int make(luna_ctx *ctx, int number, const char *path) { /* a model of that number; biases and norms away from 0 and 1 */
+/* a model of that number; biases and norms away from 0 and 1 */
+static int make(luna_ctx *ctx, int number, const char *path) {
   luna_params *params = luna_params_open(ctx);
   luna_model m = { 0 };
   luna_encoder_config e = { .layers = 2, .dim = 24, .heads = 4, .ffn = 40, .memory = 6, .max_length = 64 };
   switch (number) {
-    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6, .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
-    case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3, .dim = 30, .heads = 3, .positions = LUNA_POSITIONS_LEARNED,
+    case 0: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6,
+              .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU } }); break;
+    case 1: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .layers = 3, .dim = 30, .heads = 3,
+              .positions = LUNA_POSITIONS_LEARNED,
               .layer = { .sharing = LUNA_SHARING_FULL, .pre_norm = true, .omega = LUNA_ACTIVATION_ELU1 } }); break;
-    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 25, .heads = 5, .positions = LUNA_POSITIONS_SINUSOIDAL, 
-              .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true, .norm = LUNA_NORM_RMS, .gated = true, .activation = LUNA_ACTIVATION_SILU } }); break;
+    case 2: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 25, .heads = 5,
+              .positions = LUNA_POSITIONS_SINUSOIDAL,
+              .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true, .norm = LUNA_NORM_RMS, .gated = true,
+                         .activation = LUNA_ACTIVATION_SILU } }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
-    case 4: e.positions = LUNA_POSITIONS_LEARNED, e.norm_embedding = true, e.first_position = 2, e.layer.sharing = LUNA_SHARING_FULL; goto classifier;
-    case 5: e.own_memory = true, e.layer.sharing = LUNA_SHARING_QK, e.layer.pack_heads = 2, e.embedding_scale = LUNA_EMBEDDING_SCALE_ONE; goto classifier;
+    case 4: e.positions = LUNA_POSITIONS_LEARNED, e.norm_embedding = true, e.first_position = 2;
+            e.layer.sharing = LUNA_SHARING_FULL; goto classifier;
+    case 5: e.own_memory = true, e.layer.sharing = LUNA_SHARING_QK, e.layer.pack_heads = 2;
+            e.embedding_scale = LUNA_EMBEDDING_SCALE_ONE; goto classifier;
     case 6: e.tied_layers = true, e.layer.sharing = LUNA_SHARING_NO_KEY, e.keep_padding = true; goto classifier;
-    classifier: luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .classes = 7, .encoder = e, .pair = number == 4,
-              .pre_logits = number == 4 ? 10 : 0, .pooling = (luna_pooling)((int[]){ LUNA_POOLING_MEMORY, LUNA_POOLING_CLS, LUNA_POOLING_MEAN, LUNA_POOLING_MEMORY_BATCH }[number - 3]) }); break;
+    classifier: luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .vocab = VOCAB, .classes = 7,
+              .encoder = e, .pair = number == 4, .pre_logits = number == 4 ? 10 : 0,
+              .pooling = (luna_pooling)((int[]){ LUNA_POOLING_MEMORY, LUNA_POOLING_CLS, LUNA_POOLING_MEAN,
+                                                 LUNA_POOLING_MEMORY_BATCH }[number - 3]) }); break;
     case 7: luna_masked_lm_init(&m.masked_lm, params, &(luna_masked_lm_config){ .vocab = VOCAB, .encoder = e }); break;
-    case 8: e.layer.norm = LUNA_NORM_RMS, e.norm_embedding = true; luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .share_embeddings = true, .encoder = e }); break;
+    case 8: e.layer.norm = LUNA_NORM_RMS, e.norm_embedding = true;
+      luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .share_embeddings = true,
+                        .encoder = e }); break;
     default:
       e.layer.pre_norm = true, e.positions = LUNA_POSITIONS_LEARNED;
-      luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5, .separate_output = true, .decoder_layers = 3, .encoder = e });
+      luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5,
+                        .separate_output = true, .decoder_layers = 3, .encoder = e });
   }
-  m.kind = number < 3 ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM : LUNA_MODEL_SEQ2SEQ;
+  m.kind = number < 3 ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM
+                                                                                         : LUNA_MODEL_SEQ2SEQ;
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
     float values[4096];
@@ -134,7 +148,9 @@ def compare(what, model, path):
 
 for number in range(10):                                           # made here, run there; trained there, run here
     path = "%s/%d.safetensors" % (work, number)
-    if subprocess.run([work + "/peer", "make", str(number), path]).returncode: check("model %d is made" % number, False); continue
+    if subprocess.run([work + "/peer", "make", str(number), path]).returncode:
+        check("model %d is made" % number, False)
+        continue
     model = luna_torch.load(path)
     compare("luna.h's model %d in torch" % number, model, path)
     check("text pairs are kept", model.pairs == {"note": "kept"})
@@ -153,8 +169,10 @@ for number in range(10):                                           # made here, 
     check("luna.h opens what torch wrote", subprocess.run([work + "/peer", "run", path]).returncode == 0)
     compare("model %d, trained in torch, in luna.h" % number, model, path)
 
-fresh = {"lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, pre_norm=1), "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8),
-         "masked_lm": luna_torch.MaskedLM(vocab=VOCAB, ffn=64), "seq2seq": luna_torch.Seq2Seq(vocab=VOCAB, share_embeddings=1, positions=3)}
+fresh = {"lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, pre_norm=1),
+         "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8),
+         "masked_lm": luna_torch.MaskedLM(vocab=VOCAB, ffn=64),
+         "seq2seq": luna_torch.Seq2Seq(vocab=VOCAB, share_embeddings=1, positions=3)}
 for name, model in fresh.items():                                  # made there
     path = "%s/%s.safetensors" % (work, name)
     luna_torch.save(model, path)

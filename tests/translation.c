@@ -451,6 +451,14 @@ static void check_search_refusals(void) {
             "a source token beyond the vocabulary");
     CHECK(luna_seq2seq_generate(NULL, &good, &(luna_input){ source, NULL, 1, SOURCE, NULL }, out, &length, &score) ==
           LUNA_BAD_ARGUMENT, "no model");
+    const luna_input wrong[4] = {{NULL, NULL, 1, SOURCE, NULL}, {source, lengths, 1, SOURCE, NULL},
+                                 {bad, NULL, 1, SOURCE, NULL}, {source, NULL, 0, SOURCE, NULL}};
+    for (int i = 0; i < 8; i++) { /* the call that was made is named */
+      const char *name = i < 4 ? "luna_seq2seq_generate: " : "luna_seq2seq_stream_open: ";
+      if (i < 4) (void)luna_seq2seq_generate(&t.model, &good, &wrong[i], out, &length, &score);
+      else (void)luna_seq2seq_stream_open(&t.model, &wrong[i - 4], 1);
+      CHECK(strncmp(luna_error(t.ctx), name, strlen(name)) == 0, "source %d: \"%s\"", i, luna_error(t.ctx));
+    }
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 0, SOURCE, NULL }, 1), VALUE_RANGE,
         "a stream of no source");
     refused(t.ctx, !luna_seq2seq_stream_open(&t.model, &(luna_input){ source, NULL, 1, SOURCE, NULL }, -1), VALUE_RANGE,
