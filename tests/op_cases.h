@@ -159,7 +159,7 @@ static void op_views(trial *t, int v) { /* views of views, overlapping; the grad
 static void op_permute(trial *t, int v) {
   static const int axes[9][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {1, 2, 0, 3}, {2, 0, 1, 3},
                                  {2, 1, 0, 3}, {0, 2, 1, 3}, {3, 1, 0, 2}, {1, 0, 3, 2}};
-  give(t, luna_permute(v < 6 ? in3(t, SIZE(2, 17), 3, SIZE(4, 19)) : in4(t, 2, 3, SIZE(4, 18), 5), axes[v]));
+  give(t, luna_permute(v < 6 ? in3(t, SIZE(2, 170), 3, SIZE(4, 19)) : in4(t, 2, 3, SIZE(4, 300), 5), axes[v]));
 }
 static void op_concat(trial *t, int v) {
   luna_tensor *x[3];
