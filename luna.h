@@ -7058,17 +7058,14 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
 /* scores = (X Y^T) o L: above the diagonal a triangle gets 0, whatever was there; the square above is neither written
    nor read */
 LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
   lunai_panels b = lunai_panels_of(c->kernels, lunai_transposed(y), c->panels);
-  int64_t t, end;
-  if (head < c->rows)
-    lunai_matmul_panels(c->kernels, 1, lunai_lines(x, head, c->rows), b,
-                        lunai_into(c->scores + head * LUNAI_CHUNK, LUNAI_CHUNK, false));
-  b.n = head;
-  lunai_matmul_panels(c->kernels, 1, lunai_lines(x, 0, head), b, lunai_into(c->scores, LUNAI_CHUNK, false));
-  for (t = 0; t < c->rows; t++) {
-    end = t < head ? head : c->rows;
-    memset(c->scores + t * LUNAI_CHUNK + t + 1, 0, (size_t)(end - t - 1) * sizeof(float));
+  int64_t first, t;
+  for (first = 0; first < c->rows; first = b.n) {
+    float *scores = c->scores + first * LUNAI_CHUNK;
+    b.n = lunai_min(first + LUNAI_HALF, c->rows);
+    lunai_matmul_panels(c->kernels, 1, lunai_lines(x, first, b.n), b, lunai_into(scores, LUNAI_CHUNK, false));
+    for (t = first; t < b.n; t++, scores += LUNAI_CHUNK)
+      memset(scores + t + 1, 0, (size_t)(b.n - t - 1) * sizeof(float));
   }
 }
 /* rows and columns [first, last) of the scores, and from `column` on */
@@ -7079,21 +7076,24 @@ LUNAI_FN lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t firs
 
 /* out = alpha scores Z (+ out) */
 LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai_matrix z, lunai_out out) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
-  lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, 0, c->rows, 0, head), lunai_lines(z, 0, head), out, c->panels);
-  if (head < c->rows)
-    lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, head, c->rows, head, c->rows), lunai_lines(z, head, c->rows),
-                 lunai_into(out.at + head * out.row, out.row, true), c->panels);
+  int64_t first, last;
+  for (first = 0; first < c->rows; first = last) {
+    last = lunai_min(first + LUNAI_HALF, c->rows);
+    lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, first, c->rows, first, last), lunai_lines(z, first, last), out,
+                 c->panels);
+    out.at += LUNAI_HALF * out.row;
+    out.add = true;
+  }
 }
 
 /* out += scores^T X */
 LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_matrix x, lunai_out out) {
-  const int64_t head = lunai_min(c->rows, LUNAI_HALF);
-  lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, 0, head, 0, head)), lunai_lines(x, 0, head), out,
-               c->panels);
-  if (head < c->rows)
-    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, head, c->rows, 0, c->rows)),
-                 lunai_lines(x, head, c->rows), out, c->panels);
+  int64_t first, last;
+  for (first = 0; first < c->rows; first = last) {
+    last = lunai_min(first + LUNAI_HALF, c->rows);
+    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
+                 lunai_lines(x, first, last), out, c->panels);
+  }
 }
 
 /* factor base / t of each row */
@@ -19077,19 +19077,19 @@ LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);
 }
 #endif
-/* layer `index`: as that of a model is, or as the file and the sizes say */
-LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
+/* layer `index`: as that of a model's `layers` is, or as the file and the sizes say */
+LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
   luna_causal_layer *causal = &s->layers[index].of.causal;
   lunai_part parts[LUNAI_MAX_PARTS];
   char prefix[48];
   lunai_text text = { prefix, prefix + sizeof prefix - 1 };
 #ifndef LUNA_ONLY_STREAM
   if (s->cross) {
-    s->layers[index].of.decoder = *(const luna_decoder_layer *)from;
+    s->layers[index].of.decoder = ((const luna_decoder_layer *)layers)[index];
     return lunai_stream_own(s, parts, lunai_decoder_parts(&s->layers[index].of.decoder, parts), "", NULL);
   }
 #endif
-  if (from) *causal = *(const luna_causal_layer *)from;
+  if (layers) *causal = ((const luna_causal_layer *)layers)[index];
   causal->config = s->model.config.layer;
   causal->attention.config = lunai_causal_config(&causal->config);
   lunai_put(&text, "layers.");
@@ -19101,7 +19101,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
   *text.at = 0;
   return lunai_stream_own(s, parts, lunai_causal_attention_parts(&causal->attention, parts), prefix, st);
 }
-LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *from, const lunai_st *st) {
+LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
   const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
   const bool folds = lunai_stream_folds(z);
@@ -19110,13 +19110,15 @@ LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void 
                                      folds ? d : z->memory, d / z->heads);
   if (folds)
     past->scores_bias = lunai_stream_tensor(s, past->scores_bias.data, n, n == 1 ? 1 : 2, n == 1 ? hl : 1, hl, 1);
-  past->keys = lunai_stream_tensor(s, past->keys.data, 1, 3, n, z->memory, d);
-  past->values = lunai_stream_tensor(s, past->values.data, 1, 3, n, z->memory, d);
+  if (LUNAI_CROSS(s)) {
+    past->keys = lunai_stream_tensor(s, past->keys.data, 1, 3, n, z->memory, d);
+    past->values = lunai_stream_tensor(s, past->values.data, 1, 3, n, z->memory, d);
+  }
   past->position = lunai_stream_inputs(s, s->inputs, 1).position;
   past->sources = n;
   past->slots = s->slots;
   past->source_slots = s->source_slots;
-  return lunai_stream_layer_own(s, index, from, st);
+  return lunai_stream_layer_own(s, index, layers, st);
 }
 /* the parameters beside the layers */
 LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
@@ -19128,11 +19130,10 @@ LUNAI_FN bool lunai_stream_model_open(luna_stream *s, const lunai_st *st) {
 /* All tensors, of a model with `layers` or of the file, and what is computed once. What depends on a decoder's sources
    is still to come. */
 LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_st *st) {
-  const size_t each = LUNAI_CROSS(s) ? sizeof(luna_decoder_layer) : sizeof(luna_causal_layer);
   const int64_t k = s->sizes.features;
   bool good = lunai_stream_model_open(s, st);
   for (int64_t i = 0; i < s->sizes.layers && good; i++)
-    good = lunai_stream_layer_open(s, i, layers ? (const char *)layers + (size_t)i * each : NULL, st);
+    good = lunai_stream_layer_open(s, i, layers, st);
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (good && k) good = lunai_stream_move(s, s->standard, s->model.input.mean->data, (size_t)k * sizeof(float), 2) &&
       lunai_stream_move(s, s->standard + k, s->model.input.scale->data, (size_t)k * sizeof(float), 2);
