@@ -6812,14 +6812,14 @@ LUNAI_FN void LUNAI_K(scale_rows)(lunai_matrix x, const float *factors, float *y
 }
 
 /* n columns of M <- M + (y^T z - M) / t, then result = x M; n is 8, or 1 */
-LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, lunai_mean m, const float *y, const float *z, const float *x,
+LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, const lunai_mean *m, const float *y, const float *z, const float *x,
                                       double *result) {
-  const double share = 1 / m.t;
-  double wide[8], sum[8], *mean = m.at;
+  const double share = 1 / m->t;
+  double wide[8], sum[8], *mean = m->at;
   int64_t i, j;
   for (j = 0; j < n; j++) sum[j] = 0;
   for (j = 0; j < n; j++) wide[j] = (double)z[j];
-  for (i = 0; i < m.rows; i++, mean += m.row) {
+  for (i = 0; i < m->rows; i++, mean += m->row) {
     const double yi = (double)y[i], xi = (double)x[i];
     for (j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
     for (j = 0; j < n; j++) sum[j] += xi * mean[j];
@@ -6828,8 +6828,8 @@ LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, lunai_mean m, const float *y, c
 }
 LUNAI_FN void LUNAI_K(step_mean)(lunai_mean m, const float *y, const float *z, const float *x, double *result) {
   int64_t j;
-  for (j = 0; j + 8 <= m.columns; j += 8, m.at += 8) LUNAI_K(step_block)(8, m, y, z + j, x, result + j);
-  for (; j < m.columns; j++, m.at++) LUNAI_K(step_block)(1, m, y, z + j, x, result + j);
+  for (j = 0; j + 8 <= m.columns; j += 8, m.at += 8) LUNAI_K(step_block)(8, &m, y, z + j, x, result + j);
+  for (; j < m.columns; j++, m.at++) LUNAI_K(step_block)(1, &m, y, z + j, x, result + j);
 }
 
 #elif !defined(LUNAI_PASS)
@@ -11061,9 +11061,6 @@ LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, 
   a.y = op->out[0]->data + first * n;
   a.mean = kept ? kept + first : NULL;
   a.rstd = kept ? kept + rows + first : NULL;
-  a.dy = lunai_offset(op->out[0]->grad, first * n);
-  a.dx = lunai_offset(op->in[0]->grad, first * n);
-  a.add = !(op->sets & 1);
   return a;
 }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
@@ -11075,6 +11072,9 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
     const int64_t row = first * LUNAI_NORM_ROWS;
     lunai_layer_norm a = lunai_layer_norm_of(op, row, lunai_min(row + LUNAI_NORM_ROWS, lunai_rows(op->in[0])));
     float *sums = (float *)op->workspace + first * 2 * a.n;
+    a.dy = op->out[0]->grad + row * a.n;
+    a.dx = lunai_offset(op->in[0]->grad, row * a.n);
+    a.add = !(op->sets & 1);
     if (lunai_grad(op, 1)) a.dweight = sums;
     if (lunai_grad(op, 2)) a.dbias = sums + a.n;
     if (a.dweight || a.dbias) {
@@ -14155,6 +14155,7 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   lunai_build s;
   luna_tensor asked;
   if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
+  if (lunai_is_checked(x->ctx)) return lunai_view(&s, x, rank, shape, 0);
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
   for (a = 0; a < rank; a++) {
@@ -14335,6 +14336,7 @@ LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
 }
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability) {
   lunai_build s;
+  if (!x || LUNAI_BUMPS(x->ctx)) return x; /* a stream trains nothing */
   if (!lunai_start(&s, LUNA_OP_DROPOUT, "luna_dropout", &x, 1, 1) || lunai_dropout_wrong(&s, probability))
     return NULL;
   if (!LUNAI_TRAINS || probability == 0 || !x->ctx->training) return x;
