@@ -4363,8 +4363,8 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
       if (bias) v = vf_add(v, LUNAI_GET(bias));
       LUNAI_PUT(y, v);
     }
-    if (a->mean) a->mean[row] = (float)((double)center + off);
-    if (a->rstd) a->rstd[row] = r;
+    if (LUNAI_TRAINS && a->mean) a->mean[row] = (float)((double)center + off);
+    if (LUNAI_TRAINS && a->rstd) a->rstd[row] = r;
   }
 }
 
@@ -7319,8 +7319,8 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
   lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
-  if (a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
-  for (t = 0; a->w && l < a->slots && t < c->rows; t++)
+  if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
+  for (t = 0; LUNAI_TRAINS && a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   lunai_chunk_scores(c, w, omega);
   lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
@@ -7369,7 +7369,7 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
     s->kernels->softmax(1, l, w, w);
     s->kernels->step_mean(lunai_mean_of(av, l, d, d, a->position + 1), omega, a->v + wide, w, sum);
     for (i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
-    for (i = 0; a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
+    for (i = 0; LUNAI_TRAINS && a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
 }
 
@@ -11059,8 +11059,10 @@ LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, 
   a.weight = lunai_data(op, 1);
   a.bias = lunai_data(op, 2);
   a.y = op->out[0]->data + first * n;
-  a.mean = kept ? kept + first : NULL;
-  a.rstd = kept ? kept + rows + first : NULL;
+  if (LUNAI_TRAINS && kept) {
+    a.mean = kept + first;
+    a.rstd = kept + rows + first;
+  }
   return a;
 }
 LUNAI_FN void lunai_layer_norm_body(luna_op *op, int64_t first, int64_t last) {
@@ -11554,8 +11556,10 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->activation = (int)op->activation;
   c->position = op->position ? *op->position : 0;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
-  c->grad_out = op->out[0]->grad;
-  c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+  if (LUNAI_TRAINS) {
+    c->grad_out = op->out[0]->grad;
+    c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+  }
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
