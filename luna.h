@@ -9053,6 +9053,7 @@ typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
   lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
   size_t persistent_bytes, step_bytes, step_peak;
+  size_t gaps;                       /* between chunks, in the places of pieces: those of two chunks are not joined */
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
@@ -9488,7 +9489,7 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
 
 typedef struct lunai_mark {
   lunai_chunk *step[2];
-  size_t used[2], bytes[2];
+  size_t used[2], bytes[2], gaps[2];
   int64_t pieces_made;
   luna_tensor *made;
   lunai_slab *slab;
@@ -9507,6 +9508,7 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     mark.step[i] = arena->step;
     mark.used[i] = arena->step ? arena->step->used : 0;
     mark.bytes[i] = arena->step_bytes;
+    mark.gaps[i] = arena->gaps;
   }
   mark.pieces_made = ctx->pieces_made;
   mark.made = ctx->made;
@@ -9538,6 +9540,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
     arena->step = mark.step[i] ? mark.step[i] : arena->steps;
     if (mark.step[i]) mark.step[i]->used = mark.used[i];
     arena->step_bytes = mark.bytes[i];
+    arena->gaps = mark.gaps[i];
   }
   ctx->small = mark.small;
   ctx->small_end = mark.small_end;
@@ -9558,13 +9561,14 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
   return chunk;
 }
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
-  /* outside training free pieces are joined, across chunks at the price of other memory: up to 64 MB more at a time,
-     until the next begin; of a device, where memory is short, little more than is asked for */
+  /* outside training free pieces are joined, though not across chunks: a chunk of up to 64 MB more, untouched until it
+     is needed, and until the next begin; of a device, where memory is short, little more than is asked for */
   const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
+  if (ctx->arena[remote].step != chunk && lunai_computes(ctx)) ctx->arena[remote].gaps += LUNAI_ALIGN;
   ctx->arena[remote].step = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
@@ -9654,14 +9658,13 @@ LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
-   bytes from the step's start, alike in every mode, and so do all decisions: where joined neighbours lie in two chunks,
-   until the next begin, other memory stands in for theirs, which is not counted. */
+   bytes from the step's start, alike in every mode, and so do all decisions; but in a step that takes new chunks two
+   pieces of different chunks are not joined, so that it can take a little more or less than it will from then on. */
 typedef struct lunai_piece {
   struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
-  char *at;                          /* null where memory is only counted, and of a free one that lies in two chunks */
+  char *at;                          /* null where memory is only counted */
   size_t place, size;
   int64_t number;                    /* of those made in this step */
-  int64_t backed;                    /* when it got other memory, in the same count; 0: never */
 } lunai_piece;
 LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
   void *memory;
@@ -9691,29 +9694,19 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     lunai_piece *piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes - lunai_round(bytes);
+    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
     return piece;
   }
   lunai_piece *piece = *best;
-  at = piece->at;
-  if (!at && lunai_computes(ctx) && (at = lunai_step_from_chunks(ctx, lunai_on_device(ctx), size)) == NULL) return NULL;
   if (piece->size > size && lunai_pieces_split(ctx)) {
     lunai_piece *rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size,
                                          piece->size - size);
     if (!rest) return NULL;
-    rest->backed = piece->backed;
     rest->next = piece->next;
     piece->size = size;
     *best = rest;
   } else *best = piece->next;
-  if (at != piece->at) piece->backed = ctx->pieces_made++;
-  piece->at = (char *)at;
   return piece;
-}
-LUNAI_FN void lunai_piece_join(lunai_piece *lower, const lunai_piece *upper) {
-  if (lower->at && lower->at + lower->size != upper->at) lower->at = NULL;
-  if (upper->backed > lower->backed) lower->backed = upper->backed;
-  lower->size += upper->size;
 }
 /* free neighbours become one, the lower */
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
@@ -9722,12 +9715,11 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
   *given = NULL;
   for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
   if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
-    lunai_piece_join(piece, *above);
+    piece->size += (*above)->size;
     *above = *link;
     link = above;
   }
-  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place)
-    lunai_piece_join(*link, piece);
+  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
   else {
     piece->next = *link;
     *link = piece;
@@ -9735,13 +9727,12 @@ LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
 }
 /* What was free before the mark, less what has been taken and not given back since */
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)];
+  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
   lunai_piece **link = &ctx->pieces;
   while (*link) {
     if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
     else {
       if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
-      if ((*link)->backed >= mark.pieces_made) (*link)->at = NULL;
       link = &(*link)->next;
     }
   }

@@ -52,8 +52,10 @@ static void check_block(const job *j, int threads) {
   options.threads = threads;
   luna_ctx *ctx = luna_open(&options);
   CHECK(job_do(ctx, j, saves, &expected) == LUNA_OK && isfinite(expected.loss), "%s: %s", what, luna_error(ctx));
+  /* an inference's first step, which takes chunks, may differ: check_first_step */
   const size_t own = luna_memory(ctx).peak;
-  CHECK(own == need, "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need, own);
+  CHECK(j->inference ? own >= need - need / 8 && own <= need + need / 8 : own == need,
+        "%s: measured %zu bytes, but with memory of its own the peak is %zu", what, need, own);
   luna_close(ctx);
   options.allocator.allocate = forbidden_allocate;
   options.allocator.release = forbidden_release;
@@ -132,6 +134,79 @@ static void check_steady(void) {
   check_released(&g, "steady", -1);
 }
 
+/* ---- the first steps of a context that takes chunks ---- */
+enum { PAGE = 4096 };
+typedef struct touch_block { struct touch_block *next; size_t bytes; } touch_block;
+static void *touch_allocate(void *user, size_t bytes) {
+  touch_block *block = (touch_block *)common_alloc(sizeof *block + bytes);
+  memset(block + 1, 0xA5, bytes);
+  block->bytes = bytes;
+  block->next = *(touch_block **)user;
+  *(touch_block **)user = block;
+  return block + 1;
+}
+static void touch_release(void *user, void *pointer, size_t bytes) {
+  touch_block **link = (touch_block **)user;
+  (void)bytes;
+  while (*link && (void *)(*link + 1) != pointer) link = &(*link)->next;
+  if (!CHECK(*link != NULL, "memory is released that was not allocated")) return;
+  touch_block *block = *link;
+  *link = block->next;
+  free(block);
+}
+/* bytes of the pages that were written */
+static size_t touched(const touch_block *block) {
+  static char untouched[PAGE];
+  size_t sum = 0;
+  memset(untouched, 0xA5, PAGE);
+  for (; block; block = block->next)
+    for (size_t at = 0; at < block->bytes; at += PAGE) {
+      const size_t size = block->bytes - at < PAGE ? block->bytes - at : PAGE;
+      if (memcmp((const char *)(block + 1) + at, untouched, size) != 0) sum += size;
+    }
+  return sum;
+}
+
+/* What the first step writes to is little more than luna_memory says, though it does not know its size beforehand;
+   soon a step takes what was measured, to the byte */
+static void check_first_step(bool training) {
+  enum { N = 4096, STEPS = 4 };
+  const char *what = training ? "training" : "inference";
+  const int32_t label = 1;
+  int32_t *tokens = common_tokens(N, 5, 256);
+  size_t steady[2];
+  for (int measure = 0; measure < 2; measure++) {
+    touch_block *blocks = NULL;
+    luna_options options = {.measure = measure == 1, .threads = 2};
+    luna_classifier_config config = {.encoder = {.layers = 4, .dim = 64}};
+    luna_classifier model;
+    options.allocator = (luna_allocator){touch_allocate, touch_release, &blocks};
+    luna_ctx *ctx = luna_open(&options);
+    luna_params *params = luna_params_open(ctx);
+    luna_classifier_init(&model, params, &config);
+    luna_optimizer *adam = training ? luna_adamw(params, NULL) : NULL;
+    for (int step = 0; step < STEPS; step++) {
+      if (training) luna_begin_step(ctx);
+      else luna_begin_inference(ctx);
+      luna_tensor *logits = luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, N, NULL });
+      if (training) luna_backward(luna_cross_entropy(logits, &label));
+      if (training) luna_optimizer_step(adam);
+      CHECK(luna_ctx_status(ctx) == LUNA_OK, "%s: %s", what, luna_error(ctx));
+      const size_t peak = luna_memory(ctx).peak, is = touched(blocks);
+      CHECK(is <= peak + peak / 8 + 65536, "%s, step %d: %zu bytes are written to, luna_memory says %zu", what, step,
+            is, peak);
+      if (step == 0 && !measure)
+        printf("memory: %s's first step writes to %.1f MB, counted are %.1f MB\n", what, (double)is * 1e-6,
+               (double)peak * 1e-6);
+    }
+    steady[measure] = luna_memory(ctx).current;
+    luna_close(ctx);
+    CHECK(!blocks, "%s: memory is not released", what);
+  }
+  CHECK(steady[0] == steady[1], "%s: a steady step takes %zu bytes, measured were %zu", what, steady[0], steady[1]);
+  free(tokens);
+}
+
 /* ---- how much ---- */
 static size_t peak_of(bool encoder, bool inference, int64_t layers, int64_t n) {
   const job j = {"sizes", encoder ? JOB_ENCODER : JOB_LM, n, layers, 1, inference, false, LUNA_RECOMPUTE_NONE, 0};
@@ -154,7 +229,8 @@ static void check_sizes(void) {
       const double a = (double)peak_of(encoder, inference, 2, n), b = (double)peak_of(encoder, inference, 2, 2 * n),
                    c = (double)peak_of(encoder, inference, 2, 4 * n);
       const double growth = (c - b) / (b - a);
-      CHECK(growth > 1.9 && growth < 2.1, "%s, %s: memory for n, 2n, 4n is %.0f, %.0f, %.0f bytes: not linear",
+      /* blocks of small things part pieces, here and there: some percent */
+      CHECK(growth > 1.8 && growth < 2.2, "%s, %s: memory for n, 2n, 4n is %.0f, %.0f, %.0f bytes: not linear",
             encoder ? "encoder" : "language model", inference ? "inference" : "training", a, b, c);
     }
   }
@@ -257,6 +333,8 @@ int main(void) {
   };
   for (size_t i = 0; i < sizeof block / sizeof *block; i++) check_block(&block[i], (int)(i % 3) + 1);
   check_steady();
+  check_first_step(false);
+  check_first_step(true);
   check_sizes();
   check_training_bytes();
   check_logits_bytes();
