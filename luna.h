@@ -11046,10 +11046,10 @@ LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, 
   a.epsilon = LUNAI_NORM_EPSILON;
   a.rows = last - first;
   a.n = n;
-  a.x = op->in[0]->data + first * n;
+  a.x = lunai_offset(op->in[0]->data, first * n);
   a.weight = lunai_data(op, 1);
   a.bias = lunai_data(op, 2);
-  a.y = op->out[0]->data + first * n;
+  a.y = lunai_offset(op->out[0]->data, first * n);
   if (LUNAI_TRAINS && kept) {
     a.mean = kept + first;
     a.rstd = kept + rows + first;
@@ -11561,11 +11561,11 @@ LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   const int64_t n = lunai_last(op->in[0]), rows = op->in[0]->shape[1], width = lunai_last(op->in[1]);
   lunai_convolution a;
   a.rows = rows; a.n = n; a.width = width;
-  a.x = op->in[0]->data + b * rows * n;
+  a.x = lunai_offset(op->in[0]->data, b * rows * n);
   a.history = lunai_offset(op->history, b * (width - 1) * n);
   a.weight = op->in[1]->data;
   a.bias = lunai_data(op, 2);
-  a.y = op->out[0]->data + b * rows * n;
+  a.y = lunai_offset(op->out[0]->data, b * rows * n);
   a.dy = lunai_offset(op->out[0]->grad, b * rows * n);
   a.dx = lunai_offset(op->in[0]->grad, b * rows * n);
   a.dweight = lunai_grad(op, 1);
