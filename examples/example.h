@@ -3,7 +3,7 @@
 
    A program includes it once, after luna.h, and defines
      static struct settings set = { ... };                      its defaults of the common settings
-     static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own rows
+     static const flag flags[] = { ..., { 0 } };                FLAGS_TRAIN, FLAGS_MODEL, FLAGS_CLASSIFIER and its own
      static const command commands[] = { ..., { 0 } };          files with their format: "text: any file"
      int main(int count, char **given) { return example("name", commands, flags, count, given); }
    example() reads the command line, tries whether the files that will be written can be, opens a context, runs the
@@ -164,12 +164,17 @@ typedef struct flag {
    "steps between checkpoints of the training in --out; 0 for none" }, \
   { "--resume", "t", STRING(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
-#define FLAG_THREADS(commands) { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
-#define FLAG_PARALLEL { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), "what the ranks of mpirun share, of a program that make mpi built" }
+#define FLAG_THREADS(commands) \
+  { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
+#define FLAG_PARALLEL \
+  { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), \
+   "what the ranks of mpirun share, of a program that make mpi built" }
 #define FLAG_RECOMPUTE /* names in the order of luna_recompute_kind */ \
   { "--recompute", "t", CHOICE(set.recompute, "no ffn layer"), \
    "what backward computes again instead of keeping it: less memory, the same result" }
-#define FLAG_DEVICE(commands) { "--device", commands, CHOICE(set.device, "cpu cuda"), "cuda: the first NVIDIA GPU, of a program that make cuda built" }
+#define FLAG_DEVICE(commands) \
+  { "--device", commands, CHOICE(set.device, "cpu cuda"), \
+   "cuda: the first NVIDIA GPU, of a program that make cuda built" }
 
 typedef struct command {
   /* the files that follow it, "model" or "text: any file"; "?target" may be left out */

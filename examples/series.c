@@ -4,11 +4,11 @@
      cc -O2 -I. examples/series.c -o series -lm -lpthread
 
      series train FILE.ts [--out M] ...                         a class for each case (UEA/UCR archive), seconds
-     series train FILE.ts --per-step [--causal]                 cases joined to long recordings: which class, at each step
+     series train FILE.ts --per-step [--causal]                 cases joined to long recordings: the class at each step
      series train FILE.csv --label COLUMN [--causal]            one recording: the class that COLUMN gives each row
      series train FILE.csv --forecast                           one recording: the next row's numbers
      series eval M FILE                                         how well M does on a file
-     series predict M FILE [--svg PICTURE]                      what M finds, a line each; the picture: the first series with it
+     series predict M FILE [--svg PICTURE]                      what M finds, a line each; drawn: the first series
 
    .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last; "?" is a missing
    number. .csv: the first row may name the columns; those that are numbers are read, but for columns that never change.
@@ -767,7 +767,8 @@ static int draw_series(const char *title) {
   const float *rows = data.rows + (data.list[0].at + skip) * k;
   FILE *f = fopen(own.svg, "wb");
   if (!f) return fail("cannot write %s: %s", own.svg, strerror(errno));
-  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 900 360\" width=\"900\" height=\"360\" font-family=\"sans-serif\" font-size=\"12\">\n"
+  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 900 360\" width=\"900\" height=\"360\" "
+             "font-family=\"sans-serif\" font-size=\"12\">\n"
              "<rect width=\"900\" height=\"360\" fill=\"#fff\"/>\n<text x=\"20\" y=\"28\" font-size=\"15\">");
   draw_text(f, title, (int64_t)strlen(title));
   if (!own.forecast && !own.per_step)

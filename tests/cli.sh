@@ -170,12 +170,14 @@ for what in ffn layer; do
   check "--recompute $what trains" lm train text --out c.safetensors --recompute $what $deep
   losses >again
   check "with the same losses" [ "$(cat kept)" = "$(cat again)" ]
-  check "in less memory: $(peak kept.out) MB, then $(peak out)" awk "BEGIN { exit !($(peak out) < 0.9 * $(peak kept.out)) }"
+  check "in less memory: $(peak kept.out) MB, then $(peak out)" \
+    awk "BEGIN { exit !($(peak out) < 0.9 * $(peak kept.out)) }"
   lm eval b.safetensors text && sed 's/^.*text: //' out >first
   lm eval c.safetensors text && sed 's/^.*text: //' out >second
   check "the same weights" same first second
 done
-check "a training that goes on may compute again" lm train text --resume middle.safetensors --out b.safetensors --recompute ffn
+check "a training that goes on may compute again" \
+    lm train text --resume middle.safetensors --out b.safetensors --recompute ffn
 lm eval b.safetensors text && sed 's/^.*text: //' out >first
 lm eval whole.safetensors text && sed 's/^.*text: //' out >second
 check "to the same weights" same first second

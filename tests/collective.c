@@ -498,7 +498,8 @@ typedef struct trial {
   luna_status status[HUB_RANKS];
   char error[HUB_RANKS][320];
 } trial;
-/* what a begin compares, from a rank of another build: number 1 its version, 2 its structs, 3 how many ranks it knows */
+/* what a begin compares, from a rank of another build: number 1 its version, 2 its structs, 3 how many ranks there
+   are */
 static int other_number;
 static bool other_gather(void *user, const void *mine, void *all, size_t bytes) {
   int64_t own[12];

@@ -1,5 +1,6 @@
 #!/bin/sh
-# mpi.sh: build/mpi/tests/mpi on 1 to 4 ranks, and the examples that make mpi builds, from outside. Ranks share this machine.
+# mpi.sh: build/mpi/tests/mpi on 1 to 4 ranks, and the examples that make mpi builds, from outside. Ranks share this
+# machine.
 cd "$(dirname "$0")/.." || exit 1
 name=mpi_cli root=$PWD
 . tests/cli_checks.sh
@@ -20,8 +21,15 @@ for ranks in 1 2 3 4; do
 done
 
 # the losses of the progress lines and of the last one; whether those of two runs are within a share of 1e-3
-losses() { sed -n 's/^step *\([0-9]*\).*[0-9]  *\([0-9.]*\) nats.*/\1 \2/p; s/.*validation loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/p' "$1"; }
-near() { losses "$1" >a; losses "$2" >b; [ "$(wc -l <a)" -gt 10 ] && paste a b | awk '{ d = $2 / $4 - 1; if ($1 != $3 || d * d > 1e-6) bad = 1 } END { exit bad }'; }
+losses() {
+  sed -n 's/^step *\([0-9]*\).*[0-9]  *\([0-9.]*\) nats.*/\1 \2/p
+          s/.*validation loss \([0-9.]*\) -> \([0-9.]*\) nats.*/\1 \2/p' "$1"
+}
+near() {
+  losses "$1" >a; losses "$2" >b
+  [ "$(wc -l <a)" -gt 10 ] &&
+    paste a b | awk '{ d = $2 / $4 - 1; if ($1 != $3 || d * d > 1e-6) bad = 1 } END { exit bad }'
+}
 mpi -n 1 "$lm" train text --steps 200 --out one.st $small
 check "one rank needs no --parallel" cp out one
 for mode in data sequence; do
@@ -30,7 +38,8 @@ for mode in data sequence; do
     check "$mode on $ranks ranks ends with 0, not $?" [ "$?" = 0 ]
     check "$mode on $ranks ranks: the losses of one rank" near out one
     check "$mode on $ranks ranks: rank 0 alone talks" [ "$(grep -c 'validation loss' out)" = 1 ]
-    check "$mode on $ranks ranks: what was sent is counted" grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
+    check "$mode on $ranks ranks: what was sent is counted" \
+      grep -q "^rank 0 of $ranks: .* bytes handed to MPI in [1-9]" out
     check "$mode on $ranks ranks: one picture" drawn many.svg
     cp many.st first
     [ $ranks = 2 ] || mpi -n $ranks "$lm" train text --steps 200 --out many.st --parallel $mode $small --threads 2
@@ -49,7 +58,10 @@ for mode in data sequence; do
   job=$!
   tries=0
   until [ -s killed.st ] || [ $tries = 300 ]; do sleep 0.1; tries=$((tries + 1)); done
-  alive() { ps -A -o pid= -o stat= -o args= | awk -v program="$lm" '$3 == program && / killed.st/ && $2 !~ /^Z/ { print $1 }'; }
+  alive() {
+    ps -A -o pid= -o stat= -o args= |
+      awk -v program="$lm" '$3 == program && / killed.st/ && $2 !~ /^Z/ { print $1 }'
+  }
   alive | tail -n 1 >victim
   check "$mode: there is a rank to kill" kill -9 "$(cat victim)"
   wait $job
@@ -64,7 +76,8 @@ for mode in data sequence; do
   check "$mode: to the bits of a run that was never killed" same whole.st killed.st
   mpi -n 2 "$lm" train text --resume other.st --out other.st --save-every 20 --parallel $mode --threads 1
   sed -n 's/.*-> \([0-9.]*\) nats.*/\1/p' whole out >ends
-  check "$mode: on two ranks within rounding" awk 'NR == 1 { a = $1 } NR == 2 { d = $1 / a - 1; good = d * d < 1e-6 } END { exit !good }' ends
+  check "$mode: on two ranks within rounding" \
+    awk 'NR == 1 { a = $1 } NR == 2 { d = $1 / a - 1; good = d * d < 1e-6 } END { exit !good }' ends
 done
 
 # failures end all ranks, with a sentence
@@ -77,10 +90,14 @@ says() { # "SENTENCE" "WORDS" ARGUMENTS...: mpirun with them ends with an error 
   check "$sentence: says $words" [ "$(grep -c "^lm: .*$words" err)" = 1 ]
 }
 base="--steps 20 --out bad.st --parallel data"
-says "one rank without the text" "cannot read missing" -n 1 "$lm" train text $base $small : -n 1 "$lm" train missing $base $small
-says "a rank with another model" "rank 1" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --dim 64
-says "a rank with other heads" "rank 1 .* or config" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --heads 4
-says "a rank with another mode" "collective.mode" -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --parallel sequence
+says "one rank without the text" "cannot read missing" \
+  -n 1 "$lm" train text $base $small : -n 1 "$lm" train missing $base $small
+says "a rank with another model" "rank 1" \
+  -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --dim 64
+says "a rank with other heads" "rank 1 .* or config" \
+  -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --heads 4
+says "a rank with another mode" "collective.mode" \
+  -n 1 "$lm" train text $base $small : -n 1 "$lm" train text $base $small --parallel sequence
 says "ranks without --parallel" "--parallel data or" -n 2 "$lm" train text $small
 says "a wrong flag on all" "has no flag --what" -n 3 "$lm" train text --what 1
 says "a folder that is not there" "cannot write" -n 2 "$lm" train text $base --out nowhere/bad.st $small
@@ -100,7 +117,8 @@ classes() { # PROGRAM ARGUMENTS...
     check "$what, $mode: as on one rank, $(cat one many)" same one many
   done
 }
-awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""; for (k = 0; k < 3 + 12 * rand(); k++) line = line " " (rand() < 0.5 ? "the" : good ? "fine" : "poor")
+awk 'BEGIN { srand(4); for (i = 0; i < 200; i++) { good = i % 2; line = ""
+  for (k = 0; k < 3 + 12 * rand(); k++) line = line " " (rand() < 0.5 ? "the" : good ? "fine" : "poor")
   print (good ? "yes" : "no") "\t" line " end" } }' >labelled
 classes listops --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --held 50 --threads 1
 classes classify labelled --steps 40 --batch 8 --dim 32 --heads 2 --memory 8 --ffn 32 --vocab 50 --threads 1
@@ -110,12 +128,23 @@ check "listops: softmax attention cannot be cut, it says" grep -q "cut over" err
 # series: the losses of one rank, and its score of what was held
 program=series
 sizes="--dim 16 --heads 2 --memory 4 --ffn 32 --batch 5 --layers 2 --steps 30 --threads 1"
-awk 'BEGIN { srand(1); print "@data"; for (i = 0; i < 60; i++) { n = 9 + int(rand() * 9); for (d = 0; d < 2; d++) { for (t = 0; t < n; t++)
-  printf "%s%s", t ? "," : "", rand() < 0.03 ? "?" : (i % 2 ? 1 : -1) * t / n + 0.2 * rand(); printf ":" } print i % 2 ? "up" : "down" } }' >slopes.ts
-awk 'BEGIN { print "wave,other,state"; for (t = 0; t < 400; t++) { f = int(t / 50) % 2; a += f ? 1.2 : 0.3; printf "%.4f,%.4f,%s\n", sin(a) + f, cos(a), f ? "fast" : "slow" } }' >waves.csv
-series_losses() { sed -n 's/^step *\([0-9]*\).* loss \([0-9.]*\).*/\1 \2/p; s/^on what.* \(accuracy\|error\) \([0-9.]*\).*/\1 \2/p' "$1"; }
-series_near() { series_losses one >a; series_losses out >b; [ "$(grep -c . a)" = 31 ] && paste -d ' ' a b | awk '{ d = $2 - $4; if ($1 != $3 || d * d > 2e-6) bad = 1 } END { exit bad }'; }
-for what in "slopes.ts --held 2" "slopes.ts --held 1 --per-step --window 40" "waves.csv --label state --causal --window 40" "waves.csv --forecast --window 40 --recompute layer"; do
+awk 'BEGIN { srand(1); print "@data"; for (i = 0; i < 60; i++) { n = 9 + int(rand() * 9)
+  for (d = 0; d < 2; d++) { for (t = 0; t < n; t++)
+  printf "%s%s", t ? "," : "", rand() < 0.03 ? "?" : (i % 2 ? 1 : -1) * t / n + 0.2 * rand()
+    printf ":" } print i % 2 ? "up" : "down" } }' >slopes.ts
+awk 'BEGIN { print "wave,other,state"; for (t = 0; t < 400; t++) { f = int(t / 50) % 2
+  a += f ? 1.2 : 0.3; printf "%.4f,%.4f,%s\n", sin(a) + f, cos(a), f ? "fast" : "slow" } }' >waves.csv
+series_losses() {
+  sed -n 's/^step *\([0-9]*\).* loss \([0-9.]*\).*/\1 \2/p
+          s/^on what.* \(accuracy\|error\) \([0-9.]*\).*/\1 \2/p' "$1"
+}
+series_near() {
+  series_losses one >a; series_losses out >b
+  [ "$(grep -c . a)" = 31 ] &&
+    paste -d ' ' a b | awk '{ d = $2 - $4; if ($1 != $3 || d * d > 2e-6) bad = 1 } END { exit bad }'
+}
+for what in "slopes.ts --held 2" "slopes.ts --held 1 --per-step --window 40" \
+  "waves.csv --label state --causal --window 40" "waves.csv --forecast --window 40 --recompute layer"; do
   mpi -n 1 "$build/mpi/series" train $what --out one.st $sizes
   check "series $what on one rank" cp out one
   for mode in data sequence; do
@@ -129,11 +158,19 @@ done
 # lra: the curve of one rank, its best model, a training that goes on
 program=lra
 rm -f one.* many.*
-sizes="--quick --longest 80 --layers 2 --dim 16 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 1 --dropout 0.1 --attention-dropout 0.1"
-awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""; for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad"); print i % 2 "\tfilm" s "\tother" substr(s, 1, 9) } }' >pairs
+sizes="--quick --longest 80 --layers 2 --dim 16 --heads 2 --memory 4 --ffn 16 --batch 4 --steps 20 --threads 1"
+sizes="$sizes --dropout 0.1 --attention-dropout 0.1"
+awk 'BEGIN { for (i = 0; i < 60; i++) { s = ""
+  for (k = 0; k < 5 + i % 9; k++) s = s (i % 2 ? " good" : " bad")
+  print i % 2 "\tfilm" s "\tother" substr(s, 1, 9) } }' >pairs
 cut -f 1,2 pairs >texts
-curve() { paste -d , one.csv many.csv | awk -F , 'NR > 1 { d = $2 / $6 - 1; if ($1 != $5 || d * d > 1e-9 || $4 != $8) bad = 1 } END { exit bad || NR != 21 }'; }
-for what in "text --data texts --pooling mean" "text --data texts --pooling cls" "retrieval --data pairs --pooling cls --recompute ffn"; do
+curve() {
+  paste -d , one.csv many.csv |
+    awk -F , 'NR > 1 { d = $2 / $6 - 1; if ($1 != $5 || d * d > 1e-9 || $4 != $8) bad = 1 }
+              END { exit bad || NR != 21 }'
+}
+for what in "text --data texts --pooling mean" "text --data texts --pooling cls" \
+  "retrieval --data pairs --pooling cls --recompute ffn"; do
   mpi -n 1 "$build/mpi/lra" train $what --out one $sizes
   check "lra $what on one rank" cp one.txt one
   for mode in data sequence; do
@@ -149,7 +186,8 @@ for attention in synthesizer reformer; do # dropout masks of their own making
   mpi -n 3 "$build/mpi/lra" train text --data texts --out many --parallel data $sizes --attention $attention
   check "lra --attention $attention, data: the curve of one rank" curve
   mpi -n 2 "$build/mpi/lra" train text --data texts --out many --parallel sequence $sizes --attention $attention
-  check "lra --attention $attention cannot be cut, it says" grep -q "an attention hook cannot be .* cut over 2 ranks" err
+  check "lra --attention $attention cannot be cut, it says" \
+    grep -q "an attention hook cannot be .* cut over 2 ranks" err
 done
 mpi -n 3 "$build/mpi/lra" train text --data texts --out whole --parallel sequence $sizes --save-every 12
 cp whole.training on.training && cp whole.safetensors on.safetensors && cp whole.csv on.csv

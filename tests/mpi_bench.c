@@ -138,7 +138,8 @@ static bool check_layer(bool causal, bool training) {
   const cost five = measure(&w);
   const int64_t sent = five.bytes - four.bytes - (training ? five.gradients - four.gradients : 0);
   if (mpi.collective.rank == 0)
-    printf("layer of %s model, %s, %d ranks: %lld bytes sent; by the formula %lld\n", causal ? "a causal" : "an encoder",
+    printf("layer of %s model, %s, %d ranks: %lld bytes sent; by the formula %lld\n",
+           causal ? "a causal" : "an encoder",
            training ? "step" : "inference", mpi.collective.ranks, (long long)sent, (long long)(forward + back));
   return sent == (mpi.collective.ranks > 1 ? forward + back : 0);
 }
