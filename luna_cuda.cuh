@@ -1628,12 +1628,12 @@ static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
 }
 static luna_status lunacu_custom_forward(luna_op *op) {
   const cudaError_t before = cudaPeekAtLastError();
-  op->custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->custom.state);
+  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->arg.custom.state);
   return lunacu_custom_done(op, before);
 }
 static luna_status lunacu_custom_backward(luna_op *op) {
   const cudaError_t before = cudaPeekAtLastError();
-  op->custom.backward(op->in, op->inputs, op->out[0], (void *)op->custom.state);
+  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)op->arg.custom.state);
   return lunacu_custom_done(op, before);
 }
 

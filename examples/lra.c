@@ -349,8 +349,8 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
 }
 
 /* Loads a model that rank 0 has written, whose values the others get from it. */
-static bool load_best(luna_params *params, const char *path) {
-  bool good = ranks.rank > 0 || luna_load(params, path) == LUNA_OK;
+static bool load_best(luna_params *params, const char *file) {
+  bool good = ranks.rank > 0 || luna_load(params, file) == LUNA_OK;
   for (int64_t i = 0; good && ranks.ranks > 1 && i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
     const int64_t count = luna_count(t);
