@@ -188,7 +188,7 @@ static void check_graph_reasons(void) {
   luna_close(host);
 }
 
-/* a stream's tokens: from the third on each is one launch, but for the first after a chunk, which is recorded anew; with
+/* a stream's tokens: from the third on each is one launch, but the first after a chunk, which is recorded anew; with
    the bits of a device without graphs */
 static void check_stream_graphs(void) {
   enum { TOKENS = 9 };
