@@ -10104,11 +10104,9 @@ LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
 
 /* --- shapes: permute, slice, concat, repeat --- */
-/* rows [first, last) of y's last axis; every element of x is in one of them, so that threads share neither way */
-LUNAI_FN void lunai_permute_rows(const luna_op *op, const float *from, float *to, int64_t first, int64_t last,
-                                 bool back) {
+LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
-  int64_t stride[4], shape[4], i;
+  int64_t stride[4], shape[4], i[4], at = 0;
   int a, pad = 4 - x->rank;
   for (a = 0; a < 4; a++) {
     int64_t s = 1;
@@ -10117,26 +10115,22 @@ LUNAI_FN void lunai_permute_rows(const luna_op *op, const float *from, float *to
     stride[a] = axis < 0 ? 0 : s;
     shape[a] = a < pad ? 1 : y->shape[a - pad];
   }
-  for (; first < last; first++) {
-    const int64_t at = first * shape[3], outer = first / shape[2];
-    const int64_t row = outer / shape[1] * stride[0] + outer % shape[1] * stride[1] + first % shape[2] * stride[2];
-    if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)shape[3] * sizeof(float));
-    else if (stride[3] == 1) lunai_k(op)->add(shape[3], to + row, from + at, to + row);
-    else if (!back) for (i = 0; i < shape[3]; i++) to[at + i] = from[row + i * stride[3]];
-    else for (i = 0; i < shape[3]; i++) to[row + i * stride[3]] += from[at + i];
-  }
-}
-LUNAI_FN void lunai_permute_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_permute_rows(op, op->in[0]->data, op->out[0]->data, first, last, false);
-}
-LUNAI_FN void lunai_permute_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_permute_rows(op, op->out[0]->grad, op->in[0]->grad, first, last, true);
+  for (i[0] = 0; i[0] < shape[0]; i[0]++)
+    for (i[1] = 0; i[1] < shape[1]; i[1]++)
+      for (i[2] = 0; i[2] < shape[2]; i[2]++) {
+        const int64_t row = i[0] * stride[0] + i[1] * stride[1] + i[2] * stride[2];
+        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)shape[3] * sizeof(float));
+        else if (stride[3] == 1) lunai_k(op)->add(shape[3], to + row, from + at, to + row);
+        else if (!back) for (i[3] = 0; i[3] < shape[3]; i[3]++) to[at + i[3]] = from[row + i[3] * stride[3]];
+        else for (i[3] = 0; i[3] < shape[3]; i[3]++) to[row + i[3] * stride[3]] += from[at + i[3]];
+        at += shape[3];
+      }
 }
 LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
-  return lunai_permute_body(op, 0, lunai_rows(op->out[0])), LUNA_OK; /* shared out, a step on two threads is slower */
+  lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
-  return lunai_permute_back(op, 0, lunai_rows(op->out[0])), LUNA_OK;
+  lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
 }
 #define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
