@@ -5,7 +5,8 @@
    label:
      batch_open(&s)                    memory for batches: 0, or 2 after a sentence. batch_close() at the end
      batch_random(&s, step)            the batch of a training step: from --seed and the step alone
-     batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1 */
+     batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1
+     train_classifier(ctx, params, &s) a model of the flags, trained and saved: 0, or 2 after a sentence */
 #define QUICK 500                    /* samples that validations during a training look at, at most */
 /* batches fetched at once and sorted by length, so that little of a batch is padding */
 #define POOL 16
@@ -144,6 +145,47 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
          set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held, 100 * share,
          bar->validation.y[bar->validation.count - 1]);
   return plot(bar, s->title);
+}
+
+/* Makes a classifier in `params` and trains it: AdamW, a linear warm-up and a cosine. Returns 0, or 2 after a
+   sentence. */
+TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) {
+  static progress bar;
+  luna_classifier model;
+  luna_classifier_config config = {
+    .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
+    .encoder = {
+      .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
+      .positions = (luna_positions)set.positions, .max_length = s->longest,
+      .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
+                 .recompute = (luna_recompute_kind)set.recompute,
+                 .attention = (luna_attention_kind)set.attention,
+                 .linformer = { .k = s->longest < 64 ? s->longest : 64 } }
+    }
+  };
+  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
+  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
+    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
+    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100,
+                  .total = set.steps, .floor = 0.05f }
+  });
+  if (!adam) return failed(ctx);
+  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
+         (long long)s->held, (long long)luna_params_element_count(params));
+  fflush(stdout);
+
+  bar.last = (double)s->held / QUICK;
+  progress_start(&bar, 0);
+  while (bar.step < set.steps && !interrupted) {
+    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
+    batch b = batch_random(s, bar.step);
+    luna_begin_step(ctx);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
+    luna_backward(loss);
+    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
+    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
+  }
+  return finish_training(ctx, &model, s, &bar);
 }
 
 /* Loads a classifier that this program wrote, and looks that it has this vocabulary. */

@@ -143,47 +143,6 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   return fail("%s is not a model that classify made", path);
 }
 
-/* ---- training ---------------------------------------------------------------------------------------------------- */
-
-static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
-  static progress bar;
-  luna_classifier model;
-  luna_classifier_config config = {
-    .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
-    .encoder = {
-      .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-      .positions = (luna_positions)set.positions, .max_length = s->longest,
-      .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
-                 .recompute = (luna_recompute_kind)set.recompute,
-                 .attention = (luna_attention_kind)set.attention,
-                 .linformer = { .k = s->longest < 64 ? s->longest : 64 } }
-    }
-  };
-  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
-    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100,
-                  .total = set.steps, .floor = 0.05f }
-  });
-  if (!adam) return failed(ctx);
-  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
-         (long long)s->held, (long long)luna_params_element_count(params));
-  fflush(stdout);
-
-  bar.last = (double)s->held / QUICK;
-  progress_start(&bar, 0);
-  while (bar.step < set.steps && !interrupted) {
-    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
-    batch b = batch_random(s, bar.step);
-    luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
-  }
-  return finish_training(ctx, &model, s, &bar);
-}
-
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static samples the_samples(const char *title, int64_t held) {
@@ -204,7 +163,7 @@ static int train(luna_ctx *ctx, const char **words) {
                   (long long)(file.count + held));
   if (!status && remember(params) != LUNA_OK) status = failed(ctx);
   samples s = the_samples(words[0], held);
-  if (!status && (status = batch_open(&s)) == 0) status = learn(ctx, params, &s);
+  if (!status && (status = batch_open(&s)) == 0) status = train_classifier(ctx, params, &s);
   batch_close();
   free(file.lines), free(file.text.data);
   return status;

@@ -63,48 +63,6 @@ static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
   return list_fetch(&file, index, tokens, length);
 }
 
-/* ---- training ---------------------------------------------------------------------------------------------------- */
-
-static int learn(luna_ctx *ctx, luna_params *params, const samples *s) { /* returns 0, or 2 after a sentence */
-  static progress bar;
-  luna_classifier model;
-  luna_classifier_config config = {
-    .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
-    .encoder = {
-      .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
-      .positions = (luna_positions)set.positions, .max_length = s->longest,
-      .layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
-                 .recompute = (luna_recompute_kind)set.recompute,
-                 .attention = (luna_attention_kind)set.attention,
-                 .linformer = { .k = s->longest < 64 ? s->longest : 64 } }
-    }
-  };
-  if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
-  if (luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) return failed(ctx);
-  luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
-    .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
-    .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100,
-                  .total = set.steps, .floor = 0.05f }
-  });
-  if (!adam) return failed(ctx);
-  printf("%s: %lld classes, %lld samples to validate on; %lld parameters\n", s->title, (long long)s->classes,
-         (long long)s->held, (long long)luna_params_element_count(params));
-  fflush(stdout);
-
-  bar.last = (double)s->held / QUICK;
-  progress_start(&bar, 0);
-  while (bar.step < set.steps && !interrupted) {
-    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
-    batch b = batch_random(s, bar.step);
-    luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
-    luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
-  }
-  return finish_training(ctx, &model, s, &bar);
-}
-
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 /* What there is to learn: made lists, practically without end, or the file's. */
@@ -128,10 +86,12 @@ static int open_lists(samples *s) {
 }
 
 static int train(luna_ctx *ctx, const char **words) {
+  luna_params *params = luna_params_open(ctx);
   samples s;
   int status = open_lists(&s);
   (void)words;
-  if (!status && (status = batch_open(&s)) == 0) status = learn(ctx, luna_params_open(ctx), &s);
+  if (!status && luna_params_set(params, "listops.tokens", "symbols") != LUNA_OK) status = failed(ctx);
+  if (!status && (status = batch_open(&s)) == 0) status = train_classifier(ctx, params, &s);
   batch_close();
   lists_close(&file);
   return status;

@@ -140,35 +140,37 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 #define CUDA_HOST_ERRORS(X) \
-  X(cudaSuccess, 0, "no error") X(cudaErrorInvalidValue, 1, "invalid argument") X(cudaErrorMemoryAllocation, 2, \
-      "out of memory") \
-  X(cudaErrorInitializationError, 3, "initialization error") X(cudaErrorInvalidConfiguration, 9, \
-                                                               "invalid configuration argument") \
-  X(cudaErrorInvalidMemcpyDirection, 21, "invalid copy direction for memcpy") X(cudaErrorInsufficientDriver, 35, \
-      "driver too old for runtime") \
-  X(cudaErrorInvalidDeviceFunction, 98, "invalid device function") X(cudaErrorNoDevice, 100, \
-                                                                     "no CUDA-capable device is detected") \
-  X(cudaErrorInvalidDevice, 101, "invalid device ordinal") X(cudaErrorNoKernelImageForDevice, 209, \
-                                                             "no kernel image for this device") \
+  X(cudaSuccess, 0, "no error") \
+  X(cudaErrorInvalidValue, 1, "invalid argument") \
+  X(cudaErrorMemoryAllocation, 2, "out of memory") \
+  X(cudaErrorInitializationError, 3, "initialization error") \
+  X(cudaErrorInvalidConfiguration, 9, "invalid configuration argument") \
+  X(cudaErrorInvalidMemcpyDirection, 21, "invalid copy direction for memcpy") \
+  X(cudaErrorInsufficientDriver, 35, "driver too old for runtime") \
+  X(cudaErrorInvalidDeviceFunction, 98, "invalid device function") \
+  X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected") \
+  X(cudaErrorInvalidDevice, 101, "invalid device ordinal") \
+  X(cudaErrorNoKernelImageForDevice, 209, "no kernel image for this device") \
   X(cudaErrorUnsupportedPtxVersion, 222, "the PTX was compiled with an unsupported toolchain") \
-  X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle") X(cudaErrorIllegalState, 401, \
-                                                                      "operation not possible in this state") \
-  X(cudaErrorNotReady, 600, "device not ready") X(cudaErrorIllegalAddress, 700, \
-                                                  "an illegal memory access was encountered") \
-  X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch") X(cudaErrorLaunchTimeout, 702, \
-      "the launch timed out") \
-  X(cudaErrorMisalignedAddress, 716, "misaligned address") X(cudaErrorLaunchFailure, 719, \
-                                                             "unspecified launch failure") \
-  X(cudaErrorNotSupported, 801, "operation not supported") X(cudaErrorStreamCaptureUnsupported, 900, \
-                                                             "operation not permitted in capture") \
+  X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle") \
+  X(cudaErrorIllegalState, 401, "operation not possible in this state") \
+  X(cudaErrorNotReady, 600, "device not ready") \
+  X(cudaErrorIllegalAddress, 700, "an illegal memory access was encountered") \
+  X(cudaErrorLaunchOutOfResources, 701, "too many resources requested for launch") \
+  X(cudaErrorLaunchTimeout, 702, "the launch timed out") \
+  X(cudaErrorMisalignedAddress, 716, "misaligned address") \
+  X(cudaErrorLaunchFailure, 719, "unspecified launch failure") \
+  X(cudaErrorNotSupported, 801, "operation not supported") \
+  X(cudaErrorStreamCaptureUnsupported, 900, "operation not permitted in capture") \
   X(cudaErrorStreamCaptureInvalidated, 901, "operation failed due to a previous error during capture") \
-  X(cudaErrorStreamCaptureMerge, 902, "capture would merge two captures") X(cudaErrorStreamCaptureUnmatched, 903, \
-      "capture of another stream") \
-  X(cudaErrorStreamCaptureUnjoined, 904, "unjoined work in capture") X(cudaErrorStreamCaptureIsolation, 905, \
-      "dependency crosses the capture") \
-  X(cudaErrorStreamCaptureImplicit, 906, "implicit dependency on the legacy stream") X(cudaErrorCapturedEvent, 907, \
-      "event was captured") \
-  X(cudaErrorStreamCaptureWrongThread, 908, "capture of another thread") X(cudaErrorUnknown, 999, "unknown error")
+  X(cudaErrorStreamCaptureMerge, 902, "capture would merge two captures") \
+  X(cudaErrorStreamCaptureUnmatched, 903, "capture of another stream") \
+  X(cudaErrorStreamCaptureUnjoined, 904, "unjoined work in capture") \
+  X(cudaErrorStreamCaptureIsolation, 905, "dependency crosses the capture") \
+  X(cudaErrorStreamCaptureImplicit, 906, "implicit dependency on the legacy stream") \
+  X(cudaErrorCapturedEvent, 907, "event was captured") \
+  X(cudaErrorStreamCaptureWrongThread, 908, "capture of another thread") \
+  X(cudaErrorUnknown, 999, "unknown error")
 #define CUDA_HOST_VALUE(name, value, text) name = value,
 enum cudaError { CUDA_HOST_ERRORS(CUDA_HOST_VALUE) };
 typedef cudaError cudaError_t;
