@@ -36,8 +36,7 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- IDX files: 0 0 8 (bytes), the number of axes, the axes as big-endian 32-bit numbers, the bytes
-   ----------------- */
+/* ---- IDX files: 0 0 8 (bytes), the number of axes, the axes as big-endian 32-bit numbers, the bytes -------------- */
 
 typedef struct idx { contents file; const unsigned char *bytes; int64_t axes, size[4]; } idx;
 static idx images, labels;

@@ -301,8 +301,7 @@ static void check_far(const int64_t *sizes, int count, int64_t position) {
       luna_close_call(&l);
 }
 
-/* ---- causality: what a token is, in one head, changes no bit before it nor in the other head; a NaN is not lost
-   ---- */
+/* ---- causality: a token, in one head, changes no bit before it nor in the other head; a NaN is not lost ---- */
 enum { FACTORS = 7 }; /* x, y, z of the product; q, k, v, s of Luna */
 typedef struct causality {
   int64_t n, d, l;

@@ -249,8 +249,7 @@ static void check_shared_graph(void) {
   luna_close(owner.ctx);
 }
 
-/* ---- what luna_memory says is what the device gives, but for 10%, and a steady step takes no more; copies are few
-   ---- */
+/* ---- what luna_memory says is what the device gives, within 10%; a steady step takes no more; few copies ---- */
 static void check_memory(void) {
   enum { N = 256, BATCH = 2, VOCAB = 64 };
   const size_t opened = cuda.backend->opened;
@@ -315,8 +314,7 @@ static void check_logits_bytes(void) {
   free(tokens);
 }
 
-/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; a few launches whatever their number
-   ---- */
+/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; few launches whatever their number ---- */
 enum { MANY = 90 };
 static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) {
   luna_params *params = luna_params_open(ctx);

@@ -105,8 +105,7 @@ ATTENTION_FN void workspace_top_backward(luna_tensor *const *in, int count, cons
   }
 }
 
-/* ---- M' of gates G [batch,l,2g], W and M [batch,l,d] and the two biases, tanh as a second user of the same idea
-   ---- */
+/* M' of gates G [batch,l,2g], W and M [batch,l,d] and the two biases, tanh as a second user of the same idea */
 ATTENTION_FN float workspace_sigmoid(float x) { return x >= 0 ? 1 / (1 + expf(-x)) : expf(x) / (1 + expf(x)); }
 ATTENTION_FN void workspace_gate_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t d = out->shape[2], g = in[0]->shape[2] / 2;
