@@ -314,7 +314,7 @@ static void check_logits_bytes(void) {
   free(tokens);
 }
 
-/* ---- optimisers: as on the CPU for many parameters, some empty, one frozen; few launches whatever their number ---- */
+/* ---- optimisers as on the CPU: many parameters, some empty, one frozen; few launches whatever their number ---- */
 enum { MANY = 90 };
 static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) {
   luna_params *params = luna_params_open(ctx);
