@@ -162,6 +162,9 @@ check "240 images were made" [ "$(wc -c <images) $(wc -c <labels)" = "15376 248"
 trains 80 train images labels --steps 120 $small
 check "mnist eval succeeds" run eval a.safetensors images labels
 check "it gives the accuracy" beyond 80
+run train images labels --steps 20 $small --out kept.safetensors
+check "--recompute layer trains" run train images labels --steps 20 $small --recompute layer --out again.safetensors
+check "to the same bits" same kept.safetensors again.safetensors
 check "mnist show succeeds" run show a.safetensors images --count 3
 check "it draws and reads" \
   [ "$(grep -c '^image [0-2]: [0-2], with probability [01]\.' out) $(grep -c '^........$' out)" = "3 24" ]
