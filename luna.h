@@ -2215,17 +2215,37 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
-/* Which piece of a call a thread takes next: the first that nobody has taken, so that a thread which the system has
-   stopped holds up one piece and not its whole share; without atomics, or on one thread, every `threads`-th. Whose
-   a piece is never changes a bit of it. piece < 0: its first; taken: 0 before the call. */
+/* A thread's next piece of a call's: of its own share, in order, so that it finds in its caches the rows that it wrote
+   in the op before; then one that another thread has not begun, so that a thread which the system has stopped holds up
+   one piece and not its whole share. Without atomics, or on one thread, every `threads`-th. Whose a piece is never
+   changes a bit of it. */
 #define LUNAI_PIECES 4               /* of a thread */
-LUNAI_INLINE int64_t lunai_claim(uint32_t *taken, int64_t piece, int64_t thread, int64_t threads) {
+#define LUNAI_SHARES 16              /* at most: more threads have one between several */
+typedef struct lunai_shares { uint32_t taken[LUNAI_SHARES]; } lunai_shares; /* pieces of each; 0 before the call */
+typedef struct lunai_claim {
+  lunai_shares *shares;
+  int64_t pieces, thread, threads;
+  int64_t done, piece;               /* shares that are used up, or without atomics pieces; the piece taken last */
+} lunai_claim;
+LUNAI_INLINE lunai_claim lunai_claim_of(lunai_shares *shares, int64_t pieces, int64_t thread, int64_t threads) {
+  const lunai_claim c = { shares, pieces, thread, threads, 0, -1 };
+  return c;
+}
+/* false: none is left */
+LUNAI_INLINE bool lunai_claim_next(lunai_claim *c) {
 #if (defined(__GNUC__) || defined(__clang__)) && !defined(LUNA_NO_THREADS) && \
     (defined(_WIN32) || defined(__unix__) || defined(__APPLE__))
-  if (threads > 1) return (int64_t)__atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+  const int64_t shares = lunai_min(c->threads, LUNAI_SHARES);
+  for (; c->threads > 1 && c->done < shares; c->done++) {
+    const int64_t share = (c->thread * shares / c->threads + c->done) % shares;
+    c->piece = lunai_share(c->pieces, share, shares) +
+               (int64_t)__atomic_fetch_add(&c->shares->taken[share], 1, __ATOMIC_RELAXED);
+    if (c->piece < lunai_share(c->pieces, share + 1, shares)) return true;
+  }
+  if (c->threads > 1) return false;
 #endif
-  (void)taken;
-  return piece < 0 ? thread : piece + threads;
+  c->piece = c->thread + c->threads * c->done++;
+  return c->piece < c->pieces;
 }
 
 /* Dropout: element e of op `op` in step `step` is dropped when half-word e mod 8 of Philox counter (e/8, op, step)
@@ -3661,7 +3681,7 @@ typedef struct lunai_gemm_plan {
   int64_t row_parts, column_parts, columns;       /* columns: of a block */
   int64_t a_size, b_size, sum_size;               /* floats */
   bool late;
-  uint32_t taken;                                 /* pieces */
+  lunai_shares shares;
 } lunai_gemm_plan;
 
 LUNAI_FN int64_t lunai_gemm_plan_bytes(const lunai_gemm_plan *p) {
@@ -3817,10 +3837,10 @@ LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
   const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  int64_t unit, piece = lunai_claim(&p->taken, -1, thread, threads);
-  for (; piece < pieces; piece = lunai_claim(&p->taken, piece, thread, threads))
-    for (unit = lunai_share(units, piece, pieces); unit < lunai_share(units, piece + 1, pieces); unit++)
-      lunai_gemm_unit(p, &own, unit);
+  lunai_claim c = lunai_claim_of(&p->shares, pieces, thread, threads);
+  while (lunai_claim_next(&c))
+    for (int64_t u = lunai_share(units, c.piece, pieces); u < lunai_share(units, c.piece + 1, pieces); u++)
+      lunai_gemm_unit(p, &own, u);
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
@@ -5063,7 +5083,7 @@ typedef struct lunai_attention_work {
   float *partial;
   bool q_shared, k_shared, v_shared;     /* by the batch */
   bool split, backward;                 /* split: blocks of a tile go to several threads */
-  uint32_t taken;                       /* items */
+  lunai_shares shares;                  /* of the items */
 } lunai_attention_work;
 
 typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
@@ -5329,18 +5349,17 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
     lunai_attention_finish(kernels, a, &head, query, m->state + 3 * (query - first));
 }
 
-/* items (pair, run of queries), or (pair, run of queries, key block); every threads-th one, as under `causal` later
-   ones cost more */
+/* items (pair, run of queries), or (pair, run of queries, key block) */
 LUNAI_FN void lunai_attention_task(void *work, int64_t thread, int64_t threads) {
   lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t runs = lunai_divide_up(w->queries, w->run), blocks = w->split ? w->blocks : 1,
       items = w->pairs * runs * blocks;
   lunai_attention_space space;
-  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
+  lunai_claim c = lunai_claim_of(&w->shares, items, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads)) {
-    const int64_t pair = item / (runs * blocks), first = item / blocks % runs * w->run;
-    if (first < lunai_head_at(w->a, pair).queries) lunai_attention_item(w, &space, pair, first, item % blocks);
+  while (lunai_claim_next(&c)) {
+    const int64_t pair = c.piece / (runs * blocks), first = c.piece / blocks % runs * w->run;
+    if (first < lunai_head_at(w->a, pair).queries) lunai_attention_item(w, &space, pair, first, c.piece % blocks);
   }
 }
 
@@ -5467,10 +5486,10 @@ LUNAI_FN void lunai_attention_backward_task(void *work, int64_t thread, int64_t 
   lunai_attention_work *w = (lunai_attention_work *)work;
   const int64_t items = (w->last - w->first) * w->query_blocks;
   lunai_attention_space space;
-  int64_t item = lunai_claim(&w->taken, -1, thread, threads);
+  lunai_claim c = lunai_claim_of(&w->shares, items, thread, threads);
   lunai_attention_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; item < items; item = lunai_claim(&w->taken, item, thread, threads))
-    lunai_attention_backward_item(w, &space, w->first + item / w->query_blocks, item % w->query_blocks);
+  while (lunai_claim_next(&c))
+    lunai_attention_backward_item(w, &space, w->first + c.piece / w->query_blocks, c.piece % w->query_blocks);
 }
 
 /* this wave's dK and dV of `unit`, query block after query block */
@@ -5531,7 +5550,7 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
-    w.taken = 0;
+    memset(&w.shares, 0, sizeof w.shares);
     lunai_run(parallel, lunai_attention_backward_task, &w);
     lunai_run(parallel, lunai_attention_gather_task, &w);
   }
@@ -6398,7 +6417,7 @@ typedef struct lunai_unpack_work {
   int64_t blocks, first, last, unit;
   /* of each: dK and dV [heads slots, dim], dbias [heads slots], dout_bias [dim] */
   float *partial;
-  uint32_t taken;                       /* pieces */
+  lunai_shares shares;
 } lunai_unpack_work;
 
 LUNAI_FN char *lunai_unpack_layout(const lunai_kernels *kernels, const lunai_unpack *u, bool backward, char *scratch,
@@ -6507,10 +6526,11 @@ LUNAI_FN void lunai_unpack_task(void *work, int64_t thread, int64_t threads) {
   const int64_t panels = lunai_divide_up(u->rows, LUNAI_TILE), items = u->batch * panels;
   const int64_t pieces = lunai_min(items, LUNAI_PIECES * threads);
   lunai_unpack_space space;
-  int64_t item, prepared = -1, piece = lunai_claim(&w->taken, -1, thread, threads);
+  int64_t prepared = -1;
+  lunai_claim c = lunai_claim_of(&w->shares, pieces, thread, threads);
   lunai_unpack_layout(kernels, u, false, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; piece < pieces; piece = lunai_claim(&w->taken, piece, thread, threads))
-    for (item = lunai_share(items, piece, pieces); item < lunai_share(items, piece + 1, pieces); item++) {
+  while (lunai_claim_next(&c))
+    for (int64_t item = lunai_share(items, c.piece, pieces); item < lunai_share(items, c.piece + 1, pieces); item++) {
       const int64_t first = item % panels * LUNAI_TILE;
       if (item / panels != prepared) lunai_unpack_prepare(kernels, u, prepared = item / panels, false, &space);
       lunai_unpack_panel(kernels, u, &space, prepared, first, lunai_min(LUNAI_TILE, u->rows - first));
@@ -6559,15 +6579,16 @@ LUNAI_FN void lunai_unpack_backward_task(void *work, int64_t thread, int64_t thr
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
   lunai_unpack_space space;
-  int64_t prepared = -1, row, piece = lunai_claim(&w->taken, -1, thread, threads);
+  int64_t prepared = -1;
+  lunai_claim c = lunai_claim_of(&w->shares, w->last - w->first, thread, threads);
   lunai_unpack_layout(kernels, u, true, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (; piece < w->last - w->first; piece = lunai_claim(&w->taken, piece, thread, threads)) {
-    const int64_t unit = w->first + piece, b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
+  while (lunai_claim_next(&c)) {
+    const int64_t unit = w->first + c.piece, b = unit / w->blocks, first = unit % w->blocks * LUNAI_KEY_BLOCK,
         end = lunai_min(first + LUNAI_KEY_BLOCK, u->rows);
     float *part = w->partial + (unit - w->first) * w->unit;
     if (b != prepared) lunai_unpack_prepare(kernels, u, prepared = b, true, &space);
     memset(part, 0, (size_t)w->unit * sizeof(float));
-    for (row = first; row < end; row += LUNAI_TILE)
+    for (int64_t row = first; row < end; row += LUNAI_TILE)
       lunai_unpack_backward_panel(w, &space, b, row, lunai_min(LUNAI_TILE, end - row), part);
   }
 }
@@ -6601,7 +6622,7 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
   lunai_unpack_start(&w, kernels, u, threads, true, scratch);
   for (; w.first < units; w.first = w.last) {
     w.last = lunai_min(w.first + 2 * threads, units);
-    w.taken = 0;
+    memset(&w.shares, 0, sizeof w.shares);
     lunai_run(parallel, lunai_unpack_backward_task, &w);
     lunai_run(parallel, lunai_unpack_gather_task, &w);
   }
@@ -8830,7 +8851,9 @@ typedef pthread_cond_t lunai_condition;
 #ifdef LUNAI_NO_POOL
 LUNAI_FN int lunai_cores(void) { return 1; }
 #else
-#define LUNAI_SPINS 4000
+/* pauses, of 40 to 140 cycles, before a thread sleeps: longer than an op that runs on one thread, for a thread that is
+   woken often is put on the caller's core, and costs a step its second core for tens of milliseconds */
+#define LUNAI_SPINS 10000
 
 typedef struct lunai_pool lunai_pool;
 typedef struct lunai_worker { lunai_pool *pool; lunai_thread thread; } lunai_worker;

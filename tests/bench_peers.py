@@ -4,7 +4,8 @@
     python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--seconds 10] [--limit 150]
                                  [--only TEXT] [--python /usr/bin/python3]
 
-Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B. The first call
+Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B, after a call
+that is not timed. The first call
 makes a virtual environment in build/peers with PyTorch, JAX and oneDNN from PyPI; where that fails the system's torch
 serves, and the table says which it was. MKL takes its AVX-512 path on every maker's processors here (by a preloaded
 answer to its question): otherwise PyTorch's products would run at half their speed. --python measures the PyTorch of
@@ -343,6 +344,7 @@ def serve(side, threads):
             run()
             print(time.perf_counter() - start, flush=True)
         else:
+            run()                    # wakes its threads
             start = time.perf_counter()
             for _ in range(int(rest)):
                 run()
