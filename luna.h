@@ -2179,8 +2179,7 @@ LUNAI_INLINE int64_t lunai_floats(int64_t count) { return (int64_t)lunai_round((
 
 /* The last `past` rows of those in history and x [rows, d] become the history. */
 LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
-  int64_t i;
-  for (i = 0; i < past; i++)
+  for (int64_t i = 0; i < past; i++)
     memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d,
            (size_t)d * sizeof(float));
 }
@@ -2600,8 +2599,7 @@ typedef struct lunai_kernels {
 LUNAI_FN void lunai_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
   uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
   uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
-  int round;
-  for (round = 0; round < 10; round++) {
+  for (int round = 0; round < 10; round++) {
     const uint64_t p = (uint64_t)0xD2511F53u * c0, r = (uint64_t)0xCD9E8D57u * c2;
     c0 = (uint32_t)(r >> 32) ^ c1 ^ k0;
     c1 = (uint32_t)r;
@@ -2990,9 +2988,8 @@ LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
 }
 LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   uint32_t bits;
-  int32_t n;
   memcpy(&bits, &x, sizeof bits);
-  n = (int32_t)((bits - 0x3F3504F3u + (127u << 23)) >> 23) - 127;
+  const int32_t n = (int32_t)((bits - 0x3F3504F3u + (127u << 23)) >> 23) - 127;
   *e = (float)n;
   bits -= (uint32_t)n << 23;
   memcpy(&x, &bits, sizeof bits);
@@ -3015,8 +3012,7 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 }
 #else
 LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
-  int i;
-  for (i = 0; i < 4; i++) out[i] = alpha * vf_sum(v[i]);
+  for (int i = 0; i < 4; i++) out[i] = alpha * vf_sum(v[i]);
 }
 #endif
 
@@ -3117,9 +3113,9 @@ LUNAI_INLINE vf LUNAI_K(exp2)(vf x) {
 }
 /* ln x for normal x: m 2^e, f = m - 1, ln(1 + f) = f - f^2/2 + f^3 P(f) */
 LUNAI_ONCE vf LUNAI_K(log_of)(vf x) {
-  vf e, p;
+  vf e;
   const vf f = vf_sub(LUNAI_K(split)(x, &e), vf_set(1.0f)), square = vf_mul(f, f);
-  p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
+  vf p = vf_fma(vf_set(-7.634496512e-02f), f, vf_set(1.276157704e-01f));
   p = vf_fma(p, f, vf_set(-1.316018240e-01f));
   p = vf_fma(p, f, vf_set(1.420175800e-01f));
   p = vf_fma(p, f, vf_set(-1.662335734e-01f));
@@ -3243,18 +3239,16 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 /* The reference: from the definition, sums in double */
 LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const float *b, int64_t b_step) {
   double sum = 0;
-  int64_t i;
-  for (i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
+  for (int64_t i = 0; i < n; i++) sum += (double)a[i * a_step] * (double)b[i * b_step];
   return sum;
 }
 LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
-  int64_t item, i, j;
   (void)parallel, (void)scratch;
-  for (item = 0; item < g->batch[0] * g->batch[1]; item++) {
+  for (int64_t item = 0; item < g->batch[0] * g->batch[1]; item++) {
     const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
     const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
-    for (i = 0; i < g->m; i++)
-      for (j = 0; j < g->n; j++) {
+    for (int64_t i = 0; i < g->m; i++)
+      for (int64_t j = 0; j < g->n; j++) {
         const int64_t at = first + i * g->c_row + j;
         double sum = (double)g->alpha * lunai_inner(g->k, a + i * g->a_row, g->a_column, b + j * g->b_column, g->b_row);
         sum += (g->bias ? (double)g->bias[j] : 0) + (g->residual ? (double)g->residual[at] : 0);
@@ -3310,22 +3304,20 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
                        LUNAI_NR);
       }
       for (; p < k; p++) {
-        int64_t i;
-        for (i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
+        for (int64_t i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
       }
     }
   for (p = 0; p < k; p++) {
-    int64_t i;
-    for (i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
+    for (int64_t i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
   }
 }
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
                                    float *panels) {
-  int64_t j = 0, p, i;
+  int64_t j = 0;
   if (LUNAI_MR > 1 && b_column == 1) /* four panels at a time: longer contiguous reads */
     for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
-      for (p = 0; p < k; p++)
-        for (i = 0; i < 4; i++)
+      for (int64_t p = 0; p < k; p++)
+        for (int64_t i = 0; i < 4; i++)
           memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR,
                  LUNAI_NR * sizeof(float));
   for (; j < n; j += LUNAI_NR)
@@ -3335,18 +3327,16 @@ LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t
 /* copies `rows` <= MR rows of A: LUNAI_KA floats apart or, where A is column-major, as [k][MR] */
 LUNAI_FN void LUNAI_K(gather_rows)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                    float *to) {
-  int64_t i, p;
   if (a_column == 1)
-    for (i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
+    for (int64_t i = 0; i < rows; i++) memcpy(to + i * LUNAI_KA, a + i * a_row, (size_t)k * sizeof(float));
   else
-    for (p = 0; p < k; p++)
-      for (i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
+    for (int64_t p = 0; p < k; p++)
+      for (int64_t i = 0; i < rows; i++) to[p * LUNAI_MR + i] = a[i * a_row + p * a_column];
 }
 /* Copies whole tiles of a column-major A, reading each cache line once. */
 LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, int64_t a_column, float *to) {
-  int64_t t, p;
-  for (p = 0; p < k; p++, a += a_column)
-    for (t = 0; t < tiles; t++)
+  for (int64_t p = 0; p < k; p++, a += a_column)
+    for (int64_t t = 0; t < tiles; t++)
       memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
 }
 
@@ -3388,14 +3378,8 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
                                      const float *b, int64_t b_row,
                                      const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
-  const float *at[5];
   vf sum[14][4], panel[4], bias[4];
-  int i;
-  at[0] = a;
-  at[1] = a + 3 * a_row;
-  at[2] = a + 6 * a_row;
-  at[3] = a + 9 * a_row;
-  at[4] = a + 12 * a_row;
+  const float *at[5] = { a, a + 3 * a_row, a + 6 * a_row, a + 9 * a_row, a + 12 * a_row };
   LUNAI_ROWS(LUNAI_TILE_ZERO)
   for (; k > 0; k--) {
     panel[0] = vf_load(b);
@@ -3410,7 +3394,7 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_
     at[3] += a_column;
     at[4] += a_column;
   }
-  for (i = 0; i < LUNAI_NV; i++) bias[i] = e->bias ? vf_load(e->bias + i * VF) : vf_zero();
+  for (int i = 0; i < LUNAI_NV; i++) bias[i] = e->bias ? vf_load(e->bias + i * VF) : vf_zero();
   LUNAI_ROWS(LUNAI_TILE_STORE)
 }
 #define LUNAI_NARROW_STEP(i) \
@@ -3428,13 +3412,8 @@ LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int
                                    const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
   const int rows = LUNAI_MR;
-  const float *at[5];
   vf sum[14][4];
-  at[0] = a;
-  at[1] = a + 3 * a_row;
-  at[2] = a + 6 * a_row;
-  at[3] = a + 9 * a_row;
-  at[4] = a + 12 * a_row;
+  const float *at[5] = { a, a + 3 * a_row, a + 6 * a_row, a + 9 * a_row, a + 12 * a_row };
   LUNAI_ROWS(LUNAI_TILE_ZERO)
   for (; k > 0; k--) {
     const vf panel = vf_load(b);
@@ -3468,9 +3447,8 @@ LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_r
 LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, int64_t rows, int64_t columns,
                                    float *tile) {
   const int64_t sum_at = i * t->sum_row + j, from_at = i * t->from_row + j, c_at = i * t->c_row + j;
-  int64_t r, l;
-  for (r = 0; r < rows; r++)
-    for (l = 0; l < columns; l += VF) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t l = 0; l < columns; l += VF) {
       const int64_t left = columns - l;
       vf v = vf_load(tile + r * LUNAI_NR + l);
       if (t->from) v = vf_add(LUNAI_K(get)(t->from + from_at + r * t->from_row + l, left), v);
@@ -3481,8 +3459,8 @@ LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, 
     }
   if (!t->finish) return;
   if (t->activation != LUNA_ACTIVATION_NONE) LUNAI_K(activate)(t->activation, rows * LUNAI_NR, tile, tile);
-  for (r = 0; r < rows; r++)
-    for (l = 0; l < columns; l += VF) {
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t l = 0; l < columns; l += VF) {
       float *c = t->c + c_at + r * t->c_row + l;
       const vf v = vf_load(tile + r * LUNAI_NR + l);
       LUNAI_K(put)(c, t->late ? vf_add(v, LUNAI_K(get)(c, columns - l)) : v, columns - l);
@@ -3529,10 +3507,9 @@ LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t
   const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
   const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
   const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
-  int64_t i, x;
   if (m - row < LUNAI_MR) return;
-  for (i = end; i < coming; i++)
-    for (x = 0; x < tiles * LUNAI_MR; x += 16) LUNAI_PREFETCH_L2(a + row + i * a_column + x);
+  for (int64_t i = end; i < coming; i++)
+    for (int64_t x = 0; x < tiles * LUNAI_MR; x += 16) LUNAI_PREFETCH_L2(a + row + i * a_column + x);
   LUNAI_K(gather_columns)(tiles, end - p, a + row + p * a_column, a_column,
                           a_gathered + next % (2 * LUNAI_TILES_ABREAST) * LUNAI_MR * LUNAI_KA + p * LUNAI_MR);
 }
@@ -3548,26 +3525,25 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
-  lunai_epilogue e;
-  int64_t row, rows, j, p, x;
+  int64_t row, rows;
   for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
-    e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
+    lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
     LUNAI_K(tile_narrow)(k, a + row * a_row, a_row, a_column, panel, b_row, &e);
     if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
   }
   for (; row < m; row += rows) {
-    const float *at, *b = panel, *next;
-    int64_t at_row = a_row, at_column = a_column, coming;
+    const float *b = panel;
+    int64_t at_row = a_row, at_column = a_column;
     rows = LUNAI_K(tile_height)(m - row);
-    at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
-    next = a + (row + rows) * a_row;
-    coming = lunai_min(rows, m - row - rows);
-    for (j = 0; j < n; j += LUNAI_NR, b += panel_step) {
+    const float *at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
+    const float *next = a + (row + rows) * a_row;
+    const int64_t coming = lunai_min(rows, m - row - rows);
+    for (int64_t j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (LUNAI_MR > 1 && a_column == 1)
-        for (p = j / LUNAI_NR; p < coming; p += all)
-          for (x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
-      e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
+        for (int64_t p = j / LUNAI_NR; p < coming; p += all)
+          for (int64_t x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
+      lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
       if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
@@ -3604,14 +3580,13 @@ LUNAI_FN void LUNAI_K(dot_rows)(int64_t m, int64_t n, int64_t k, const float *a,
                                 int64_t b_column, const lunai_target *t) {
   const int64_t group = m > 1 ? 4 : LUNAI_NR; /* columns that stay in L1 for several rows */
   float edge[4 * LUNAI_NR];
-  int64_t i, j, l, r;
   if (n % VF) memset(edge, 0, sizeof edge); /* all lanes of a vector are read */
-  for (j = 0; j < n; j += LUNAI_NR)
-    for (i = 0; i < m; i += 4) {
+  for (int64_t j = 0; j < n; j += LUNAI_NR)
+    for (int64_t i = 0; i < m; i += 4) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR), rows = lunai_min(m - i, 4);
       const float *x = a + i * a_row, *y = b + j * b_column;
-      for (l = 0; l < columns; l += group)
-        for (r = 0; r < rows; r++) {
+      for (int64_t l = 0; l < columns; l += group)
+        for (int64_t r = 0; r < rows; r++) {
           const int64_t count = lunai_min(columns - l, group);
           float *to = edge + r * LUNAI_NR + l;
           if (VF > 1 && k % (4 * VF) == 0)
@@ -3739,8 +3714,7 @@ LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
   const int64_t nr = w->kernels->nr, panels = lunai_divide_up(g->n, nr),
                 column = lunai_share(panels, thread, threads) * nr;
   const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) - column;
-  int64_t p;
-  for (p = 0; n > 0 && p < g->k; p += LUNAI_KC)
+  for (int64_t p = 0; n > 0 && p < g->k; p += LUNAI_KC)
     w->kernels->fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                             g->b_column, w->panels + lunai_panels_at(w->kernels, g, column, p));
 }
@@ -3791,14 +3765,13 @@ LUNAI_FN void lunai_gemm_part(const lunai_gemm_plan *plan, lunai_gemm_thread *th
   const int64_t step = plan->sum_size ? LUNAI_SUM_ROWS : row_end - row;
   const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
   lunai_target t;
-  int64_t j;
   memset(&t, 0, sizeof t);
   t.c_row = g->c_row;
   t.alpha = g->alpha;
   t.activation = g->activation;
   t.late = plan->late;
   for (; row < row_end; row += step)
-    for (j = column; j < column_end; j += plan->columns) {
+    for (int64_t j = column; j < column_end; j += plan->columns) {
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + row * g->c_row + j;
       t.c = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
@@ -3852,7 +3825,6 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
   const int64_t column = lunai_share(panels, thread, threads) * nr;
   const int64_t end = threads > 1 ? lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) : g->n;
   lunai_target t;
-  int64_t x, y;
   memset(&t, 0, sizeof t);
   t.sum_row = t.from_row = t.c_row = g->c_row;
   t.bias = g->bias ? g->bias + column : NULL;
@@ -3860,8 +3832,8 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
   t.activation = g->activation;
   t.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
   t.finish = g->bias || g->pre || g->activation != LUNA_ACTIVATION_NONE;
-  for (x = 0; x < g->batch[0]; x++)
-    for (y = 0; y < g->batch[1] && column < end; y++) {
+  for (int64_t x = 0; x < g->batch[0]; x++)
+    for (int64_t y = 0; y < g->batch[1] && column < end; y++) {
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
       t.c = t.sum = g->c + at;
       t.pre = g->pre ? g->pre + at : NULL;
@@ -3872,18 +3844,14 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
-  lunai_gemm_plan p;
   if (lunai_gemm_dots(g)) return 0;
-  p = lunai_gemm_plan_of(kernels, g, count);
+  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
   return (size_t)(lunai_gemm_plan_bytes(&p) * count);
 }
 LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
-  lunai_gemm_plan p;
-  lunai_gemm_thread own;
   lunai_dots_work dots;
-  int64_t x, y;
   if (g->m <= 0 || g->n <= 0) return;
   if (lunai_gemm_dots(g)) {
     dots.kernels = kernels;
@@ -3891,15 +3859,15 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
     lunai_run(parallel, lunai_dots_task, &dots);
     return;
   }
-  p = lunai_gemm_plan_of(kernels, g, threads);
+  lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, threads);
   p.scratch = scratch ? (char *)scratch : (char *)g->c; /* without k it needs none, and null + 0 is undefined */
   if (threads > 1) {
     lunai_run(parallel, lunai_gemm_task, &p);
     return;
   }
-  own = lunai_gemm_own(&p, 0);       /* one part, without a division */
-  for (x = 0; x < g->batch[0]; x++)
-    for (y = 0; y < g->batch[1]; y++) lunai_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
+  lunai_gemm_thread own = lunai_gemm_own(&p, 0);       /* one part, without a division */
+  for (int64_t x = 0; x < g->batch[0]; x++)
+    for (int64_t y = 0; y < g->batch[1]; y++) lunai_gemm_part(&p, &own, x, y, 0, g->m, 0, g->n);
 }
 #endif
 
@@ -3928,22 +3896,19 @@ LUNAI_MAP_REFERENCE(scale_add, (int64_t n, float factor, const float *x, float *
 #undef LUNAI_MAP_REFERENCE
 LUNAI_FN void lunai_elementwise_reference(const lunai_each *e, float *y) {
   const float *const *x = e->x;
-  int64_t i;
-  for (i = 0; i < e->n; i++)
+  for (int64_t i = 0; i < e->n; i++)
     y[i] = lunai_each_scalar(e->kind, x[0][i * e->step[0]], x[1][i * e->step[1]], x[2][i * e->step[2]]);
 }
 LUNAI_FN void lunai_elementwise_slope_reference(const lunai_each *e, int input, const float *dy, float *y, bool add) {
   const float *const *x = e->x;
-  int64_t i;
-  for (i = 0; i < e->n; i++)
+  for (int64_t i = 0; i < e->n; i++)
     y[i] = (add ? y[i] : 0) + lunai_each_slope_scalar(e->kind, input, x[0][i * e->step[0]], x[1][i * e->step[1]],
                                                       x[2][i * e->step[2]], dy[i]);
 }
 
 LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
   double sum = 0;
-  int64_t i;
-  for (i = 0; i < n; i++) sum += (double)x[i];
+  for (int64_t i = 0; i < n; i++) sum += (double)x[i];
   return sum;
 }
 LUNAI_FN double lunai_sum_squares_reference(int64_t n, const float *x) { return lunai_inner(n, x, 1, x, 1); }
@@ -3955,29 +3920,26 @@ LUNAI_FN void lunai_softmax_reference(int64_t rows, int64_t n, const float *x, f
   for (; rows > 0; rows--, x += n, y += n) {
     float max = -(float)INFINITY;
     double sum = 0;
-    int64_t i;
-    for (i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int64_t i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
     if (max == -(float)INFINITY) max = 0;
-    for (i = 0; i < n; i++) sum += (double)(y[i] = lunai_exp1_scalar(x[i] - max));
-    for (i = 0; i < n; i++) y[i] = sum == 0 ? 0 : (float)((double)y[i] / sum);
+    for (int64_t i = 0; i < n; i++) sum += (double)(y[i] = lunai_exp1_scalar(x[i] - max));
+    for (int64_t i = 0; i < n; i++) y[i] = sum == 0 ? 0 : (float)((double)y[i] / sum);
   }
 }
 /* dx += y (dy - sum of y dy) */
 LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const float *y, const float *dy, float *dx) {
   for (; rows > 0; rows--, y += n, dy += n, dx += n) {
     const double mean = lunai_inner(n, y, 1, dy, 1);
-    int64_t i;
-    for (i = 0; i < n; i++) dx[i] += (float)((double)y[i] * ((double)dy[i] - mean));
+    for (int64_t i = 0; i < n; i++) dx[i] += (float)((double)y[i] * ((double)dy[i] - mean));
   }
 }
 
 /* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
 LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
-  int64_t row, i;
-  for (row = 0; row < a->rows && a->n > 0; row++) {
+  for (int64_t row = 0; row < a->rows && a->n > 0; row++) {
     const float *x = a->x + row * a->n;
     const double r = 1 / sqrt(lunai_sum_squares_reference(a->n, x) / (double)a->n + (double)a->epsilon);
-    for (i = 0; i < a->n; i++)
+    for (int64_t i = 0; i < a->n; i++)
       a->y[row * a->n + i] = (float)((double)x[i] * r * (a->weight ? (double)a->weight[i] : 1));
     if (a->mean) a->mean[row] = 0;
     if (a->rstd) a->rstd[row] = (float)r;
@@ -3985,15 +3947,14 @@ LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
 }
 /* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
 LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
-  int64_t row, i;
   if (a->rms) lunai_rms_norm_reference(a);
-  for (row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
+  for (int64_t row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
     const float *x = a->x + row * a->n;
     const double n = (double)a->n, center = lunai_sum_reference(a->n, x) / n;
-    double variance = 0, r;
-    for (i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
-    r = 1 / sqrt(variance + (double)a->epsilon);
-    for (i = 0; i < a->n; i++) {
+    double variance = 0;
+    for (int64_t i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    const double r = 1 / sqrt(variance + (double)a->epsilon);
+    for (int64_t i = 0; i < a->n; i++) {
       const double normal = ((double)x[i] - center) * r;
       a->y[row * a->n + i] = (float)(normal * (a->weight ? (double)a->weight[i] : 1) +
                                      (a->bias ? (double)a->bias[i] : 0));
@@ -4004,17 +3965,16 @@ LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
 }
 /* dx = rstd (g - mean(g) - xhat mean(g xhat)) (+ dx), g = dy weight, xhat = (x - mean) rstd; rms: without mean(g) */
 LUNAI_FN void lunai_layer_norm_backward_reference(const lunai_layer_norm *a) {
-  int64_t row, i;
-  for (row = 0; row < a->rows; row++) {
+  for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->x + row * a->n, *dy = a->dy + row * a->n;
     const double n = (double)a->n, center = (double)a->mean[row], r = (double)a->rstd[row];
     double mean_g = 0, mean_gx = 0;
-    for (i = 0; i < a->n; i++) {
+    for (int64_t i = 0; i < a->n; i++) {
       const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1);
       mean_g += a->rms ? 0 : g / n;
       mean_gx += g * ((double)x[i] - center) * r / n;
     }
-    for (i = 0; i < a->n; i++) {
+    for (int64_t i = 0; i < a->n; i++) {
       const double g = (double)dy[i] * (a->weight ? (double)a->weight[i] : 1), xhat = ((double)x[i] - center) * r;
       float *dx = a->dx + row * a->n + i;
       *dx = (float)(r * (g - mean_g - xhat * mean_gx)) + (a->add ? *dx : 0);
@@ -4023,10 +3983,9 @@ LUNAI_FN void lunai_layer_norm_backward_reference(const lunai_layer_norm *a) {
 }
 /* columns [first, last): dweight += sum over rows of dy xhat, dbias += sum over rows of dy */
 LUNAI_FN void lunai_layer_norm_weights_reference(const lunai_layer_norm *a, int64_t first, int64_t last) {
-  int64_t row, i;
-  for (i = first; i < last; i++) {
+  for (int64_t i = first; i < last; i++) {
     double scaled = 0, sum = 0;
-    for (row = 0; row < a->rows; row++) {
+    for (int64_t row = 0; row < a->rows; row++) {
       const double g = (double)a->dy[row * a->n + i];
       scaled += g * ((double)a->x[row * a->n + i] - (double)a->mean[row]) * (double)a->rstd[row];
       sum += g;
@@ -4037,24 +3996,22 @@ LUNAI_FN void lunai_layer_norm_weights_reference(const lunai_layer_norm *a, int6
 }
 /* y_j += factor sum_i x_ij */
 LUNAI_FN void lunai_sum_rows_reference(lunai_matrix x, float factor, float *y) {
-  int64_t i, j;
-  for (j = 0; j < x.columns; j++) {
+  for (int64_t j = 0; j < x.columns; j++) {
     double sum = 0;
-    for (i = 0; i < x.rows; i++) sum += (double)x.at[i * x.row + j];
+    for (int64_t i = 0; i < x.rows; i++) sum += (double)x.at[i * x.row + j];
     y[j] += (float)((double)factor * sum);
   }
 }
 
 /* loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / classes */
 LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
-  int64_t row, j;
-  for (row = 0; row < a->rows; row++) {
+  for (int64_t row = 0; row < a->rows; row++) {
     const float *x = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
     lunai_row_sums own, *s = a->sums ? a->sums + row : &own;
-    double log_sum = 0, target;
+    double log_sum = 0;
     if (a->first == 0) s->exps = s->logits = s->label = 0, s->shift = -(float)INFINITY;
-    for (j = 0; j < a->columns; j++) {
+    for (int64_t j = 0; j < a->columns; j++) {
       if (x[j] > s->shift) {
         s->exps *= (double)lunai_exp1_scalar(s->shift - x[j]);
         s->shift = x[j];
@@ -4065,7 +4022,7 @@ LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
     if (label >= 0 && label < a->columns) s->label = x[label];
     if (a->first + a->columns < a->classes) continue;
     if (a->labels[row] >= 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
-    target = (double)(1 - a->smoothing) * (double)s->label;
+    double target = (double)(1 - a->smoothing) * (double)s->label;
     if (a->smoothing > 0) target += (double)a->smoothing * s->logits / (double)a->classes;
     a->loss[row] = a->labels[row] < 0 ? 0 : (float)(log_sum - target);
     if (a->lse) a->lse[row] = (float)log_sum;
@@ -4073,9 +4030,8 @@ LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
 }
 /* grad = factor (softmax(logits) - target) (+ grad) */
 LUNAI_FN void lunai_cross_entropy_backward_reference(const lunai_cross_entropy *a) {
-  int64_t row, j;
-  for (row = 0; row < a->rows; row++)
-    for (j = 0; j < a->columns; j++) {
+  for (int64_t row = 0; row < a->rows; row++)
+    for (int64_t j = 0; j < a->columns; j++) {
       float *grad = a->grad + row * a->grad_row + j, slope = 0;
       if (a->labels[row] >= 0) {
         slope = lunai_exp1_scalar(a->logits[row * a->logits_row + j] - a->lse[row]) - a->smoothing / (float)a->classes;
@@ -4091,19 +4047,17 @@ LUNAI_FN float lunai_tap(const lunai_convolution *a, int64_t row, int64_t channe
          a->history ? a->history[(row + a->width - 1) * a->n + channel] : 0;
 }
 LUNAI_FN void lunai_short_convolution_reference(const lunai_convolution *a) {
-  int64_t t, c, i;
-  for (t = 0; t < a->rows; t++)
-    for (c = 0; c < a->n; c++) {
+  for (int64_t t = 0; t < a->rows; t++)
+    for (int64_t c = 0; c < a->n; c++) {
       float sum = a->bias ? a->bias[c] : 0;
-      for (i = 0; i < a->width; i++) sum += a->weight[c * a->width + i] * lunai_tap(a, t - a->width + 1 + i, c);
+      for (int64_t i = 0; i < a->width; i++) sum += a->weight[c * a->width + i] * lunai_tap(a, t - a->width + 1 + i, c);
       a->y[t * a->n + c] = sum;
     }
 }
 LUNAI_FN void lunai_short_convolution_backward_reference(const lunai_convolution *a) {
-  int64_t t, c, i;
-  for (t = 0; t < a->rows; t++)
-    for (c = 0; c < a->n; c++)
-      for (i = 0; i < a->width; i++) {
+  for (int64_t t = 0; t < a->rows; t++)
+    for (int64_t c = 0; c < a->n; c++)
+      for (int64_t i = 0; i < a->width; i++) {
         const int64_t later = t + a->width - 1 - i;
         if (later < a->rows) a->dx[t * a->n + c] += a->weight[c * a->width + i] * a->dy[later * a->n + c];
       }
@@ -4111,11 +4065,10 @@ LUNAI_FN void lunai_short_convolution_backward_reference(const lunai_convolution
 /* of channels [first, last) */
 LUNAI_FN void lunai_short_convolution_weights_reference(const lunai_convolution *a, int64_t first, int64_t last) {
   const int64_t n = a->n, width = a->width;
-  int64_t t, c, i;
-  for (c = first; c < last; c++)
-    for (i = 0; a->dweight && i < width; i++) {
+  for (int64_t c = first; c < last; c++)
+    for (int64_t i = 0; a->dweight && i < width; i++) {
       double sum = 0;
-      for (t = lunai_min(a->rows, width - 1 - i); t < a->rows; t++)
+      for (int64_t t = lunai_min(a->rows, width - 1 - i); t < a->rows; t++)
         sum += (double)a->dy[t * n + c] * (double)a->x[(t - width + 1 + i) * n + c];
       a->dweight[c * width + i] += (float)sum;
     }
@@ -4124,29 +4077,23 @@ LUNAI_FN void lunai_short_convolution_weights_reference(const lunai_convolution 
 }
 
 LUNAI_FN float lunai_dropout_at(const lunai_dropout *d, int64_t element) {
-  uint32_t counter[4], word[4];
-  uint64_t place;
+  uint32_t word[4];
   if (d->threshold == 0) return 1.0f;
-  place = lunai_dropout_place(d, element);
-  counter[0] = (uint32_t)(place / 8);
-  counter[1] = (uint32_t)(place / 8 >> 32);
-  counter[2] = d->op;
-  counter[3] = d->step;
+  const uint64_t place = lunai_dropout_place(d, element);
+  uint32_t counter[4] = { (uint32_t)(place / 8), (uint32_t)(place / 8 >> 32), d->op, d->step };
   lunai_philox(counter, d->seed, word);
   return (word[place % 8 / 2] >> (place % 2 * 16) & 0xFFFFu) < d->threshold ? 0.0f : d->keep;
 }
 LUNAI_FN void lunai_dropout_reference(const lunai_dropout *d, int64_t first, int64_t n, const float *x, float *y,
                                       bool accumulate) {
-  int64_t i;
-  for (i = 0; i < n; i++) {
+  for (int64_t i = 0; i < n; i++) {
     const float mask = lunai_dropout_at(d, first + i), kept = mask > 0 ? x[i] * mask : 0; /* a dropped NaN is 0 */
     y[i] = accumulate ? y[i] + kept : kept;
   }
 }
 
 LUNAI_FN void lunai_sgd_reference(const lunai_update *u) {
-  int64_t i;
-  for (i = 0; i < u->count; i++) {
+  for (int64_t i = 0; i < u->count; i++) {
     float g = u->grad[i] * u->factor + u->decay * u->value[i];
     if (u->momentum != 0) {
       const float m = u->moment[0][i] = u->momentum * u->moment[0][i] + g;
@@ -4161,8 +4108,7 @@ LUNAI_FN void lunai_sgd_reference(const lunai_update *u) {
 LUNAI_FN void lunai_adam_reference(const lunai_update *u) {
   const float decay = u->coupled ? 0 : u->lr * u->decay, step = (float)((double)u->lr / (double)u->correction1);
   const float root = (float)(1 / sqrt((double)u->correction2));
-  int64_t i;
-  for (i = 0; i < u->count; i++) {
+  for (int64_t i = 0; i < u->count; i++) {
     const float v = u->value[i], g = u->grad[i] * u->factor + (u->coupled ? u->decay : 0) * v;
     const float m = u->moment[0][i] = u->beta1 * u->moment[0][i] + (1 - u->beta1) * g;
     const float s = u->moment[1][i] = u->beta2 * u->moment[1][i] + (1 - u->beta2) * (g * g);
@@ -4172,9 +4118,8 @@ LUNAI_FN void lunai_adam_reference(const lunai_update *u) {
 }
 /* Apollo (arXiv 2009.13586, algorithm 1) with m, B, d = moment[0], [1], [2]: sums of d^4, (g - m) d and B d^2 */
 LUNAI_FN void lunai_apollo_sums_reference(const lunai_update *u, double sums[3]) {
-  int64_t i;
   sums[0] = sums[1] = sums[2] = 0;
-  for (i = 0; i < u->count; i++) {
+  for (int64_t i = 0; i < u->count; i++) {
     const double g = (double)(u->grad[i] * u->factor + u->decay * u->value[i]), d = (double)u->moment[2][i];
     sums[0] += d * d * d * d;
     sums[1] += (g - (double)u->moment[0][i]) * d;
@@ -4183,8 +4128,7 @@ LUNAI_FN void lunai_apollo_sums_reference(const lunai_update *u, double sums[3])
 }
 /* m += alpha (g - m), B += curvature d^2, d = m / max(|B|, 1), value -= lr d */
 LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
-  int64_t i;
-  for (i = 0; i < u->count; i++) {
+  for (int64_t i = 0; i < u->count; i++) {
     const float g = u->grad[i] * u->factor + u->decay * u->value[i], d = u->moment[2][i];
     const float m = u->moment[0][i] += u->alpha * (g - u->moment[0][i]);
     const float b = u->moment[1][i] += u->curvature * (d * d), size = b < 0 ? -b : b;
@@ -4239,8 +4183,7 @@ LUNAI_FN void LUNAI_K(elementwise)(const lunai_each *e, float *y) {
   const float *const *x = e->x;
   const int64_t *step = e->step, n = e->n;
   const int kind = e->kind;
-  int64_t i;
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
     LUNAI_PUT(y, LUNAI_K(elementwise1)(kind, a, b, c));
   }
@@ -4249,8 +4192,7 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const f
   const float *const *x = e->x;
   const int64_t *step = e->step, n = e->n;
   const int kind = e->kind;
-  int64_t i;
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf a = LUNAI_INPUT(0), b = LUNAI_INPUT(1), c = LUNAI_INPUT(2);
     const vf v = LUNAI_K(elementwise1_slope)(kind, input, a, b, c, LUNAI_GET(dy));
     LUNAI_PUT(y, add ? vf_add(LUNAI_GET(y), v) : v);
@@ -4330,28 +4272,24 @@ LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return 
    the sum of exp is NaN then */
 LUNAI_INLINE float LUNAI_K(softmax_shift)(int64_t n, const float *x, float largest) {
   vf max = vf_set(largest);
-  int64_t i;
-  for (i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
+  for (int64_t i = 0; i < n; i += VF) max = vf_max(max, LUNAI_K(get_filled)(x + i, n - i, max));
   largest = vf_hmax(max);
   return largest > (float)-INFINITY ? largest : 0;
 }
 
 LUNAI_FN void LUNAI_K(softmax)(int64_t rows, int64_t n, const float *x, float *y) {
-  int64_t row, i;
-  for (row = 0; row < rows; row++, x += n, y += n) {
+  for (int64_t row = 0; row < rows; row++, x += n, y += n) {
     const vf shift = vf_set(LUNAI_K(softmax_shift)(n, x, (float)-INFINITY));
-    double sum;
-    for (i = 0; i < n; i += VF) LUNAI_PUT(y, vf_exp(vf_sub(LUNAI_GET(x), shift)));
-    sum = LUNAI_K(sum)(n, y);
+    for (int64_t i = 0; i < n; i += VF) LUNAI_PUT(y, vf_exp(vf_sub(LUNAI_GET(x), shift)));
+    const double sum = LUNAI_K(sum)(n, y);
     LUNAI_K(scale)(n, (float)(sum > 0 ? 1 / sum : sum), y, y); /* an empty row is 0, NaN propagates */
   }
 }
 
 LUNAI_FN void LUNAI_K(softmax_backward)(int64_t rows, int64_t n, const float *y, const float *dy, float *dx) {
-  int64_t row, i;
-  for (row = 0; row < rows; row++, y += n, dy += n, dx += n) {
+  for (int64_t row = 0; row < rows; row++, y += n, dy += n, dx += n) {
     const vf mean = vf_set(LUNAI_K(dot)(n, y, dy));
-    for (i = 0; i < n; i += VF) LUNAI_PUT(dx, vf_fma(LUNAI_GET(y), vf_sub(LUNAI_GET(dy), mean), LUNAI_GET(dx)));
+    for (int64_t i = 0; i < n; i += VF) LUNAI_PUT(dx, vf_fma(LUNAI_GET(y), vf_sub(LUNAI_GET(dy), mean), LUNAI_GET(dx)));
   }
 }
 
@@ -4361,23 +4299,20 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
   const int64_t n = a->n;
   const bool rms = a->rms;
   float *y = a->y;
-  int64_t row, i;
-  for (row = 0; row < a->rows && n > 0; row++, x += n, y += n) {
+  for (int64_t row = 0; row < a->rows && n > 0; row++, x += n, y += n) {
     /* the second pass also computes the rounding error of the mean */
     const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
-    double squares, off = 0, variance;
-    float r;
-    vf vcenter, voff, vr;
+    double squares, off = 0;
     if (rms) squares = LUNAI_K(sum_squares)(n, x);
     else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
-    variance = squares / (double)n - off * off;
-    r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
-    vcenter = vf_set(center); voff = vf_set((float)off); vr = vf_set(r);
-    for (i = 0; rms && i < n; i += VF) {
+    const double variance = squares / (double)n - off * off;
+    const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
+    const vf vcenter = vf_set(center); const vf voff = vf_set((float)off); const vf vr = vf_set(r);
+    for (int64_t i = 0; rms && i < n; i += VF) {
       const vf v = vf_mul(LUNAI_GET(x), vr);
       LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
     }
-    for (i = 0; !rms && i < n; i += VF) {
+    for (int64_t i = 0; !rms && i < n; i += VF) {
       vf v = vf_mul(vf_sub(vf_sub(LUNAI_GET(x), vcenter), voff), vr);
       if (weight) v = vf_mul(v, LUNAI_GET(weight));
       if (bias) v = vf_add(v, LUNAI_GET(bias));
@@ -4394,13 +4329,12 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
   const int64_t n = a->n;
   const bool add = a->add;
   float *dx = a->dx;
-  int64_t row, i;
-  for (row = 0; row < a->rows && n > 0; row++, x += n, dy += n, dx += n) {
+  for (int64_t row = 0; row < a->rows && n > 0; row++, x += n, dy += n, dx += n) {
     const float mean = a->mean[row], rstd = a->rstd[row];
     double moment, sum = LUNAI_K(reduce)(LUNAI_NORM, n, x, dy, weight, mean, rstd, &moment);
     const vf center = vf_set(mean), r = vf_set(rstd);
     const vf mean_g = vf_set(a->rms ? 0 : (float)(sum / (double)n)), mean_moment = vf_set((float)(moment / (double)n));
-    for (i = 0; i < n; i += VF) {
+    for (int64_t i = 0; i < n; i += VF) {
       const vf xhat = vf_mul(vf_sub(LUNAI_GET(x), center), r);
       vf g = LUNAI_GET(dy);
       if (weight) g = vf_mul(g, LUNAI_GET(weight));
@@ -4424,8 +4358,7 @@ LUNAI_INLINE void LUNAI_K(column_part)(int vectors, lunai_matrix a, const float 
   vf sum0 = vf_zero(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   const float *at = a.at;
   const int64_t left = a.columns;
-  int64_t r;
-  for (r = 0; r < a.rows; r++, at += a.row) {
+  for (int64_t r = 0; r < a.rows; r++, at += a.row) {
     const vf center = mean ? vf_set(mean[r]) : vf_zero(), scale = rstd ? vf_set(rstd[r]) : vf_set(1);
     LUNAI_COLUMN(0) LUNAI_COLUMN(1) LUNAI_COLUMN(2) LUNAI_COLUMN(3)
     if (b) b += a.row;
@@ -4442,20 +4375,20 @@ LUNAI_FN void LUNAI_K(column_sums)(lunai_matrix a, const float *b, const lunai_l
                                    float *y, int64_t y_column) {
   float part[LUNAI_SUM_COLUMNS];
   double total[LUNAI_SUM_COLUMNS];
-  int64_t first, n, r, i;
-  for (first = 0; first < a.columns; first += n) {
+  int64_t n;
+  for (int64_t first = 0; first < a.columns; first += n) {
     n = a.columns - first >= LUNAI_SUM_COLUMNS ? LUNAI_SUM_COLUMNS : lunai_min(a.columns - first, VF);
-    for (i = 0; i < n; i++) total[i] = 0;
-    for (r = 0; r < a.rows; r += LUNAI_FLOAT_ROWS) {
+    for (int64_t i = 0; i < n; i++) total[i] = 0;
+    for (int64_t r = 0; r < a.rows; r += LUNAI_FLOAT_ROWS) {
       const int64_t count = lunai_min(a.rows - r, LUNAI_FLOAT_ROWS), at = r * a.row + first;
       const lunai_matrix rows = lunai_strided(a.at + at, count, n, a.row);
       const float *mean = norm ? norm->mean + r : NULL, *rstd = norm ? norm->rstd + r : NULL;
       if (n < LUNAI_SUM_COLUMNS) LUNAI_K(column_part)(1, rows, b ? b + at : NULL, mean, rstd, part);
       else if (b) LUNAI_K(column_part)(4, rows, b + at, mean, rstd, part);
       else LUNAI_K(column_part)(4, rows, NULL, NULL, NULL, part);
-      for (i = 0; i < n; i++) total[i] += (double)part[i];
+      for (int64_t i = 0; i < n; i++) total[i] += (double)part[i];
     }
-    for (i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
+    for (int64_t i = 0; i < n; i++) y[(first + i) * y_column] += (float)((double)factor * total[i]);
   }
 }
 
@@ -4482,18 +4415,16 @@ LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_
 }
 LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
   const lunai_row_sums none = { 0, 0, (float)-INFINITY, 0 };
-  int64_t row;
-  for (row = 0; row < a->rows; row++) {
+  for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row;
     const int64_t label = a->labels[row] - a->first;
     lunai_row_sums s = a->first == 0 ? none : a->sums[row];
-    float shift;
     if (a->labels[row] < 0) {
       a->loss[row] = 0;
       if (a->lse) a->lse[row] = 0;
       continue;
     }
-    shift = LUNAI_K(softmax_shift)(a->columns, logits, s.shift);
+    const float shift = LUNAI_K(softmax_shift)(a->columns, logits, s.shift);
     if (s.exps != 0 && shift > s.shift) s.exps *= (double)LUNAI_K(exp1)(s.shift - shift);
     s.exps += LUNAI_K(reduce)(LUNAI_EXP, a->columns, logits, NULL, NULL, shift, 0, NULL);
     if (shift != 0 || s.exps != 0) s.shift = shift; /* not of columns of -Inf alone */
@@ -4506,8 +4437,7 @@ LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
 LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
   const vf f = vf_set(a->factor), base = vf_set(a->smoothing / (float)a->classes);
   const int64_t n = a->columns;
-  int64_t row, i;
-  for (row = 0; row < a->rows; row++) {
+  for (int64_t row = 0; row < a->rows; row++) {
     const float *logits = a->logits + row * a->logits_row, *next = row + 1 < a->rows ? logits + a->logits_row : logits;
     float *grad = a->grad + row * a->grad_row;
     const int64_t label = a->labels[row] - a->first;
@@ -4516,7 +4446,7 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
       if (!a->add) memset(grad, 0, (size_t)n * sizeof(float));
       continue;
     }
-    for (i = 0; i < n; i += VF) {
+    for (int64_t i = 0; i < n; i += VF) {
       LUNAI_PREFETCH(next + i);
       LUNAI_PUT(grad, vf_fma(f, vf_sub(vf_exp(vf_sub(LUNAI_GET(logits), total)), base),
                              a->add ? LUNAI_GET(grad) : vf_zero()));
@@ -4540,17 +4470,17 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
   float *const y = backward ? a->dx : a->y;
   float taps[LUNAI_TAPS * LUNAI_TAP_COLUMNS];
   const float *from[LUNAI_TAPS];
-  int64_t first, base, t, i, k;
-  for (first = 0; first < channels; first += LUNAI_TAP_COLUMNS) {
+  int64_t i;
+  for (int64_t first = 0; first < channels; first += LUNAI_TAP_COLUMNS) {
     const int64_t n = lunai_min(channels - first, LUNAI_TAP_COLUMNS);
-    for (base = 0; base < width; base += LUNAI_TAPS) {
+    for (int64_t base = 0; base < width; base += LUNAI_TAPS) {
       const int64_t count = lunai_min(width - base, LUNAI_TAPS);
-      for (k = 0; k < count; k++)
+      for (int64_t k = 0; k < count; k++)
         for (i = 0; i < n; i++) taps[k * LUNAI_TAP_COLUMNS + i] = weight[(first + i) * width + base + k];
-      for (t = 0; t < rows; t++) {
+      for (int64_t t = 0; t < rows; t++) {
         const int64_t low = lunai_max(0, (backward ? t + width - rows : history ? 0 : width - 1 - t) - base);
         float *y_at = y + t * channels + first;
-        for (k = low; k < count; k++) {
+        for (int64_t k = low; k < count; k++) {
           const int64_t row = backward ? t + width - 1 - base - k : t - width + 1 + base + k;
           from[k] = (row < 0 ? history + (row + width - 1) * channels : x + row * channels) + first;
         }
@@ -4558,7 +4488,7 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
           const float *start = backward || base > 0 ? y_at + i : bias ? bias + first + i : NULL;
           vf sum0 = start ? vf_load(start) : vf_zero(), sum1 = start ? vf_load(start + VF) : vf_zero();
           vf sum2 = start ? vf_load(start + 2 * VF) : vf_zero(), sum3 = start ? vf_load(start + 3 * VF) : vf_zero();
-          for (k = low; k < count; k++) {
+          for (int64_t k = low; k < count; k++) {
             const float *tap = taps + k * LUNAI_TAP_COLUMNS + i, *x_at = from[k] + i;
             sum0 = vf_fma(vf_load(tap), vf_load(x_at), sum0);
             sum1 = vf_fma(vf_load(tap + VF), vf_load(x_at + VF), sum1);
@@ -4572,7 +4502,8 @@ LUNAI_INLINE void LUNAI_K(convolve)(bool backward, const lunai_convolution *a) {
         }
         for (; i < n; i += VF) {
           vf sum = backward || base > 0 ? LUNAI_GET(y_at) : bias ? LUNAI_GET(bias + first) : vf_zero();
-          for (k = low; k < count; k++) sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
+          for (int64_t k = low; k < count; k++)
+            sum = vf_fma(LUNAI_GET(taps + k * LUNAI_TAP_COLUMNS), LUNAI_GET(from[k]), sum);
           LUNAI_PUT(y_at, sum);
         }
       }
@@ -4584,8 +4515,7 @@ LUNAI_FN void LUNAI_K(short_convolution)(const lunai_convolution *a) { LUNAI_K(c
 LUNAI_FN void LUNAI_K(short_convolution_backward)(const lunai_convolution *a) { LUNAI_K(convolve)(true, a); }
 LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int64_t first, int64_t last) {
   const lunai_matrix dy = lunai_columns(lunai_dense(a->dy, a->rows, a->n), first, last);
-  int64_t i;
-  for (i = 0; a->dweight && i < a->width; i++) {
+  for (int64_t i = 0; a->dweight && i < a->width; i++) {
     const int64_t skip = lunai_min(a->rows, a->width - 1 - i); /* the first rows have no such term */
     const lunai_matrix rest = lunai_strided(dy.at + skip * dy.row, a->rows - skip, dy.columns, dy.row);
     LUNAI_K(column_sums)(rest, a->x + first, NULL, 1, a->dweight + first * a->width + i, a->width);
@@ -4671,12 +4601,11 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
   uint16_t half[64];
   const int32_t threshold = (int32_t)d->threshold;
   const float keep = d->keep;
-  int round, i;
-  for (i = 0; i < 8; i += VU) {
+  for (int i = 0; i < 8; i += VU) {
     vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
         c3 = vu_set(d->step);
     vu k0 = vu_set(d->seed), k1 = vu_set(d->seed >> 32);
-    for (round = 0; round < 10; round++) {
+    for (int round = 0; round < 10; round++) {
       const vu p = vu_mul(c0, vu_set(0xD2511F53u)), r = vu_mul(c2, vu_set(0xCD9E8D57u));
       c0 = vu_xor(vu_xor(vu_high(r), c1), k0);
       c1 = r;
@@ -4690,7 +4619,7 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
     vu_store(half + 8 * i, vu_even(c0, c2));
     vu_store(half + 8 * i + 4 * VU, vu_odd(c0, c2));
   }
-  for (i = 0; i < 64; i++) mask[i] = half[i] < threshold ? 0 : keep;
+  for (int i = 0; i < 64; i++) mask[i] = half[i] < threshold ? 0 : keep;
 }
 
 /* mask[i] = keep or 0 for element first + i */
@@ -4712,11 +4641,10 @@ LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64
 LUNAI_FN void LUNAI_K(dropout)(const lunai_dropout *dropout, int64_t first, int64_t n, const float *x, float *y,
                                bool accumulate) {
   float mask[512];
-  int64_t at, i;
-  for (at = 0; at < n; at += 512) {
+  for (int64_t at = 0; at < n; at += 512) {
     const int64_t count = lunai_min(n - at, 512);
     LUNAI_K(dropout_mask)(dropout, first + at, count, mask);
-    for (i = 0; i < count; i += VF) {
+    for (int64_t i = 0; i < count; i += VF) {
       const vf m = LUNAI_K(get)(mask + i, count - i), v = vf_mul(LUNAI_K(get)(x + at + i, count - i), m);
       const vf kept = vf_select(vf_gt(m, vf_zero()), v, vf_zero()); /* a dropped NaN is 0 */
       LUNAI_K(put)(y + at + i, accumulate ? vf_add(LUNAI_K(get)(y + at + i, count - i), kept) : kept, count - i);
@@ -4731,8 +4659,7 @@ LUNAI_FN void LUNAI_K(sgd)(const lunai_update *update) {
       factor = vf_set(update->factor);
   const bool moving = update->momentum != 0, nesterov = update->nesterov;
   float *value = update->value, *grad = update->grad, *first = update->moment[0];
-  int64_t i;
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf v = LUNAI_GET(value);
     vf g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v));
     if (moving) {
@@ -4755,8 +4682,7 @@ LUNAI_FN void LUNAI_K(adam)(const lunai_update *update) {
   const vf step = vf_set((float)((double)update->lr / (double)update->correction1));
   const vf root = vf_set((float)(1 / sqrt((double)update->correction2)));
   float *value = update->value, *grad = update->grad, *first = update->moment[0], *second = update->moment[1];
-  int64_t i;
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(coupled, v));
     const vf m = vf_fma(beta1, LUNAI_GET(first), vf_mul(rest1, g));
     const vf s = vf_fma(beta2, LUNAI_GET(second), vf_mul(rest2, vf_mul(g, g)));
@@ -4773,12 +4699,11 @@ LUNAI_FN void LUNAI_K(apollo_sums)(const lunai_update *update, double sums[3]) {
   const vf factor = vf_set(update->factor), decay = vf_set(update->decay);
   const float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
       *last = update->moment[2];
-  int64_t first, i;
   sums[0] = sums[1] = sums[2] = 0;
-  for (first = 0; first < update->count; first += 1024) {
+  for (int64_t first = 0; first < update->count; first += 1024) {
     const int64_t n = lunai_min(first + 1024, update->count);
     vf fourth = vf_zero(), along = vf_zero(), bent = vf_zero();
-    for (i = first; i < n; i += VF) {
+    for (int64_t i = first; i < n; i += VF) {
       const vf d = LUNAI_GET(last), square = vf_mul(d, d);
       const vf g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, LUNAI_GET(value)));
       fourth = vf_fma(square, square, fourth);
@@ -4797,8 +4722,7 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
   const vf alpha = vf_set(update->alpha), curvature = vf_set(update->curvature), one = vf_set((float)1);
   float *value = update->value, *grad = update->grad, *mean = update->moment[0], *curve = update->moment[1],
       *last = update->moment[2];
-  int64_t i;
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf v = LUNAI_GET(value), g = vf_fma(LUNAI_GET(grad), factor, vf_mul(decay, v)), before = LUNAI_GET(mean),
         d = LUNAI_GET(last);
     const vf m = vf_fma(alpha, vf_sub(g, before), before), b = vf_fma(curvature, vf_mul(d, d), LUNAI_GET(curve));
@@ -4849,23 +4773,22 @@ LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_atte
 LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
   double max = -(double)INFINITY, total = 0, kept = 0;
-  int64_t j, e, first;
-  for (j = 0; j < r->keys; j++) {
+  for (int64_t j = 0; j < r->keys; j++) {
     const double score = lunai_attention_score(a, r, j);
     if (!(score <= max)) max = score;
   }
-  for (first = 0; first == 0 || first < a->value_dim; first += 64) {
+  for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = lunai_min(64, a->value_dim - first);
     double sum[64] = {0};
     total = kept = 0;
-    for (j = 0; j < r->keys; j++) {
+    for (int64_t j = 0; j < r->keys; j++) {
       const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
       const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
       total += p;
       kept += masked;
-      for (e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
+      for (int64_t e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
-    for (e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
+    for (int64_t e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
   }
   if (a->log_sum_exp)
     a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
@@ -4873,31 +4796,28 @@ LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const luna
 }
 LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
   lunai_attention_row r;
-  int64_t b, h, i;
-  for (b = 0; b < a->batch; b++)
-    for (h = 0; h < a->heads; h++)
-      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
+  for (int64_t b = 0; b < a->batch; b++)
+    for (int64_t h = 0; h < a->heads; h++)
+      for (int64_t i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
 }
 
 /* y += factor x */
 LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *y) {
-  int64_t i;
-  for (i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
+  for (int64_t i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
 LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
   lunai_attention_row r;
-  int64_t b, h, i, j;
-  for (b = 0; b < a->batch; b++)
-    for (h = 0; h < a->heads; h++)
-      for (i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
+  for (int64_t b = 0; b < a->batch; b++)
+    for (int64_t h = 0; h < a->heads; h++)
+      for (int64_t i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
         const float *g = a->grad_out + r.out;
         const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
         const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
                      (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
                      (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[r.stat] : 0);
-        for (j = 0; j < r.keys; j++) {
+        for (int64_t j = 0; j < r.keys; j++) {
           const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
           const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
           const double p = (double)lunai_exp1_scalar((float)score);
@@ -4915,9 +4835,8 @@ LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
 #ifdef LUNAI_PASS_LOOPS
 /* sums n floats to a vector, halving */
 LUNAI_INLINE vf LUNAI_K(fold)(float *x, int64_t n) {
-  int64_t i, half;
-  for (half = n / 2; half >= VF; half /= 2)
-    for (i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
+  for (int64_t half = n / 2; half >= VF; half /= 2)
+    for (int64_t i = 0; i < half; i += VF) vf_store(x + i, vf_add(vf_load(x + i), vf_load(x + i + half)));
   return vf_load(x);
 }
 
@@ -4936,15 +4855,14 @@ LUNAI_INLINE void LUNAI_K(softmax_step)(float *x, vf top, const float *mask, flo
    The sums go by 16 classes of keys and then by halves, as vf_sum does, so that both layouts give the same bits. */
 LUNAI_INLINE void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const float *mask, float *stats) {
   const int64_t lines = t->lines, length = t->length, step = t->step;
-  int64_t i, j, l;
-  for (i = 0; i < lines; i++, s += step) {
+  for (int64_t i = 0; i < lines; i++, s += step) {
     float sum[16] = {0}, kept[16] = {0};
     vf top = vf_set(-INFINITY);
-    for (j = 0; j < length; j += VF) top = vf_max(top, vf_load(s + j));
+    for (int64_t j = 0; j < length; j += VF) top = vf_max(top, vf_load(s + j));
     stats[i] = vf_hmax(top);
     top = vf_set(stats[i]);
-    for (j = 0; j < length; j += 16)
-      for (l = 0; l < 16; l += VF)
+    for (int64_t j = 0; j < length; j += 16)
+      for (int64_t l = 0; l < 16; l += VF)
         LUNAI_K(softmax_step)(s + j + l, top, mask ? mask + i * step + j + l : NULL, sum + l, kept + l);
     stats[LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(sum, 16));
     stats[2 * LUNAI_TILE + i] = vf_sum(LUNAI_K(fold)(kept, 16));
@@ -4953,12 +4871,11 @@ LUNAI_INLINE void LUNAI_K(softmax_across)(const lunai_tile *t, float *s, const f
 
 LUNAI_INLINE void LUNAI_K(softmax_down)(const lunai_tile *t, float *s, const float *mask, float *stats) {
   const int64_t lines = t->lines, length = t->length, step = t->step;
-  int64_t i, j;
-  for (i = 0; i < length; i += VF) {
+  for (int64_t i = 0; i < length; i += VF) {
     float sum[16 * VF] = {0}, kept[16 * VF] = {0};
     vf top = vf_set(-INFINITY);
-    for (j = 0; j < lines; j++) top = vf_max(top, vf_load(s + j * step + i));
-    for (j = 0; j < lines; j++)
+    for (int64_t j = 0; j < lines; j++) top = vf_max(top, vf_load(s + j * step + i));
+    for (int64_t j = 0; j < lines; j++)
       LUNAI_K(softmax_step)(s + j * step + i, top, mask ? mask + j * step + i : NULL, sum + j % 16 * VF,
                             kept + j % 16 * VF);
     vf_store(stats + i, top);
@@ -4976,9 +4893,8 @@ LUNAI_FN void LUNAI_K(tile_softmax)(const lunai_tile *t, float *s, const float *
 LUNAI_FN void LUNAI_K(tile_hide)(int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x) {
   const int64_t length = t->length, step = t->step;
   static const float lane[16] = { 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 };
-  int64_t i, j;
-  for (j = 0; j < lines; j++, x += step)
-    for (i = 0; i < length; i += VF) {
+  for (int64_t j = 0; j < lines; j++, x += step)
+    for (int64_t i = 0; i < length; i += VF) {
       const vf at = vf_load(lane), low = vf_set((float)(from + j - i)), high = vf_set((float)(to + j - i));
       const vf kept = vf_select(vf_lt(at, high), vf_load(x + i), vf_set(value));
       vf_store(x + i, vf_select(vf_lt(at, low), vf_set(value), kept));
@@ -4991,9 +4907,8 @@ LUNAI_FN bool LUNAI_K(finite_copy)(lunai_matrix x, float *y) {
   const vf max = vf_set(INFINITY);
   const int64_t n = x.columns;
   vf nonfinite = vf_zero();
-  int64_t i, j;
-  for (i = 0; i < x.rows; i++)
-    for (j = 0; j < n; j += VF) {
+  for (int64_t i = 0; i < x.rows; i++)
+    for (int64_t j = 0; j < n; j += VF) {
       const vf v = LUNAI_K(get)(x.at + i * x.row + j, n - j);
       const vm finite = vf_lt(vf_abs(v), max);
       LUNAI_K(put)(y + i * n + j, vf_select(finite, v, vf_zero()), n - j);
@@ -5006,15 +4921,14 @@ LUNAI_FN bool LUNAI_K(finite_copy)(lunai_matrix x, float *y) {
 LUNAI_FN void LUNAI_K(attention_merge)(lunai_matrix part, const float *stats, float *state, float *out,
                                        int64_t out_row) {
   const int64_t width = part.rows, dim = part.columns;
-  int64_t i, j;
-  for (i = 0; i < width; i++) {
+  for (int64_t i = 0; i < width; i++) {
     const float top = state[i] > stats[i] ? state[i] : stats[i];
     const float old = LUNAI_K(exp1)(state[i] - top), add = LUNAI_K(exp1)(stats[i] - top);
     float *row = out + i * out_row;
     state[i] = top;
-    for (j = 1; j < 3; j++)
+    for (int64_t j = 1; j < 3; j++)
       state[j * LUNAI_TILE + i] = state[j * LUNAI_TILE + i] * old + stats[j * LUNAI_TILE + i] * add;
-    for (j = 0; j < dim; j += VF) {
+    for (int64_t j = 0; j < dim; j += VF) {
       const vf x = vf_mul(LUNAI_K(get)(row + j, dim - j), vf_set(old));
       LUNAI_K(put)(row + j, vf_fma(LUNAI_K(get)(part.at + i * dim + j, dim - j), vf_set(add), x), dim - j);
     }
@@ -5023,10 +4937,9 @@ LUNAI_FN void LUNAI_K(attention_merge)(lunai_matrix part, const float *stats, fl
 
 /* divides the rows by their sums. state: the sums after the mask are divided too, the maxima become log-sum-exps */
 LUNAI_FN void LUNAI_K(attention_finish)(int64_t width, int64_t dim, float *state, float *out, int64_t out_row) {
-  int64_t i, j;
-  for (i = 0; i < width; i++, out += out_row) {
+  for (int64_t i = 0; i < width; i++, out += out_row) {
     const float sum = state[LUNAI_TILE + i], factor = 1 / sum;
-    for (j = 0; j < dim; j += VF)
+    for (int64_t j = 0; j < dim; j += VF)
       LUNAI_K(put)(out + j, vf_mul(LUNAI_K(get)(out + j, dim - j), vf_set(factor)), dim - j);
     state[i] += LUNAI_K(log1)(sum);
     state[2 * LUNAI_TILE + i] *= factor;
@@ -5040,9 +4953,8 @@ LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes,
   const int64_t lines = t->lines, length = t->length, step = t->step;
   const float *const lse = stats, *const delta = stats + LUNAI_TILE, *const add = stats + 2 * LUNAI_TILE;
   const bool across = t->across;
-  int64_t i, j;
-  for (i = 0; i < lines; i++)
-    for (j = 0; j < length; j += VF) {
+  for (int64_t i = 0; i < lines; i++)
+    for (int64_t j = 0; j < length; j += VF) {
       const int64_t at = i * step + j;
       const vf p = vf_exp(vf_sub(vf_load(s + at), across ? vf_set(lse[i]) : vf_load(lse + j)));
       const vf shift = across ? vf_set(delta[i]) : vf_load(delta + j);
@@ -5129,22 +5041,20 @@ LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *he
 }
 
 LUNAI_FN void lunai_tile_pad(const lunai_tile *t, float *x, float value) {
-  int64_t i, j;
-  for (i = 0; t->length % 16 != 0 && i < t->lines; i++)
-    for (j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
+  for (int64_t i = 0; t->length % 16 != 0 && i < t->lines; i++)
+    for (int64_t j = t->length; j % 16 != 0; j++) x[i * t->step + j] = value;
 }
 
 /* masks the keys after each query */
 LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
-  int64_t i, j;
-  for (i = 0; i < t->width; i++)
-    for (j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++) x[i * t->q_step + j * t->k_step] = value;
+  for (int64_t i = 0; i < t->width; i++)
+    for (int64_t j = lunai_max(t->query + i + 1 - t->key, 0); j < t->depth; j++)
+      x[i * t->q_step + j * t->k_step] = value;
 }
 
 /* The largest sizes, and how to share the work among `threads`, which never changes a bit. */
 LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
                                    int64_t threads, bool backward) {
-  int64_t b, tiles;
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
   w->a = a;
@@ -5155,13 +5065,13 @@ LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_kernels 
   w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
   w->queries = a->query_offsets ? 0 : a->queries;
   w->keys = a->key_offsets ? 0 : a->keys;
-  for (b = 0; a->query_offsets && b < a->batch; b++) {
+  for (int64_t b = 0; a->query_offsets && b < a->batch; b++) {
     w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
     w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
   }
   if (a->causal) w->keys = lunai_min(w->keys, w->queries);
   w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
-  tiles = lunai_divide_up(w->queries, LUNAI_TILE);
+  const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE);
   w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
   w->run = LUNAI_RUN;
   while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
@@ -5225,10 +5135,9 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
                                       int64_t threads, bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
-  int64_t units;
   lunai_attention_plan(w, kernels, a, threads, backward);
   w->thread_bytes = (size_t)(lunai_attention_layout(w, zero, &space) - zero);
-  units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
+  const int64_t units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
@@ -5267,23 +5176,21 @@ LUNAI_FN void lunai_tile_product(const lunai_kernels *kernels, const lunai_tile 
 LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                               const lunai_tile *t, float *row, float *mask) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  int64_t i, j;
-  for (i = 0; i < t->width; i++) {
+  for (int64_t i = 0; i < t->width; i++) {
     float *to = t->across ? mask + i * t->q_step : row;
     kernels->dropout_mask(&dropout, head->element + (t->query + i) * a->keys + t->key, t->depth, to);
-    for (j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
+    for (int64_t j = 0; to == row && j < t->depth; j++) mask[j * t->k_step + i] = row[j];
   }
   lunai_tile_pad(t, mask, 0);
 }
 
 /* adds what finite_copy left out of V to the queries that see it */
 LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, lunai_matrix v, lunai_out part) {
-  int64_t i, j, c;
-  for (j = 0; j < t->depth; j++)
-    for (c = 0; c < v.columns; c++) {
+  for (int64_t j = 0; j < t->depth; j++)
+    for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
       if (fabs((double)x) < (double)INFINITY) continue;
-      for (i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
+      for (int64_t i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
         part.at[i * part.row + c] += s[i * t->q_step + j * t->k_step] * x;
     }
 }
@@ -5293,9 +5200,8 @@ LUNAI_FN void lunai_attention_finish(const lunai_kernels *kernels, const lunai_a
                                      int64_t query, float *state) {
   const int64_t width = lunai_min(LUNAI_TILE, head->queries - query);
   float *out = a->out + head->out + query * a->out_row;
-  int64_t i;
   if (head->keys) kernels->attention_finish(width, a->value_dim, state, out, a->out_row);
-  for (i = 0; i < width; i++) {
+  for (int64_t i = 0; i < width; i++) {
     const int64_t at = head->row + (query + i) * a->heads;
     if (!head->keys) memset(out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
     if (a->log_sum_exp) a->log_sum_exp[at] = head->keys ? state[i] : 0;
@@ -5369,8 +5275,7 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE), dv = a->value_dim;
-  int64_t item, block, i;
-  for (item = thread; item < w->pairs * tiles; item += threads) {
+  for (int64_t item = thread; item < w->pairs * tiles; item += threads) {
     const int64_t pair = item / tiles, query = item % tiles * LUNAI_TILE;
     const lunai_head head = lunai_head_at(a, pair);
     const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
@@ -5378,12 +5283,13 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
     float *partial = w->partial + pair * w->blocks * w->unit, *state = lunai_stats_of(w, partial, query);
     float *out = a->out + head.out + query * a->out_row;
     if (width <= 0) continue;
-    for (block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
+    for (int64_t block = 0; lunai_depth(a, &head, block, query + width) > 0; block++, partial += w->unit) {
       const float *part = partial + query * dv;
       if (block > 0)
         kernels->attention_merge(lunai_dense(part, width, dv), lunai_stats_of(w, partial, query), state, out,
                                  a->out_row);
-      for (i = 0; block == 0 && i < width; i++) memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
+      for (int64_t i = 0; block == 0 && i < width; i++)
+        memcpy(out + i * a->out_row, part + i * dv, (size_t)dv * sizeof(float));
     }
     lunai_attention_finish(kernels, a, &head, query, state);
   }
@@ -5406,9 +5312,8 @@ LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_atte
 LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
                                    const lunai_tile *t, float *stats) {
   float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
-  int64_t i;
   memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
-  for (i = 0; i < t->width; i++) {
+  for (int64_t i = 0; i < t->width; i++) {
     const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
     lse[i] = a->log_sum_exp[at];
     delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
@@ -5422,8 +5327,7 @@ LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_att
 /* y += x, both [rows, n] */
 LUNAI_FN void lunai_add_rows(const lunai_kernels *kernels, int64_t rows, int64_t n, const float *x, float *y,
                              int64_t y_row) {
-  int64_t i;
-  for (i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
+  for (int64_t i = 0; i < rows; i++) kernels->add(n, y + i * y_row, x + i * n, y + i * y_row);
 }
 
 /* the partial gradients of unit (pair, key block) from one query block */
@@ -5442,7 +5346,6 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
   float *dq = w->partial + (unit - w->first) * w->unit, *part = lunai_grad_part(w, unit, query_block);
   float *dk = k_direct ? m->own : part, *dvalue = (v_direct ? m->own : part) + depth * d;
   float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
-  int64_t query;
   if (first >= last || depth <= 0) return;
   if (a->causal) {
     memset(dk, 0, (size_t)(depth * d) * sizeof(float));
@@ -5454,7 +5357,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
     lunai_panels_of(kernels, lunai_transposed(k), m->score_panels);
     lunai_panels_of(kernels, lunai_transposed(v), m->slope_panels);
   }
-  for (query = first; query < last; query += LUNAI_TILE) {
+  for (int64_t query = first; query < last; query += LUNAI_TILE) {
     const lunai_tile t = lunai_tile_at(a, &head, query, last, key, depth);
     const bool more = query > first || a->causal;
     const lunai_matrix q = lunai_strided(a->q + head.q + query * a->q_row, t.width, d, a->q_row);
@@ -5498,9 +5401,8 @@ LUNAI_FN void lunai_attention_merge_keys(const lunai_attention_work *w, int64_t 
   const lunai_attention *a = w->a;
   const lunai_head head = lunai_head_at(a, unit / w->blocks);
   const int64_t block = unit % w->blocks, key = block * LUNAI_KEY_BLOCK;
-  int64_t i;
   if (lunai_direct(&head, keys ? w->k_shared : w->v_shared)) return;
-  for (i = 0; i * LUNAI_KEY_BLOCK < head.queries; i++) {
+  for (int64_t i = 0; i * LUNAI_KEY_BLOCK < head.queries; i++) {
     const int64_t depth = lunai_depth(a, &head, block, lunai_min((i + 1) * LUNAI_KEY_BLOCK, head.queries));
     const float *part = lunai_grad_part(w, unit, i);
     if (depth <= 0) continue;
@@ -5519,17 +5421,16 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
   const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE),
       same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
-  int64_t item, unit;
-  for (item = thread; item < units; item += threads) {
+  for (int64_t item = thread; item < units; item += threads) {
     const bool opens = item < same; /* no unit before it in this wave has its head and key block */
-    for (unit = w->first + item; unit < w->last; unit += same) {
+    for (int64_t unit = w->first + item; unit < w->last; unit += same) {
       const bool own = unit == w->first + item;
       if (a->grad_k && (w->k_shared ? opens : own)) lunai_attention_merge_keys(w, unit, true);
       if (a->grad_v && (w->v_shared ? opens : own)) lunai_attention_merge_keys(w, unit, false);
     }
   }
-  for (item = thread; a->grad_q && item < groups * tiles; item += threads)
-    for (unit = w->first; unit < w->last; unit++) {
+  for (int64_t item = thread; a->grad_q && item < groups * tiles; item += threads)
+    for (int64_t unit = w->first; unit < w->last; unit++) {
       const int64_t pair = unit / w->blocks, query = item % tiles * LUNAI_TILE;
       const lunai_head head = lunai_head_at(a, pair);
       const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
@@ -5733,11 +5634,10 @@ LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
   }
 }
 LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
-  int64_t pair, block;
-  for (pair = 0; pair < a->batch * a->heads; pair++) {
+  for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
     const lunai_sparse s = lunai_sparse_at(a, pair);
     if (!backward) lunai_sparse_clear(a, pair);
-    for (block = 0; block < s.blocks; block++) {
+    for (int64_t block = 0; block < s.blocks; block++) {
       int64_t at = lunai_sparse_first(&s, block);
       int32_t query;
       while (lunai_sparse_queries(&s, block, &at, 1, &query))
@@ -5814,10 +5714,9 @@ typedef struct lunai_sparse_work {
 } lunai_sparse_work;
 
 LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
-  int64_t i;
   *low = row[0];
   *high = row[together ? n - 1 : 0];
-  for (i = 1; i < n && !together; i++) {
+  for (int64_t i = 1; i < n && !together; i++) {
     *low = lunai_min(*low, row[i]);
     *high = lunai_max(*high, row[i]);
   }
@@ -5855,7 +5754,7 @@ LUNAI_FN lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
 LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
                                                 int64_t first, int64_t width) {
   const lunai_key *key = keys.key;
-  int64_t n = keys.n, low, high;
+  int64_t n = keys.n;
   lunai_sparse_tile q;
   memset(&q, 0, sizeof q);
   q.s = s;
@@ -5864,8 +5763,8 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   q.first = first;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
   lunai_sparse_bounds(q.t.width, q.row, r->together, &q.low, &q.high);
-  low = q.low - s->left;
-  high = q.high + s->right;
+  const int64_t low = q.low - s->left;
+  const int64_t high = q.high + s->right;
   if (keys.in_order) {
     q.key = lunai_min(n, lunai_max(0, low - key[0].row));
     n = lunai_max(q.key, lunai_min(n, high + 1 - key[0].row));
@@ -5910,13 +5809,12 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
                                    bool backward, void *scratch) {
   lunai_sparse_space space;
   char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
-  int64_t i;
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
   w->a = a;
   w->backward = backward;
   w->tile = w->wide = LUNAI_TILE / kernels->nr * kernels->nr;
-  for (i = 0; i < a->pattern_count; i++) {
+  for (int64_t i = 0; i < a->pattern_count; i++) {
     if (a->patterns[i].window) {         /* fewer keys outside the windows */
       w->tile = kernels->nr % 3 ? 16 : 24;
       w->wide = kernels->nr % 3 ? 32 : 24;
@@ -5929,7 +5827,7 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->wave = backward ? 2 * threads : 0;
   w->parts = (lunai_sparse_part *)(void *)at;
   at += lunai_round((size_t)w->wave * sizeof *w->parts);
-  for (i = 0; i < w->wave; i++) {
+  for (int64_t i = 0; i < w->wave; i++) {
     float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
     float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
     float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
@@ -5970,8 +5868,8 @@ LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse
   const lunai_sparse *s = q->s;
   const bool together = q->run->together;
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
-  int64_t i, j, lines;
-  for (j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
+  int64_t lines;
+  for (int64_t j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
     const lunai_key *key = &q->keys.key[j];
     const bool before = key->row < lowest, all = !before && key->row <= highest && !s->p->not_self;
     lines = !q->keys.in_order || s->p->not_self || !(all || together) ? 1 :
@@ -5981,18 +5879,17 @@ LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse
       kernels->tile_hide(lines, &q->t, lunai_max(key->row - highest, -LUNAI_KEY_BLOCK),
                          lunai_min(key->row - q->low + s->left + 1, width), value, x);
     else
-      for (i = 0; i < width; i++)
+      for (int64_t i = 0; i < width; i++)
         if (!lunai_sparse_sees(s, q->row[i], key)) x[i] = value;
   }
 }
 /* adds what finite_copy left out of V to the queries that see it */
 LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *scores, lunai_matrix v, lunai_out part) {
-  int64_t i, j, c;
-  for (j = 0; j < q->t.depth; j++)
-    for (c = 0; c < v.columns; c++) {
+  for (int64_t j = 0; j < q->t.depth; j++)
+    for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
       if (fabs((double)x) < (double)INFINITY) continue;
-      for (i = 0; i < q->t.width; i++)
+      for (int64_t i = 0; i < q->t.width; i++)
         if (lunai_sparse_sees(q->s, q->row[i], &q->keys.key[j]))
           part.at[i * part.row + c] += scores[i + j * q->t.k_step] * x;
     }
@@ -6000,13 +5897,13 @@ LUNAI_FN void lunai_sparse_infinite(const lunai_sparse_tile *q, const float *sco
 LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *row, float *mask) {
   const lunai_dropout dropout = lunai_attention_dropout(q->s->a);
   const lunai_key *key = q->keys.key;
-  int64_t i, j, end;
-  for (i = 0; i < q->t.width; i++) {
-    for (j = 0; j < q->t.depth; j = end) {
+  int64_t end;
+  for (int64_t i = 0; i < q->t.width; i++) {
+    for (int64_t j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
       kernels->dropout_mask(&dropout, q->s->element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
     }
-    for (j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
+    for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
   lunai_tile_pad(&q->t, mask, 0);
 }
@@ -6023,8 +5920,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_narrower(const lunai_sparse_tile *q, int
 LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_sparse_tile *q, float factor, lunai_matrix y,
                                    const float *panels, float *to) {
   const int64_t width = lunai_max(w->tile, w->kernels->nr);
-  int64_t i;
-  for (i = 0; i < q->t.width; i += width) {
+  for (int64_t i = 0; i < q->t.width; i += width) {
     const lunai_sparse_tile x = lunai_sparse_narrower(q, i, width);
     if (x.t.depth)
       lunai_tile_product(w->kernels, &x.t, factor, lunai_lines(y, x.key, x.key + x.t.depth), panels + i * y.columns,
@@ -6054,11 +5950,9 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
   const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
   const bool finite = kernels->all_finite(v);
   float *mask = lunai_drops(a) ? m->mask : NULL;
-  lunai_panels values;
-  int64_t first, tile;
   if (!finite) kernels->finite_copy(v, m->clean);
-  values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
-  for (first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
+  const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
+  for (int64_t first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
     const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
     const int64_t last = q.key + q.t.depth;
     const bool merge = x->seen[tile];
@@ -6085,20 +5979,19 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
   const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->q, d, a->q_row, m->q);
   lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
   lunai_sparse_rows_at x;
-  int64_t n, i;
+  int64_t n;
   memset(x.seen, 0, sizeof x.seen);
   x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
   x.out_row = r->together ? a->out_row : dv;
   lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
   while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0)
     lunai_sparse_part_forward(w, m, s, r, n, &x);
-  for (i = 0; i < r->width; i++) {
+  for (int64_t i = 0; i < r->width; i++) {
     float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
     const bool seen = x.seen[i / w->tile];
-    bool none;
     if (i % w->tile == 0 && seen)
       kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
-    none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
+    const bool none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) memset(row, 0, (size_t)dv * sizeof(float));
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
     if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
@@ -6107,10 +6000,10 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const int64_t pairs = w->a->batch * w->a->heads;
-  int64_t pair, count = 0;
+  int64_t count = 0;
   lunai_sparse_space space;
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (pair = 0; pair < pairs; pair++) {
+  for (int64_t pair = 0; pair < pairs; pair++) {
     const lunai_sparse s = lunai_sparse_at(w->a, pair);
     lunai_sparse_run r;
     r.block = 0;
@@ -6120,8 +6013,7 @@ LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
-  int64_t pair;
-  for (pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
+  for (int64_t pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
 }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward) {
@@ -6158,9 +6050,8 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
 /* of each query of a tile: its log-sum-exp, delta = dO . O - the gradient of that, and 0 */
 LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse_tile *q, float *stats) {
   const lunai_attention *a = w->a;
-  int64_t i;
   memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
-  for (i = 0; i < q->t.width; i++) {
+  for (int64_t i = 0; i < q->t.width; i++) {
     const int64_t at = q->s->row + q->row[i] * a->heads, out = q->s->out + q->row[i] * a->out_row;
     stats[i] = a->log_sum_exp[at];
     stats[LUNAI_TILE + i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
@@ -6184,14 +6075,12 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
   float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
   const int64_t to_row = part->direct ? a->q_row : d;
-  lunai_panels values;
-  int64_t first, i;
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
   memset(part->v, 0, (size_t)(n * dv) * sizeof(float));
   if (!finite) kernels->finite_copy(k, m->clean); /* a query may not see it, and 0 * NaN is NaN */
-  values = lunai_panels_of(kernels, finite ? k : lunai_dense(m->clean, n, d), m->values);
-  for (first = 0; first < r->width; first += w->wide) {
+  const lunai_panels values = lunai_panels_of(kernels, finite ? k : lunai_dense(m->clean, n, d), m->values);
+  for (int64_t first = 0; first < r->width; first += w->wide) {
     const lunai_sparse_tile tile = lunai_sparse_tile_of(s, r, keys, first, w->wide);
     const lunai_tile *t = &tile.t;
     const int64_t key = tile.key, last = key + t->depth;
@@ -6211,7 +6100,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
       lunai_matmul(kernels, 1, lunai_transposed(p), g, lunai_into(part->v + key * dv, dv, true), m->product);
     if (a->grad_k)
       lunai_matmul(kernels, a->scale, lunai_transposed(ds), q, lunai_into(part->k + key * d, d, true), m->product);
-    for (i = 0; a->grad_q && i < t->width; i += w->tile) {
+    for (int64_t i = 0; a->grad_q && i < t->width; i += w->tile) {
       const lunai_sparse_tile c = lunai_sparse_narrower(&tile, i, w->tile);
       lunai_matmul_panels(kernels, a->scale, lunai_scores(&c.t, m->slopes + c.key * t->k_step + i),
                           lunai_panels_from(values, key + c.key),
@@ -6222,15 +6111,13 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   lunai_sparse_space space;
-  int64_t i;
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
-  for (i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
+  for (int64_t i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
 /* adds this wave's partial gradients part by part. Each thread has rows of its own, of whatever head or batch row. */
 LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64_t threads, lunai_list list,
                                lunai_matrix from, lunai_out to) {
-  int64_t i;
-  for (i = 0; to.at && i < list.n; i++) {
+  for (int64_t i = 0; to.at && i < list.n; i++) {
     const int64_t at = list.row[i * list.apart];
     float *row = to.at + at * to.row;
     if (at / 16 % threads == thread) w->kernels->add(from.columns, row, from.at + i * from.row, row);
@@ -6239,8 +6126,7 @@ LUNAI_FN void lunai_sparse_add(const lunai_sparse_work *w, int64_t thread, int64
 LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const lunai_attention *a = w->a;
-  int64_t i;
-  for (i = 0; i < w->count; i++) {
+  for (int64_t i = 0; i < w->count; i++) {
     const lunai_sparse_part *p = &w->parts[i];
     const lunai_list queries = lunai_list_of_run(&p->run), keys = lunai_list_of_keys(p->key, p->n);
     if (!p->direct)
@@ -6273,19 +6159,18 @@ LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
 }
 LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool backward, float *p) {
   const int64_t slots = lunai_unpack_slots(u, b), row = b * u->rows + i;
-  int64_t h, l;
-  for (h = 0; h < u->heads; h++) {
+  for (int64_t h = 0; h < u->heads; h++) {
     const int64_t at = (b * u->heads + h) * u->slots;
-    float max = -(float)INFINITY, lse;
+    float max = -(float)INFINITY;
     double sum = 0;
-    for (l = 0; l < slots; l++) {
+    for (int64_t l = 0; l < slots; l++) {
       float *s = p + h * u->slots + l;
       *s = (float)(lunai_inner(u->dim, u->x + row * u->dim, 1, u->k + (at + l) * u->dim, 1) + (double)u->bias[at + l]);
       if (!(*s <= max)) max = *s;
     }
-    for (l = 0; l < slots; l++) sum += (double)lunai_exp1_scalar(p[h * u->slots + l] - max);
-    lse = backward ? u->lse[row * u->heads + h] : slots > 0 ? max + lunai_log1_scalar((float)sum) : 0;
-    for (l = 0; l < slots; l++) p[h * u->slots + l] = lunai_exp1_scalar(p[h * u->slots + l] - lse);
+    for (int64_t l = 0; l < slots; l++) sum += (double)lunai_exp1_scalar(p[h * u->slots + l] - max);
+    const float lse = backward ? u->lse[row * u->heads + h] : slots > 0 ? max + lunai_log1_scalar((float)sum) : 0;
+    for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] = lunai_exp1_scalar(p[h * u->slots + l] - lse);
     if (!backward && u->lse) u->lse[row * u->heads + h] = lse;
   }
 }
@@ -6294,17 +6179,16 @@ LUNAI_FN float lunai_unpack_mask_at(const lunai_unpack *u, int64_t b, int64_t h,
 }
 LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
   float *p = (float *)scratch;
-  int64_t b, i, h, l, e;
   (void)parallel;
-  for (b = 0; b < u->batch; b++)
-    for (i = 0; i < u->rows; i++) {
+  for (int64_t b = 0; b < u->batch; b++)
+    for (int64_t i = 0; i < u->rows; i++) {
       const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
       lunai_unpack_row(u, b, i, false, p);
-      for (h = 0; h < u->heads; h++)
-        for (l = 0; l < slots; l++) p[h * u->slots + l] *= lunai_unpack_mask_at(u, b, h, i, l);
-      for (e = 0; e < u->dim; e++) {
+      for (int64_t h = 0; h < u->heads; h++)
+        for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] *= lunai_unpack_mask_at(u, b, h, i, l);
+      for (int64_t e = 0; e < u->dim; e++) {
         double sum = u->out_bias ? (double)u->out_bias[e] : 0;
-        for (h = 0; h < u->heads; h++)
+        for (int64_t h = 0; h < u->heads; h++)
           sum += lunai_inner(slots, p + h * u->slots, 1, u->v + (b * u->heads + h) * u->slots * u->dim + e, u->dim);
         u->out[row + e] = (u->residual ? u->residual[row + e] : 0) + (float)sum * lunai_dropout_at(&u->last, row + e);
       }
@@ -6313,21 +6197,20 @@ LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel
 /* dP = m (g . v), dS = P (dP - sum of P dP), g = dOut through its dropout */
 LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai_parallel *parallel, void *scratch) {
   float *p = (float *)scratch, *g = p + u->heads * u->slots;
-  int64_t b, i, h, l, e;
   (void)parallel;
-  for (b = 0; b < u->batch; b++)
-    for (i = 0; i < u->rows; i++) {
+  for (int64_t b = 0; b < u->batch; b++)
+    for (int64_t i = 0; i < u->rows; i++) {
       const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
       lunai_unpack_row(u, b, i, true, p);
-      for (e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * lunai_dropout_at(&u->last, row + e);
+      for (int64_t e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * lunai_dropout_at(&u->last, row + e);
       if (u->grad_out_bias) lunai_add_scaled(u->dim, 1, g, u->grad_out_bias);
-      for (h = 0; h < u->heads; h++) {
+      for (int64_t h = 0; h < u->heads; h++) {
         const int64_t at = (b * u->heads + h) * u->slots;
         double mean = 0;
-        for (l = 0; l < slots; l++)
+        for (int64_t l = 0; l < slots; l++)
           mean += (double)p[h * u->slots + l] * (double)lunai_unpack_mask_at(u, b, h, i, l) *
                   lunai_inner(u->dim, g, 1, u->v + (at + l) * u->dim, 1);
-        for (l = 0; l < slots; l++) {
+        for (int64_t l = 0; l < slots; l++) {
           const int64_t slot = (at + l) * u->dim;
           const double prob = (double)p[h * u->slots + l], mask = (double)lunai_unpack_mask_at(u, b, h, i, l);
           const double ds = prob * (mask * lunai_inner(u->dim, g, 1, u->v + slot, 1) - mean);
@@ -6349,19 +6232,18 @@ LUNAI_FN size_t lunai_unpack_scratch_reference(const lunai_unpack *u, int64_t th
 /* a group's scores s (+ bias) become its softmax; returns the log-sum-exp */
 LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s) {
   const vf lowest = vf_set(-INFINITY);
-  vf top = lowest, sum = vf_zero(), factor;
-  int64_t i;
-  for (i = 0; i < n; i += VF)
+  vf top = lowest, sum = vf_zero();
+  for (int64_t i = 0; i < n; i += VF)
     top = vf_max(top, vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)));
   top = vf_set(vf_hmax(top));
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf x = vf_exp(vf_sub(vf_add(LUNAI_K(get_filled)(s + i, n - i, lowest), LUNAI_K(get)(bias + i, n - i)), top));
     sum = vf_add(sum, x);
     LUNAI_K(put)(s + i, x, n - i);
   }
   sum = vf_set(vf_sum(sum));
-  factor = vf_div(vf_set(1), sum);
-  for (i = 0; i < n; i += VF) LUNAI_K(put)(s + i, vf_mul(LUNAI_K(get)(s + i, n - i), factor), n - i);
+  const vf factor = vf_div(vf_set(1), sum);
+  for (int64_t i = 0; i < n; i += VF) LUNAI_K(put)(s + i, vf_mul(LUNAI_K(get)(s + i, n - i), factor), n - i);
   return vf_first(vf_add(top, vf_log(sum)));
 }
 
@@ -6369,9 +6251,8 @@ LUNAI_INLINE float LUNAI_K(group_softmax)(int64_t n, const float *bias, float *s
 LUNAI_FN void LUNAI_K(unpack_softmax)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows) {
   const int64_t n = m->slots;
   float *s = m->scores;
-  int64_t i, h;
-  for (i = row; i < row + rows; i++)
-    for (h = 0; h < u->heads; h++, s += n) {
+  for (int64_t i = row; i < row + rows; i++)
+    for (int64_t h = 0; h < u->heads; h++, s += n) {
       const float natural = n ? LUNAI_K(group_softmax)(n, m->bias + h * n, s) : 0;
       if (u->lse) u->lse[i * u->heads + h] = natural;
     }
@@ -6381,8 +6262,7 @@ LUNAI_FN void LUNAI_K(unpack_softmax)(const lunai_unpack *u, const lunai_unpack_
 LUNAI_INLINE void LUNAI_K(group_slopes)(int64_t n, const float *bias, const float *mask, float lse, float *s,
                                         float *slopes) {
   vf delta = vf_zero();
-  int64_t i;
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf p = vf_exp(vf_sub(vf_add(LUNAI_K(get)(s + i, n - i), LUNAI_K(get)(bias + i, n - i)), vf_set(lse)));
     vf g = LUNAI_K(get)(slopes + i, n - i);
     if (mask) g = vf_mul(g, LUNAI_K(get)(mask + i, n - i));
@@ -6391,7 +6271,7 @@ LUNAI_INLINE void LUNAI_K(group_slopes)(int64_t n, const float *bias, const floa
     LUNAI_K(put)(slopes + i, g, n - i);
   }
   delta = vf_set(vf_sum(delta));
-  for (i = 0; i < n; i += VF) {
+  for (int64_t i = 0; i < n; i += VF) {
     const vf p = LUNAI_K(get)(s + i, n - i);
     LUNAI_K(put)(slopes + i, vf_mul(p, vf_sub(LUNAI_K(get)(slopes + i, n - i), delta)), n - i);
     if (mask) LUNAI_K(put)(s + i, vf_mul(p, LUNAI_K(get)(mask + i, n - i)), n - i);
@@ -6400,9 +6280,9 @@ LUNAI_INLINE void LUNAI_K(group_slopes)(int64_t n, const float *bias, const floa
 
 LUNAI_FN void LUNAI_K(unpack_slopes)(const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows) {
   const int64_t n = m->slots;
-  int64_t i, h, at = 0;
-  for (i = row; i < row + rows; i++)
-    for (h = 0; h < u->heads; h++, at += n)
+  int64_t at = 0;
+  for (int64_t i = row; i < row + rows; i++)
+    for (int64_t h = 0; h < u->heads; h++, at += n)
       LUNAI_K(group_slopes)(n, m->bias + h * n, u->dropout.threshold ? m->mask + at : NULL, u->lse[i * u->heads + h],
                             m->scores + at, m->slopes + at);
 }
@@ -6463,13 +6343,12 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
                                    lunai_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
-  int64_t h;
   m->slots = lunai_unpack_slots(u, b);
   m->n = u->heads * m->slots;
-  for (h = 0; h < u->heads; h++)
+  for (int64_t h = 0; h < u->heads; h++)
     memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
   if (m->slots < u->slots) {
-    for (h = 0; h < u->heads; h++) {
+    for (int64_t h = 0; h < u->heads; h++) {
       memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
       memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
     }
@@ -6487,9 +6366,8 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
 /* keep or 0 for each score of a panel of rows */
 LUNAI_FN void lunai_unpack_mask(const lunai_kernels *kernels, const lunai_unpack *u, const lunai_unpack_space *m,
                                 int64_t b, int64_t first, int64_t rows) {
-  int64_t i, h;
-  for (i = 0; i < rows; i++)
-    for (h = 0; h < u->heads; h++)
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t h = 0; h < u->heads; h++)
       kernels->dropout_mask(&u->dropout, ((b * u->heads + h) * u->rows + first + i) * u->slots, m->slots,
                             m->mask + i * m->n + h * m->slots);
 }
@@ -6499,7 +6377,6 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
   const int64_t d = u->dim, n = m->n, row = b * u->rows + first;
   const bool starts = u->out_bias || (u->residual && !u->last.threshold); /* out has a value before the product */
   float *out = u->out + row * d;
-  int64_t i;
   lunai_matmul_panels(kernels, 1, lunai_dense(u->x + row * d, rows, d),
                       lunai_panels_in(kernels, m->score_panels, n, d), lunai_into(m->scores, n, false));
   kernels->unpack_softmax(u, m, row, rows);
@@ -6507,7 +6384,7 @@ LUNAI_FN void lunai_unpack_panel(const lunai_kernels *kernels, const lunai_unpac
     lunai_unpack_mask(kernels, u, m, b, first, rows);
     kernels->mul(rows * n, m->scores, m->mask, m->scores);
   }
-  for (i = 0; i < rows; i++) {
+  for (int64_t i = 0; i < rows; i++) {
     const float *residual = u->residual && !u->last.threshold ? u->residual + (row + i) * d : NULL;
     if (residual && u->out_bias) kernels->add(d, residual, u->out_bias, out + i * d);
     else if (residual || u->out_bias) memcpy(out + i * d, residual ? residual : u->out_bias, (size_t)d * sizeof(float));
@@ -6554,7 +6431,6 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const luna
   const lunai_matrix ds = lunai_dense(m->slopes, rows, n);
   lunai_matrix g = lunai_dense(u->grad_out + row * d, rows, d);
   float *bias = part + 2 * n * d;
-  int64_t i;
   if (u->last.threshold) {
     kernels->dropout(&u->last, row * d, rows * d, g.at, m->grad, false);
     g.at = m->grad;
@@ -6563,7 +6439,7 @@ LUNAI_FN void lunai_unpack_backward_panel(const lunai_unpack_work *w, const luna
   lunai_matmul_panels(kernels, 1, g, lunai_panels_in(kernels, m->slope_panels, n, d), lunai_into(m->slopes, n, false));
   if (u->dropout.threshold) lunai_unpack_mask(kernels, u, m, b, first, rows);
   kernels->unpack_slopes(u, m, row, rows);
-  for (i = 0; i < rows; i++) {
+  for (int64_t i = 0; i < rows; i++) {
     kernels->add(n, bias, m->slopes + i * n, bias);
     kernels->add(d, bias + n, g.at + i * d, bias + n);
   }
@@ -6599,9 +6475,8 @@ LUNAI_FN void lunai_unpack_gather_task(void *work, int64_t thread, int64_t threa
   const lunai_kernels *kernels = w->kernels;
   const lunai_unpack *u = w->u;
   const int64_t d = u->dim, items = u->heads * u->slots;
-  int64_t item, unit;
-  for (item = thread; item <= items; item += threads)
-    for (unit = w->first; unit < w->last; unit++) {
+  for (int64_t item = thread; item <= items; item += threads)
+    for (int64_t unit = w->first; unit < w->last; unit++) {
       const int64_t b = unit / w->blocks, real = lunai_unpack_slots(u, b), n = u->heads * real, at = b * items + item;
       const float *part = w->partial + (unit - w->first) * w->unit;
       const int64_t from = item < items ? item / u->slots * real + item % u->slots : 0;
@@ -6641,29 +6516,27 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
 
 /* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
-  int64_t item, t, j, e, first;
   (void)parallel, (void)scratch;
-  for (item = 0; item < c->batch * c->heads; item++) {
+  for (int64_t item = 0; item < c->batch * c->heads; item++) {
     const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head;
     const int64_t z = item / c->heads * c->z_batch + item % c->heads * c->z_head;
-    for (t = 0; t < c->rows; t++)
-      for (first = 0; first < c->value_dim; first += 64) {
+    for (int64_t t = 0; t < c->rows; t++)
+      for (int64_t first = 0; first < c->value_dim; first += 64) {
         const int64_t n = lunai_min(64, c->value_dim - first);
         double sum[64] = {0};
-        for (j = 0; j <= t; j++) {
+        for (int64_t j = 0; j <= t; j++) {
           const double score = lunai_inner(c->dim, c->x + xy + t * c->xy_row, 1, c->y + xy + j * c->xy_row, 1);
-          for (e = 0; e < n; e++) sum[e] += score * (double)c->z[z + j * c->z_row + first + e];
+          for (int64_t e = 0; e < n; e++) sum[e] += score * (double)c->z[z + j * c->z_row + first + e];
         }
-        for (e = 0; e < n; e++) c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)(t + 1));
+        for (int64_t e = 0; e < n; e++) c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)(t + 1));
       }
   }
 }
 LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
-  int64_t item, t, j;
   (void)parallel, (void)scratch;
-  for (item = 0; item < c->batch * c->heads; item++)
-    for (t = 0; t < c->rows; t++)
-      for (j = 0; j <= t; j++) {
+  for (int64_t item = 0; item < c->batch * c->heads; item++)
+    for (int64_t t = 0; t < c->rows; t++)
+      for (int64_t j = 0; j <= t; j++) {
         const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head, x = xy + t * c->xy_row,
                       y = xy + j * c->xy_row;
         const int64_t head = item / c->heads * c->z_batch + item % c->heads * c->z_head, z = head + j * c->z_row;
@@ -6682,10 +6555,9 @@ LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t
 /* M += (y^T z - M) / t, result = factor x M */
 LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
                               float *result) {
-  int64_t i, j;
-  for (j = 0; j < m.columns; j++) {
+  for (int64_t j = 0; j < m.columns; j++) {
     double sum = 0;
-    for (i = 0; i < m.rows; i++) {
+    for (int64_t i = 0; i < m.rows; i++) {
       double *at = m.at + i * m.row + j;
       *at += ((double)y[i] * (double)z[j] - *at) / m.t;
       sum += (double)x[i] * *at;
@@ -6706,14 +6578,13 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
   const int64_t d = a->head_dim, state = d * a->slots;
   double *means = (double *)scratch;
   float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
-  int64_t item, t, l;
   (void)parallel;
-  for (item = 0; item < a->batch * a->heads; item++) {
+  for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
     double *ka = a->mean_ka ? a->mean_ka + item * state : means, *av = a->mean_ka ? a->mean_av + item * state : means +
         state;
-    for (l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
-    for (t = 0; t < a->rows; t++) {
+    for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
+    for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
                     narrow = row * a->slots;
       const lunai_int64 now = a->position + t + 1;
@@ -6721,7 +6592,7 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
       lunai_mean_step(lunai_mean_of(av, real, d, d, now), omega, a->v + wide, w, 1, a->out + wide);
-      for (l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
+      for (int64_t l = 0; a->w && l < a->slots; l++) a->w[narrow + l] = l < real ? w[l] : 0;
     }
   }
 }
@@ -6735,14 +6606,13 @@ LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t
   float *omega = scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots, *h = dw + a->slots;
   const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
   const double share = 1 / (double)(t + 1);
-  int64_t j, l;
-  for (l = 0; l < real; l++) dw[l] = h[l] = 0;
-  for (j = 0; j <= t; j++)
+  for (int64_t l = 0; l < real; l++) dw[l] = h[l] = 0;
+  for (int64_t j = 0; j <= t; j++)
     lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + (first + j * a->heads) * d, 1), omega + j * a->slots,
                      dw);
   lunai_softmax_backward_reference(1, real, w, dw, h);
-  for (l = 0; l < real; l++) h[l] = (float)((double)a->scale * share * (double)h[l]);
-  for (j = 0; j <= t; j++) {
+  for (int64_t l = 0; l < real; l++) h[l] = (float)((double)a->scale * share * (double)h[l]);
+  for (int64_t j = 0; j <= t; j++) {
     const int64_t at = (first + j * a->heads) * d;
     const double ha = lunai_inner(real, h, 1, omega + j * a->slots, 1),
                  wa = lunai_inner(real, w, 1, omega + j * a->slots, 1);
@@ -6756,16 +6626,16 @@ LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t
 LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
                                                    void *scratch) {
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
-  int64_t item, t;
   (void)parallel;
-  for (item = 0; item < a->batch * a->heads; item++) {
+  for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
     const int64_t first = item / a->heads * a->rows * a->heads + item % a->heads, step = a->heads * a->slots;
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
-    for (t = 0; t < a->rows; t++) lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
-    for (t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega);
-    for (t = 0; a->grad_s && t < a->rows; t++)
+    for (int64_t t = 0; t < a->rows; t++)
+      lunai_activate_reference(a->activation, real, s + t * step, omega + t * a->slots);
+    for (int64_t t = 0; t < a->rows; t++) lunai_causal_luna_row_backward(a, first, t, real, omega);
+    for (int64_t t = 0; a->grad_s && t < a->rows; t++)
       lunai_activate_backward_reference(a->activation, real, s + t * step, domega + t * a->slots,
                                         a->grad_s + first * a->slots + t * step);
   }
@@ -6785,10 +6655,9 @@ LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, 
 #define LUNAI_STRIP 64
 LUNAI_INLINE void LUNAI_K(scan_strip)(int64_t n, double joins, double leaves, float *state, double *carried) {
   double sum[LUNAI_STRIP];
-  int64_t i;
-  for (i = 0; i < n; i++) sum[i] = (double)state[i];
-  for (i = 0; i < n; i++) state[i] = (float)carried[i];
-  for (i = 0; i < n; i++) carried[i] += joins * sum[i] - leaves * carried[i];
+  for (int64_t i = 0; i < n; i++) sum[i] = (double)state[i];
+  for (int64_t i = 0; i < n; i++) state[i] = (float)carried[i];
+  for (int64_t i = 0; i < n; i++) carried[i] += joins * sum[i] - leaves * carried[i];
 }
 LUNAI_FN void LUNAI_K(scan)(int64_t n, double joins, double leaves, float *state, double *carried) {
   int64_t i;
@@ -6802,8 +6671,8 @@ LUNAI_FN bool LUNAI_K(all_finite)(lunai_matrix x) {
   const float *at = x.at;
   const int64_t n = x.columns;
   vf sum0 = zero, sum1 = zero, sum2 = zero, sum3 = zero; /* of 0 x: 0 as long as every x is finite */
-  int64_t t, i;
-  for (t = 0; t < x.rows; t++, at += x.row) {
+  int64_t i;
+  for (int64_t t = 0; t < x.rows; t++, at += x.row) {
     for (i = 0; i + 4 * VF <= n; i += 4 * VF) {
       sum0 = vf_fma(vf_load(at + i), zero, sum0);
       sum1 = vf_fma(vf_load(at + i + VF), zero, sum1);
@@ -6816,18 +6685,17 @@ LUNAI_FN bool LUNAI_K(all_finite)(lunai_matrix x) {
 }
 
 LUNAI_FN void LUNAI_K(copy_rows)(lunai_matrix x, float *y, int64_t y_row) {
-  int64_t t, i;
-  for (t = 0; t < x.rows; t++, x.at += x.row, y += y_row)
-    for (i = 0; i < x.columns; i += VF) LUNAI_K(put)(y + i, LUNAI_K(get)(x.at + i, x.columns - i), x.columns - i);
+  for (int64_t t = 0; t < x.rows; t++, x.at += x.row, y += y_row)
+    for (int64_t i = 0; i < x.columns; i += VF)
+      LUNAI_K(put)(y + i, LUNAI_K(get)(x.at + i, x.columns - i), x.columns - i);
 }
 
 /* y = diag(factors) x + 0, which makes -0 to 0 */
 LUNAI_FN void LUNAI_K(scale_rows)(lunai_matrix x, const float *factors, float *y, int64_t y_row) {
   const int64_t n = x.columns;
-  int64_t t, i;
-  for (t = 0; t < x.rows; t++, x.at += x.row, y += y_row) {
+  for (int64_t t = 0; t < x.rows; t++, x.at += x.row, y += y_row) {
     const vf factor = vf_set(factors[t]);
-    for (i = 0; i < n; i += VF)
+    for (int64_t i = 0; i < n; i += VF)
       LUNAI_K(put)(y + i, vf_add(vf_mul(LUNAI_K(get)(x.at + i, n - i), factor), vf_zero()), n - i);
   }
 }
@@ -6837,15 +6705,14 @@ LUNAI_INLINE void LUNAI_K(step_block)(int64_t n, const lunai_mean *m, const floa
                                       double *result) {
   const double share = 1 / m->t;
   double wide[8], sum[8], *mean = m->at;
-  int64_t i, j;
-  for (j = 0; j < n; j++) sum[j] = 0;
-  for (j = 0; j < n; j++) wide[j] = (double)z[j];
-  for (i = 0; i < m->rows; i++, mean += m->row) {
+  for (int64_t j = 0; j < n; j++) sum[j] = 0;
+  for (int64_t j = 0; j < n; j++) wide[j] = (double)z[j];
+  for (int64_t i = 0; i < m->rows; i++, mean += m->row) {
     const double yi = (double)y[i], xi = (double)x[i];
-    for (j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
-    for (j = 0; j < n; j++) sum[j] += xi * mean[j];
+    for (int64_t j = 0; j < n; j++) mean[j] += (yi * wide[j] - mean[j]) * share;
+    for (int64_t j = 0; j < n; j++) sum[j] += xi * mean[j];
   }
-  for (j = 0; j < n; j++) result[j] = sum[j];
+  for (int64_t j = 0; j < n; j++) result[j] = sum[j];
 }
 LUNAI_FN void LUNAI_K(step_mean)(lunai_mean m, const float *y, const float *z, const float *x, double *result) {
   int64_t j;
@@ -6896,9 +6763,8 @@ LUNAI_INLINE const lunai_parallel *lunai_worth(const lunai_parallel *parallel, i
 LUNAI_FN int64_t lunai_chunk_panels(const lunai_kernels *kernels, int64_t dim, int64_t value_dim) {
   const int64_t size[3] = {LUNAI_CHUNK, dim, value_dim};
   int64_t max = lunai_panels_size(kernels, LUNAI_CHUNK, LUNAI_CHUNK);
-  int i, j;
-  for (i = 0; i < 3; i++)
-    for (j = 0; j < 3; j++)
+  for (int i = 0; i < 3; i++)
+    for (int j = 0; j < 3; j++)
       if (i != j) max = lunai_max(max, lunai_panels_size(kernels, size[i], size[j]));
   return max;
 }
@@ -6906,14 +6772,13 @@ LUNAI_FN int64_t lunai_chunk_panels(const lunai_kernels *kernels, int64_t dim, i
 /* lays the sweep out in `memory` (null: only counts); returns its bytes */
 LUNAI_FN size_t lunai_sweep_plan(lunai_sweep *s, int64_t threads, void *memory) {
   const int64_t wide = lunai_max(s->dim, s->value_dim), state = s->unit * s->slots;
-  int64_t states, records;
   s->chunks = lunai_divide_up(s->rows, LUNAI_CHUNK);
   s->window = 1;
   /* else whole items keep the threads busy */
   if (s->chunks > 1 && s->items > 0 && threads > 1 && s->items % threads != 0 && s->items < 8 * threads)
     s->window = lunai_min(s->chunks, lunai_divide_up(16 * threads, s->items));
-  states = s->window > 1 ? s->items : threads;
-  records = s->window > 1 ? s->items * s->window : threads;
+  const int64_t states = s->window > 1 ? s->items : threads;
+  const int64_t records = s->window > 1 ? s->items * s->window : threads;
   s->thread_bytes = lunai_floats(LUNAI_CHUNK * LUNAI_CHUNK) +
                     lunai_floats(lunai_chunk_panels(s->kernels, s->dim, s->value_dim)) +
                   3 * lunai_floats(LUNAI_CHUNK * wide);
@@ -6948,7 +6813,6 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   const int64_t wide = LUNAI_CHUNK * lunai_max(s->dim, s->value_dim);
   char *record = s->record_at + place * s->record_bytes, *buffer = s->threads_at + thread * s->thread_bytes;
   lunai_causal_chunk c;
-  int i;
   c.kernels = s->kernels;
   c.item = item;
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
@@ -6960,7 +6824,7 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.kept = lunai_take(&record, s->kept);
   c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
   c.panels = lunai_take(&buffer, lunai_chunk_panels(s->kernels, s->dim, s->value_dim));
-  for (i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
+  for (int i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
   return c;
 }
 
@@ -6990,10 +6854,9 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const int64_t end = lunai_share(s->items, thread + 1, threads);
   double *carried = lunai_sweep_carried(s, thread);
-  int64_t item, k;
-  for (item = lunai_share(s->items, thread, threads); item < end; item++) {
+  for (int64_t item = lunai_share(s->items, thread, threads); item < end; item++) {
     lunai_sweep_start(s, item, carried);
-    for (k = 0; k < s->chunks; k++) {
+    for (int64_t k = 0; k < s->chunks; k++) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, thread, thread);
       s->sum(s->args, &c);
       lunai_sweep_scan(s, &c, carried, 0, lunai_sweep_state(s, item));
@@ -7008,8 +6871,7 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
 LUNAI_INLINE void lunai_sweep_window(const lunai_sweep *s, int64_t thread, int64_t threads, bool output) {
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
   const int64_t end = lunai_share(s->items * window, thread + 1, threads);
-  int64_t i;
-  for (i = lunai_share(s->items * window, thread, threads); i < end; i++) {
+  for (int64_t i = lunai_share(s->items * window, thread, threads); i < end; i++) {
     const lunai_causal_chunk c = lunai_sweep_chunk(s, i / window, s->start + i % window, i, thread);
     if (output) s->output(s->args, &c);
     else s->sum(s->args, &c);
@@ -7024,8 +6886,7 @@ LUNAI_FN void lunai_sweep_outputs(void *work, int64_t thread, int64_t threads) {
 LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
-  int64_t i;
-  for (i = 0; i < s->items * window; i++) {
+  for (int64_t i = 0; i < s->items * window; i++) {
     const int64_t item = i / window, n = lunai_sweep_state(s, item);
     const lunai_causal_chunk c = lunai_sweep_chunk(s, item, s->start + i % window, i, thread);
     lunai_sweep_scan(s, &c, lunai_sweep_carried(s, item), lunai_share(n, thread, threads),
@@ -7038,23 +6899,21 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
 LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   lunai_outside *o = s->outside;
   double *state = lunai_sweep_outside(s, 0);
-  int64_t i;
   s->position = s->reverse ? o->position : 0;
   if (s->reverse || !o->received) {
     s->summing = true;
     memset(state, 0, (size_t)o->count * sizeof(double));
     lunai_sweep_run(s, parallel, scratch);
     s->summing = false;
-    for (i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
+    for (int64_t i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
     o->scan(o->op, state, o->count, s->reverse);
-    for (i = 0; !s->reverse && o->position > 0 && i < o->count; i++) state[i] /= (double)o->position;
+    for (int64_t i = 0; !s->reverse && o->position > 0 && i < o->count; i++) state[i] /= (double)o->position;
     o->received = true;
   }
   s->position = o->position;
 }
 LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   const int64_t work = s->items * s->rows * s->dim * s->value_dim;
-  int64_t item;
   if (s->outside && !s->summing) lunai_sweep_exchange(s, parallel, scratch);
   parallel = lunai_worth(parallel, work);
   (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
@@ -7062,13 +6921,13 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
     lunai_run(parallel, lunai_sweep_items, s);
     return;
   }
-  for (item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
+  for (int64_t item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
   for (s->start = 0; s->start < s->chunks; s->start += s->window) {
     lunai_run(parallel, lunai_sweep_sums, s);
     lunai_run(parallel, lunai_sweep_scans, s);
     if (!s->summing) lunai_run(parallel, lunai_sweep_outputs, s);
   }
-  for (item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
+  for (int64_t item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
 }
 
 /* ---- parts of a chunk ---- */
@@ -7080,12 +6939,11 @@ LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, vo
    nor read */
 LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lunai_matrix y) {
   lunai_panels b = lunai_panels_of(c->kernels, lunai_transposed(y), c->panels);
-  int64_t first, t;
-  for (first = 0; first < c->rows; first = b.n) {
+  for (int64_t first = 0; first < c->rows; first = b.n) {
     float *scores = c->scores + first * LUNAI_CHUNK;
     b.n = lunai_min(first + LUNAI_HALF, c->rows);
     lunai_matmul_panels(c->kernels, 1, lunai_lines(x, first, b.n), b, lunai_into(scores, LUNAI_CHUNK, false));
-    for (t = first; t < b.n; t++, scores += LUNAI_CHUNK)
+    for (int64_t t = first; t < b.n; t++, scores += LUNAI_CHUNK)
       memset(scores + t + 1, 0, (size_t)(b.n - t - 1) * sizeof(float));
   }
 }
@@ -7097,8 +6955,8 @@ LUNAI_FN lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t firs
 
 /* out = alpha scores Z (+ out) */
 LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai_matrix z, lunai_out out) {
-  int64_t first, last;
-  for (first = 0; first < c->rows; first = last) {
+  int64_t last;
+  for (int64_t first = 0; first < c->rows; first = last) {
     last = lunai_min(first + LUNAI_HALF, c->rows);
     lunai_matmul(c->kernels, alpha, lunai_chunk_part(c, first, c->rows, first, last), lunai_lines(z, first, last), out,
                  c->panels);
@@ -7109,8 +6967,8 @@ LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai
 
 /* out += scores^T X */
 LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_matrix x, lunai_out out) {
-  int64_t first, last;
-  for (first = 0; first < c->rows; first = last) {
+  int64_t last;
+  for (int64_t first = 0; first < c->rows; first = last) {
     last = lunai_min(first + LUNAI_HALF, c->rows);
     lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
                  lunai_lines(x, first, last), out, c->panels);
@@ -7119,8 +6977,7 @@ LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_m
 
 /* factor base / t of each row */
 LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
-  int64_t t;
-  for (t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
+  for (int64_t t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
 }
 
 /* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite
@@ -7132,19 +6989,20 @@ LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_
   const int64_t n = z.columns;
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
   const bool clean = c->kernels->all_finite(z);
-  int64_t t, i, j;
   if (!clean)
-    for (t = 0; t < c->rows; t++)
-      for (i = 0; i < n; i++) buffer[t * n + i] = lunai_is_finite(z.at[t * z.row + i]) ? z.at[t * z.row + i] : 0;
+    for (int64_t t = 0; t < c->rows; t++)
+      for (int64_t i = 0; i < n; i++)
+        buffer[t * n + i] = lunai_is_finite(z.at[t * z.row + i]) ? z.at[t * z.row + i] : 0;
   out.add = !c->begins;
   if (!c->begins)
     lunai_matmul(c->kernels, 1, x, lunai_dense(mean, x.columns, n), lunai_into(out.at, out.row, false), c->panels);
   lunai_causal_apply(c, (float)(1 / base), clean ? z : lunai_dense(buffer, c->rows, n), out);
   if (!clean)
-    for (j = 0; j < c->rows; j++)
-      for (i = 0; i < n; i++)
+    for (int64_t j = 0; j < c->rows; j++)
+      for (int64_t i = 0; i < n; i++)
         if (!lunai_is_finite(z.at[j * z.row + i]))
-          for (t = j; t < c->rows; t++) out.at[t * out.row + i] += c->scores[t * LUNAI_CHUNK + j] * z.at[j * z.row + i];
+          for (int64_t t = j; t < c->rows; t++)
+            out.at[t * out.row + i] += c->scores[t * LUNAI_CHUNK + j] * z.at[j * z.row + i];
   lunai_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(lunai_strided(out.at, c->rows, n, out.row), factors, out.at, out.row);
 }
@@ -7336,12 +7194,11 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   const int64_t l = p.slots;
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix w = lunai_dense(c->buffer[0], c->rows, l);
-  int64_t t;
   lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
   lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
   if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
-  for (t = 0; LUNAI_TRAINS && a->w && l < a->slots && t < c->rows; t++)
+  for (int64_t t = 0; LUNAI_TRAINS && a->w && l < a->slots && t < c->rows; t++)
     memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
   lunai_chunk_scores(c, w, omega);
   lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
@@ -7352,8 +7209,7 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t d = a->head_dim, l = lunai_real_slots(a->lengths, item / a->heads, a->slots);
   double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
-  int64_t i;
-  for (i = 0; i < d; i++) {
+  for (int64_t i = 0; i < d; i++) {
     double *own = state + i * l, *callers = ka + i * a->slots;
     memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
   }
@@ -7375,22 +7231,21 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   char *scratch = s->scratch + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
-  int64_t item, i;
-  for (item = lunai_share(items, thread, threads); item < end; item++) {
+  for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
     const int64_t l = lunai_real_slots(a->lengths, item / a->heads, a->slots), wide = item * d,
                   narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
-      for (i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
+      for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
       memset(av, 0, (size_t)(l * d) * sizeof(double));
     }
     s->kernels->activate(a->activation, l, a->s + narrow, omega);
     s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, a->position + 1), a->k + wide, omega, a->q + wide, sum);
-    for (i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
+    for (int64_t i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
     s->kernels->softmax(1, l, w, w);
     s->kernels->step_mean(lunai_mean_of(av, l, d, d, a->position + 1), omega, a->v + wide, w, sum);
-    for (i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
-    for (i = 0; LUNAI_TRAINS && a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
+    for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
+    for (int64_t i = 0; LUNAI_TRAINS && a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
 }
 
@@ -7413,13 +7268,12 @@ LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->buffer[0]);
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
-  lunai_matrix h;
   lunai_chunk_scores(c, g, lunai_luna_wide(a, c, a->v));
   lunai_causal_grad_x(c, g, c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
   c->kernels->copy_rows(lunai_luna_narrow(a, c, a->w), w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
-  h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), lunai_luna_h(grads, c));
+  const lunai_matrix h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), lunai_luna_h(grads, c));
   if (!a->grad_q) return;
   lunai_chunk_scores(c, h, omega);
   lunai_causal_grad_x(c, h, c->state, lunai_luna_wide(a, c, a->k), lunai_into(a->grad_q + p.wide, p.wide_row, true));
@@ -7744,12 +7598,12 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
 LUNAI_FN int lunai_isa_detect(void) {
-  uint32_t r[4], low;
+  uint32_t r[4];
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNAI_BASELINE;
   lunai_cpuid(1, 0, r);
   if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_BASELINE; /* OSXSAVE, FMA */
-  low = lunai_xgetbv();
+  const uint32_t low = lunai_xgetbv();
   lunai_cpuid(7, 0, r);
   if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
   if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 ||
@@ -7857,30 +7711,28 @@ LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
 /* whether patterns are valid for these sizes */
 LUNAI_FN bool lunai_pattern_is_good(const luna_attention_pattern *p, int64_t queries, int64_t keys) {
   const int64_t numbered = p->key_order ? p->key_count : keys;
-  int64_t i;
   if (p->blocks == 0) return !p->query_order && !p->key_order;
   if (p->blocks < 0 || p->blocks > INT32_MAX || !p->queries || !p->offsets || p->key_count < 0 ||
       p->key_count > INT32_MAX) return false;
   if (p->queries[0] < 0 || p->offsets[0] < 0) return false;
-  for (i = 0; i < p->blocks; i++)
+  for (int64_t i = 0; i < p->blocks; i++)
     if (p->queries[i + 1] < p->queries[i] || p->offsets[i + 1] < p->offsets[i]) return false;
   if (p->queries[p->blocks] > queries || (p->offsets[p->blocks] > 0 && !p->runs)) return false;
-  for (i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
+  for (int64_t i = p->offsets[0]; i < p->offsets[p->blocks]; i++)
     if (p->runs[i].first < 0 || p->runs[i].count < 0 || (int64_t)p->runs[i].first + p->runs[i].count > numbered)
       return false;
-  for (i = 0; p->query_order && i < p->queries[p->blocks]; i++)
+  for (int64_t i = 0; p->query_order && i < p->queries[p->blocks]; i++)
     if (p->query_order[i] < 0 || p->query_order[i] >= queries) return false;
-  for (i = 0; p->key_order && i < p->key_count; i++)
+  for (int64_t i = 0; p->key_order && i < p->key_count; i++)
     if (p->key_order[i] < 0 || p->key_order[i] >= keys) return false;
   return true;
 }
 LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, int64_t count, int64_t batch,
                                       int64_t heads, int64_t queries, int64_t keys) {
-  int64_t i;
   if (!patterns) return count == 0;
   if ((count != 1 && count != heads && count != lunai_checked(batch, heads)) || queries > INT32_MAX || keys > INT32_MAX)
     return false;
-  for (i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
+  for (int64_t i = 0; i < count; i++) if (!lunai_pattern_is_good(&patterns[i], queries, keys)) return false;
   return true;
 }
 
@@ -7935,13 +7787,12 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   const int64_t batch = args->batch ? args->batch : 1;
   const int64_t a_width = args->transpose_a ? args->m : args->k, b_width = args->transpose_b ? args->k : args->n;
   const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
-  int64_t a, b, c;
   memset(g, 0, sizeof *g);
   if (args->m < 0 || args->n < 0 || args->k < 0) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_activation(args->activation) || !lunai_is_finite(args->alpha)) return LUNA_BAD_ARGUMENT;
-  a = lunai_extent(a_width, a_height, args->a_row, a_width, &g->a_row);
-  b = lunai_extent(b_width, b_height, args->b_row, b_width, &g->b_row);
-  c = lunai_extent(args->n, args->m, args->c_row, args->n, &g->c_row);
+  int64_t a = lunai_extent(a_width, a_height, args->a_row, a_width, &g->a_row);
+  int64_t b = lunai_extent(b_width, b_height, args->b_row, b_width, &g->b_row);
+  int64_t c = lunai_extent(args->n, args->m, args->c_row, args->n, &g->c_row);
   a = lunai_extent_shared(a, batch, args->a_batch, lunai_checked(g->a_row, a_height), &g->a_batch[1]);
   b = lunai_extent_shared(b, batch, args->b_batch, lunai_checked(g->b_row, b_height), &g->b_batch[1]);
   c = lunai_extent(c, batch, args->c_batch, lunai_checked(g->c_row, args->m), &g->c_batch[1]);
@@ -7970,16 +7821,14 @@ LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args) {
 
 LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  lunai_parallel parallel;
   lunai_gemm g;
-  void *scratch;
   if (!args || lunai_gemm_of(args, &g) != LUNA_OK) return LUNA_BAD_ARGUMENT;
   if (g.m > 0 && g.n > 0 && (!g.c || (g.k > 0 && (!g.a || !g.b)))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (g.m == 0 || g.n == 0) return LUNA_OK;
   if (g.k == 0) g.a = g.b = g.c;        /* may be null, to which nothing may be added */
-  parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
+  lunai_parallel parallel = lunai_parallel_of(&args->run);
+  void *scratch = lunai_scratch_of(&args->run, kernels->gemm_scratch(&g, parallel.threads));
   (scratch ? kernels : &lunai_kernels_reference)->gemm(&g, &parallel, scratch);
   return LUNA_OK;
 }
@@ -7987,8 +7836,7 @@ LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args) {
 /* --- softmax attention --- */
 /* rows of a ragged batch; -1 when the offsets fall, or start below 0 */
 LUNAI_FN int64_t lunai_ragged_rows(const int32_t *offsets, int64_t batch) {
-  int64_t b;
-  for (b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
+  for (int64_t b = 0; b < batch; b++) if (offsets[b] < 0 || offsets[b + 1] < offsets[b]) return -1;
   return batch > 0 ? offsets[batch] : 0;
 }
 /* Resolves the strides of [batch, rows, heads, dim] or, ragged, [rows, heads, dim]; false: there are none. */
@@ -8009,7 +7857,6 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
   const int64_t keys = ragged && args->key_offsets ? lunai_ragged_rows(args->key_offsets, args->batch) : args->keys;
   const int64_t q[4] = { args->batch, queries, args->heads, d }, k[4] = { args->batch, keys, args->heads, d };
   const int64_t v[4] = { args->batch, keys, args->heads, dv }, out[4] = { args->batch, queries, args->heads, dv };
-  int64_t b;
   *a = *args;
   a->value_dim = dv;
   if (a->scale == 0) a->scale = (float)(1.0 / sqrt((double)d));
@@ -8024,13 +7871,13 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
     return LUNA_BAD_ARGUMENT;
   /* dropout numbers the scores */
   if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->keys, INT64_MAX) < 0) return LUNA_BAD_ARGUMENT;
-  for (b = 0; a->lengths && b < a->batch; b++)
+  for (int64_t b = 0; a->lengths && b < a->batch; b++)
     if (a->lengths[b] < 0 || a->lengths[b] > keys) return LUNA_BAD_ARGUMENT;
   if ((a->patterns || a->grad_log_sum_exp) && (ragged || a->sums || a->grad_sums)) return LUNA_BAD_ARGUMENT;
   if (a->dropout_run < 0) return LUNA_BAD_ARGUMENT;
   if (!lunai_patterns_are_good(a->patterns, a->pattern_count, a->batch, a->heads, queries, keys))
     return LUNA_BAD_ARGUMENT;
-  for (b = 0; b < a->pattern_count; b++)
+  for (int64_t b = 0; b < a->pattern_count; b++)
     if (lunai_product(lunai_product(pairs, a->queries, INT64_MAX), a->patterns[b].key_count, INT64_MAX) < 0)
       return LUNA_BAD_ARGUMENT;
   return LUNA_OK;
@@ -8038,32 +7885,27 @@ LUNAI_FN luna_status lunai_attention_of(const luna_attention_args *args, lunai_a
 
 LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  int64_t threads;
   lunai_attention a;
-  size_t forward, backward;
   if (!kernels || lunai_attention_of(args, &a) != LUNA_OK) return 0;
-  threads = lunai_parallel_of(&args->run).threads;
-  forward = kernels->attention_scratch(&a, threads, false);
-  backward = kernels->attention_scratch(&a, threads, true);
+  const int64_t threads = lunai_parallel_of(&args->run).threads;
+  const size_t forward = kernels->attention_scratch(&a, threads, false);
+  const size_t backward = kernels->attention_scratch(&a, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
 LUNAI_FN luna_status lunai_attention_call(const luna_attention_args *args, bool backward) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  lunai_parallel parallel;
   lunai_attention a;
-  int64_t queries, keys;
-  void *scratch;
   if (!args || lunai_attention_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
-  queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
-  keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
+  const int64_t queries = a.query_offsets ? lunai_ragged_rows(a.query_offsets, a.batch) : a.batch > 0 ? a.queries : 0;
+  const int64_t keys = a.key_offsets ? lunai_ragged_rows(a.key_offsets, a.batch) : a.keys;
   if (queries > 0 && (!a.q || !a.out || (keys > 0 && (!a.k || !a.v)))) return LUNA_BAD_ARGUMENT;
   if (backward && queries > 0 && (!a.grad_out || !a.log_sum_exp || (a.grad_sums && !a.sums))) return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (queries == 0) return LUNA_OK;
   if (keys == 0) a.k = a.v = a.out;     /* may be null, to which nothing may be added */
-  parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
+  lunai_parallel parallel = lunai_parallel_of(&args->run);
+  void *scratch = lunai_scratch_of(&args->run, kernels->attention_scratch(&a, parallel.threads, backward));
   if (!scratch) kernels = &lunai_kernels_reference;
   (backward ? kernels->attention_backward : kernels->attention)(&a, &parallel, scratch);
   return LUNA_OK;
@@ -8090,28 +7932,24 @@ LUNAI_FN luna_status lunai_causal_of(const luna_causal_args *args, lunai_causal 
 
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  int64_t threads;
   lunai_causal c;
-  size_t forward, backward;
   if (!kernels || lunai_causal_of(args, &c) != LUNA_OK) return 0;
-  threads = lunai_parallel_of(&args->run).threads;
-  forward = kernels->causal_scratch(&c, threads, false);
-  backward = kernels->causal_scratch(&c, threads, true);
+  const int64_t threads = lunai_parallel_of(&args->run).threads;
+  const size_t forward = kernels->causal_scratch(&c, threads, false);
+  const size_t backward = kernels->causal_scratch(&c, threads, true);
   return (forward > backward ? forward : backward) + LUNAI_ALIGN;
 }
 
 LUNAI_FN luna_status lunai_causal_call(const luna_causal_args *args, bool backward) {
   const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
-  lunai_parallel parallel;
   lunai_causal c;
-  void *scratch;
   if (!args || lunai_causal_of(args, &c) != LUNA_OK) return LUNA_BAD_ARGUMENT;
   if (c.batch > 0 && c.rows > 0 && (!c.x || !c.y || !c.z || (backward ? !c.grad_out : !c.out)))
     return LUNA_BAD_ARGUMENT;
   if (!kernels) return LUNA_UNSUPPORTED;
   if (c.batch == 0 || c.rows == 0) return LUNA_OK;
-  parallel = lunai_parallel_of(&args->run);
-  scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
+  lunai_parallel parallel = lunai_parallel_of(&args->run);
+  void *scratch = lunai_scratch_of(&args->run, kernels->causal_scratch(&c, parallel.threads, backward));
   if (!scratch) kernels = &lunai_kernels_reference;
   (backward ? kernels->causal_backward : kernels->causal)(&c, &parallel, scratch);
   return LUNA_OK;
@@ -10118,8 +9956,7 @@ LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->k
 LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
 LUNAI_FN int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which may have no elements */
   int64_t rows = 1;
-  int a;
-  for (a = 0; a + 1 < t->rank; a++) rows *= t->shape[a];
+  for (int a = 0; a + 1 < t->rank; a++) rows *= t->shape[a];
   return rows;
 }
 LUNAI_INLINE const luna_tensor *lunai_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
@@ -10130,11 +9967,11 @@ LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
 LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
   int64_t stride[4], shape[4], i[4], at = 0;
-  int a, pad = 4 - x->rank;
-  for (a = 0; a < 4; a++) {
+  int pad = 4 - x->rank;
+  for (int a = 0; a < 4; a++) {
     int64_t s = 1;
-    int axis = a < pad ? -1 : (int)op->arg.permute.axes[a - pad], inner;
-    for (inner = axis + 1; axis >= 0 && inner < x->rank; inner++) s *= x->shape[inner];
+    int axis = a < pad ? -1 : (int)op->arg.permute.axes[a - pad];
+    for (int inner = axis + 1; axis >= 0 && inner < x->rank; inner++) s *= x->shape[inner];
     stride[a] = axis < 0 ? 0 : s;
     shape[a] = a < pad ? 1 : y->shape[a - pad];
   }
@@ -10161,36 +9998,34 @@ LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
 LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
                               int64_t *width, int64_t *stride) {
   int64_t inner = 1;
-  int a;
-  for (a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
+  for (int a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
   *width = part->shape[axis] * inner;
   *stride = whole->shape[axis] * inner;
   *rows = *stride ? luna_count(whole) / *stride : 0;
 }
 LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
-  int64_t rows, width, stride, r, start;
+  int64_t rows, width, stride;
   lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
-  start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (r = 0; r < rows; r++)
+  const int64_t start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
+  for (int64_t r = 0; r < rows; r++)
     memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
-  int64_t rows, width, stride, r, start;
+  int64_t rows, width, stride;
   float *dx = op->in[0]->grad;
   lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
-  start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (r = 0; r < rows; r++)
+  const int64_t start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
+  for (int64_t r = 0; r < rows; r++)
     lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
   return LUNA_OK;
 }
 #define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
-  int64_t rows, width, stride, r, start = 0;
-  int i;
-  for (i = 0; i < op->inputs; i++) {
+  int64_t rows, width, stride, start = 0;
+  for (int i = 0; i < op->inputs; i++) {
     lunai_axis_part(op->out[0], op->in[i], (int)op->arg.concat.axis, &rows, &width, &stride);
-    for (r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < rows; r++) {
       float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
       if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
       else if (op->in[i]->grad)
@@ -10206,8 +10041,7 @@ LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_ru
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  int64_t i;
-  for (i = 0; i < op->arg.expand.count && n > 0; i++)
+  for (int64_t i = 0; i < op->arg.expand.count && n > 0; i++)
     memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
@@ -10230,11 +10064,10 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sum_work *w = (const lunai_sum_work *)work;
   const int64_t count = w->inner > 1 ? w->inner : w->outer;
   const int64_t first = lunai_share(count, thread, threads), last = lunai_share(count, thread + 1, threads);
-  int64_t o;
-  for (o = 0; w->inner > 1 && o < w->outer; o++)
+  for (int64_t o = 0; w->inner > 1 && o < w->outer; o++)
     w->kernels->sum_rows(lunai_columns(lunai_dense(w->x + o * w->axis * w->inner, w->axis, w->inner), first, last),
                          w->factor, w->y + o * w->inner + first);
-  for (o = first; w->inner == 1 && o < last; o++)
+  for (int64_t o = first; w->inner == 1 && o < last; o++)
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
 LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
@@ -10252,9 +10085,8 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float fa
 LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
   const luna_tensor *a = op->in[0], *b = op->in[1];
   int64_t rows = 1, n = 1;
-  int i;
   if (op->in[2] || !a || !b || b->rank > a->rank) return false;
-  for (i = 0; i < a->rank; i++) {
+  for (int i = 0; i < a->rank; i++) {
     const int at = i - a->rank + b->rank;
     shape[i] = a->shape[i];
     *(at < 0 ? &rows : &n) *= shape[i];
@@ -10275,12 +10107,12 @@ LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
-  int rank = 0, to = LUNA_MAX_RANK, a, k;
+  int rank = 0, to = LUNA_MAX_RANK, k;
   bool joins;
   if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
-  for (a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
-  for (a = rank - 1; a >= 0; a--) {
+  for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
+  for (int a = rank - 1; a >= 0; a--) {
     for (shape[a] = 1, k = 0; k < 3; k++) {
       const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
       size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
@@ -10305,14 +10137,12 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
-  int64_t at;
   lunai_each e;
-  int k;
   e.kind = (int)op->kind;
-  for (at = first; at < last; at += e.n) {
+  for (int64_t at = first; at < last; at += e.n) {
     const int64_t i = at % shape[3], row = at / shape[3];
     e.n = lunai_min(shape[3] - i, last - at);
-    for (k = 0; k < 3; k++) {
+    for (int k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
       const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
       e.step[k] = there ? stride[3] : 0;
@@ -10341,9 +10171,8 @@ LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->ki
 #else
 LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
-  int k;
   if (!op->training) return;
-  for (k = 0; k < op->inputs; k++)
+  for (int k = 0; k < op->inputs; k++)
     if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes :
         2 * bytes;
 }
@@ -10360,15 +10189,13 @@ LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   float factor = op->kind == LUNA_OP_SUB && k == 1 ? -1.0f : 1.0f;
   float *next = (float *)op->workspace + (lunai_gives_grad(op) ? 0 : luna_count(op->out[0]));
   int64_t shape[LUNA_MAX_RANK], left = luna_count(op->out[0]) / luna_count(op->in[k]);
-  int a, b;
   memcpy(shape, op->arg.elementwise.shape, sizeof shape);
-  for (a = 0; a < LUNA_MAX_RANK; a++) {
+  for (int a = 0; a < LUNA_MAX_RANK; a++) {
     int64_t sums[3] = { 1, 1, 1 };   /* before the axis, the axis, after it */
-    float *to;
     if (stride[a] != 0 || shape[a] == 1) continue;
-    for (b = 0; b < LUNA_MAX_RANK; b++) sums[b < a ? 0 : b == a ? 1 : 2] *= shape[b];
+    for (int b = 0; b < LUNA_MAX_RANK; b++) sums[b < a ? 0 : b == a ? 1 : 2] *= shape[b];
     left /= shape[a];
-    to = left == 1 ? op->in[k]->grad : next;
+    float *to = left == 1 ? op->in[k]->grad : next;
     if (left > 1 || (op->sets >> k & 1)) memset(to, 0, (size_t)(sums[0] * sums[2]) * sizeof(float));
     lunai_sum_axis(op, sums, factor, from, to);
     shape[a] = 1;
@@ -10378,8 +10205,7 @@ LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   }
 }
 LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
-  int k;
-  for (k = 0; k < op->inputs; k++) {
+  for (int k = 0; k < op->inputs; k++) {
     const bool repeated = lunai_is_repeated(op, k);
     if (!lunai_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
     op->arg.elementwise.input = k;
@@ -10471,14 +10297,14 @@ LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
   const bool set = op->sets & 1;
   const float *dy = op->out[0]->grad;
   float *dx = op->in[0]->grad, same[256];
-  int64_t r, i, n;
-  for (r = first; inner > 1 && r < last; r++) {
+  int64_t n;
+  for (int64_t r = first; inner > 1 && r < last; r++) {
     if (set) lunai_k(op)->scale(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
     else lunai_k(op)->scale_add(inner, op->arg.reduce.factor, dy + r / axis * inner, dx + r * inner);
   }
-  for (r = first; inner == 1 && r < last; r += n) {
+  for (int64_t r = first; inner == 1 && r < last; r += n) {
     n = lunai_min(lunai_min(256, last - r), axis - r % axis);
-    for (i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
+    for (int64_t i = 0; i < n; i++) same[i] = op->arg.reduce.factor * dy[r / axis];
     if (set) memcpy(dx + r, same, (size_t)n * sizeof(float));
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
@@ -10499,8 +10325,8 @@ LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int6
 }
 LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
   const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  int64_t r, at;
-  for (r = 0; r < outer * inner; r++) {
+  int64_t at;
+  for (int64_t r = 0; r < outer * inner; r++) {
     const float *x = op->in[0]->data + r / inner * axis * inner + r % inner;
     op->out[0]->data[r] = lunai_first_max(x, axis, inner, &at) ? x[at * inner] : 0;
   }
@@ -10508,8 +10334,8 @@ LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
   const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  int64_t r, at;
-  for (r = 0; r < outer * inner; r++) {
+  int64_t at;
+  for (int64_t r = 0; r < outer * inner; r++) {
     const int64_t start = r / inner * axis * inner + r % inner;
     if (lunai_first_max(op->in[0]->data + start, axis, inner, &at))
       op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
@@ -10525,13 +10351,12 @@ LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t
   const int64_t panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
   const float *x = back ? op->out[0]->grad : op->in[0]->data;
   float *y = back ? op->in[0]->grad : op->out[0]->data;
-  int64_t p, r, i;
-  for (p = first; p < last; p++) {
+  for (int64_t p = first; p < last; p++) {
     const int64_t start = p % panels * LUNAI_CUMSUM_COLUMNS, n = lunai_min(LUNAI_CUMSUM_COLUMNS, inner - start);
     double sum[LUNAI_CUMSUM_COLUMNS] = { 0 };
-    for (r = 0; r < axis; r++) {
+    for (int64_t r = 0; r < axis; r++) {
       const int64_t at = (p / panels * axis + (back ? axis - 1 - r : r)) * inner + start;
-      for (i = 0; i < n; i++) {
+      for (int64_t i = 0; i < n; i++) {
         sum[i] += (double)x[at + i];
         y[at + i] = back ? y[at + i] + (float)sum[i] : (float)sum[i];
       }
@@ -10560,17 +10385,15 @@ LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
 }
 LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.mask.width;
-  int64_t r, i;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
     if (!lunai_mask_row(op, r)) memcpy(y, op->in[0]->data + r * n, (size_t)n * sizeof(float));
-    else for (i = 0; i < n; i++) y[i] = op->arg.mask.fill;
+    else for (int64_t i = 0; i < n; i++) y[i] = op->arg.mask.fill;
   }
 }
 LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->arg.mask.width;
-  int64_t r;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     float *dx = op->in[0]->grad + r * n;
     if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
   }
@@ -10586,16 +10409,14 @@ LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->out[0]);
-  int64_t r;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     const float *x = op->in[0]->data + r * (n + 1);
     lunai_k(op)->scale(n, x[n] == 0 ? 0 : 1 / x[n], x, op->out[0]->data + r * n);
   }
 }
 LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->out[0]);
-  int64_t r;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
     const float inverse = x[n] == 0 ? 0 : 1 / x[n];
     float *dx = op->in[0]->grad + r * (n + 1);
@@ -10667,11 +10488,9 @@ LUNAI_FN void lunai_matmul_product(const luna_op *op, int which, lunai_gemm *g) 
 }
 LUNAI_FN void lunai_matmul_query(luna_op *op) {
   lunai_gemm g;
-  int which;
-  for (which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
-    size_t need;
+  for (int which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     lunai_matmul_product(op, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
+    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -10684,11 +10503,11 @@ LUNAI_FN luna_status lunai_matmul_forward(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
   lunai_gemm g;
-  int64_t o;
   lunai_matmul_product(op, 1, &g);
   if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
   lunai_matmul_product(op, 2, &g);
-  for (o = 0; g.c && o < (op->arg.matmul.inner == 1 && !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
+  for (int64_t o = 0; g.c && o < (op->arg.matmul.inner == 1 &&
+                                  !op->arg.matmul.transpose_a ? 1 : op->arg.matmul.outer); o++) {
     lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
     g.a += g.a_batch[1] * op->arg.matmul.inner;
     g.b += g.b_batch[1] * op->arg.matmul.inner;
@@ -10726,7 +10545,6 @@ LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
 }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
-  int which;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
   if (op->dots) return;              /* they need no scratch */
   if (LUNAI_TRAINS && op->loss) {
@@ -10735,10 +10553,9 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
   }
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
   if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
-  for (which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
-    size_t need;
+  for (int which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     lunai_linear_product(op, which, NULL, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
+    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
     if (which == 0) op->workspace_size = need;
     else if (need > op->backward_workspace_size) op->backward_workspace_size = need;
   }
@@ -10786,13 +10603,12 @@ LUNAI_FN void lunai_residual_backward(luna_op *op, int at) {
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
   lunai_gemm g;
-  int which;
   if (op->loss) return lunai_logits_backward(op, op->loss);
   if (lunai_linear_changes(op)) {
     lunai_split(op, luna_count(op->out[0]), 1, lunai_linear_slope);
     (void)lunai_take(&scratch, luna_count(op->out[0]));
   }
-  for (which = 1; which < 3; which++) {
+  for (int which = 1; which < 3; which++) {
     lunai_linear_product(op, which, lunai_linear_dy(op), &g);
     if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, scratch);
   }
@@ -10855,22 +10671,20 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   lunai_gemm g;
-  int64_t size;
-  int which;
   memset(w, 0, sizeof *w);
   w->op = op;
   w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]));
   w->in = lunai_last(op->in[0]);
   w->hidden = lunai_last(op->in[3]);
   w->out = lunai_last(op->out[0]);
-  size = w->rows * w->hidden;
+  const int64_t size = w->rows * w->hidden;
   if (!keeps || !relu) w->active = lunai_take(&at, size);
   if (!keeps && !relu && backward) w->given = lunai_take(&at, size);
   if (op->dropout > 0) w->a = lunai_take(&at, size);
   if (backward) w->dh = lunai_take(&at, size);
   if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
   if (backward) w->sums = lunai_take(&at, LUNAI_FFN_PARTS * (w->hidden + w->out));
-  for (which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
+  for (int which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
     const bool second = which == 1 || which == 3;
     if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
     w->panels[which] = (float *)(void *)at;
@@ -10901,16 +10715,14 @@ LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   lunai_ffn_work w;
   size_t gemm = 0;
   lunai_gemm g;
-  int which;
   op->kept_size = 0;
   if (op->training && !op->arg.feed_forward.recompute)
     op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
-  for (which = 0; which < 6; which++) {
-    size_t need;
+  for (int which = 0; which < 6; which++) {
     lunai_ffn_product(&w, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
+    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (need > gemm) gemm = need;
   }
   op->workspace_size += gemm;
@@ -10939,9 +10751,8 @@ LUNAI_FN void lunai_ffn_result(void *work, int64_t thread, int64_t threads) {
 LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
   lunai_ffn_work w;
-  int64_t first;
   lunai_ffn_start(&w, op, false, op->workspace);
-  for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
+  for (int64_t first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
     lunai_ffn_multiply(&w, 0);
     if (op->dropout > 0) lunai_run(parallel, lunai_ffn_drop, &w);
     lunai_ffn_multiply(&w, 1);
@@ -10973,12 +10784,12 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
   const lunai_dropout d = lunai_op_dropout(op, lunai_times(lunai_rows(op->in[0]), f), f);
   int64_t part = lunai_share(LUNAI_FFN_PARTS, thread, threads);
   for (; part < lunai_share(LUNAI_FFN_PARTS, thread + 1, threads); part++) {
-    float *sums = w->sums + part * (f + out), *dh;
-    int64_t row, rows, at, n;
+    float *sums = w->sums + part * (f + out);
+    int64_t row, rows;
     lunai_ffn_part(w, 1, part, LUNAI_FFN_PARTS, &row, &rows);
-    at = row * f;
-    n = rows * f;
-    dh = w->dh + at;
+    const int64_t at = row * f;
+    const int64_t n = rows * f;
+    float *dh = w->dh + at;
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
     memset(sums, 0, (size_t)(f + out) * sizeof(float));
@@ -10989,23 +10800,20 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
 /* x's gradient may be made in place of y's: it is written last, and where nothing more of y's is read */
 LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
-  lunai_matrix sums;
   lunai_ffn_work w;
-  int64_t first;
-  int which;
   lunai_ffn_start(&w, op, true, op->workspace);
   lunai_residual_backward(op, 5);
-  for (first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
+  for (int64_t first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
       lunai_run(parallel, lunai_ffn_before, &w);
-    for (which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
+    for (int which = 2; which < 4; which++) lunai_ffn_multiply(&w, which);
     lunai_run(parallel, lunai_ffn_slope, &w);
-    sums = lunai_dense(w.sums, LUNAI_FFN_PARTS, w.hidden + w.out);
+    const lunai_matrix sums = lunai_dense(w.sums, LUNAI_FFN_PARTS, w.hidden + w.out);
     if (lunai_grad(op, 2)) lunai_k(op)->sum_rows(lunai_columns(sums, 0, w.hidden), 1.0f, op->in[2]->grad);
     if (lunai_grad(op, 4))
       lunai_k(op)->sum_rows(lunai_columns(sums, w.hidden, w.hidden + w.out), 1.0f, op->in[4]->grad);
-    for (which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
+    for (int which = 4; which < 6; which++) lunai_ffn_multiply(&w, which);
   }
   return LUNA_OK;
 }
@@ -11022,8 +10830,7 @@ LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
 }
 LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
-  int64_t r;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     const int64_t width = lunai_softmax_width(op, r);
     lunai_k(op)->softmax(1, width, op->in[0]->data + r * n, op->out[0]->data + r * n);
     memset(op->out[0]->data + r * n + width, 0, (size_t)(n - width) * sizeof(float));
@@ -11031,8 +10838,7 @@ LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
 }
 LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
-  int64_t r;
-  for (r = first; r < last; r++)
+  for (int64_t r = first; r < last; r++)
     lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
                                   op->in[0]->grad + r * n);
 }
@@ -11097,8 +10903,7 @@ LUNAI_FN void lunai_layer_norm_back(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
   const lunai_matrix sums = lunai_dense((const float *)op->workspace, blocks, 2 * n);
-  int i;
-  for (i = 0; i < 2; i++)
+  for (int i = 0; i < 2; i++)
     if (lunai_grad(op, 1 + i))
       lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
@@ -11119,16 +10924,14 @@ LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
 LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first, int64_t last, const float *rows,
                                  float *table) {
   const int64_t d = lunai_last(op->out[0]);
-  int64_t i;
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     float *row = table + op->index[i] * d + first;
     lunai_k(op)->add(last - first, row, rows + i * d + first, row);
   }
 }
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
-  int64_t i;
-  for (i = first; i < last; i++)
+  for (int64_t i = first; i < last; i++)
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
@@ -11148,8 +10951,7 @@ LUNAI_FN void lunai_scatter_body(luna_op *op, int64_t first, int64_t last) {
 }
 LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* of rows */
   const int64_t d = op->in[1]->shape[1];
-  int64_t i;
-  for (i = first; i < last; i++)
+  for (int64_t i = first; i < last; i++)
     lunai_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
 }
 LUNAI_FN void lunai_scatter_through(luna_op *op, int64_t first, int64_t last) {
@@ -11179,27 +10981,25 @@ LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
 LUNAI_FN void lunai_sinusoids_places(luna_op *op, int64_t first, int64_t last) {
   const int64_t half = lunai_last(op->out[0]) / 2;
   double *table = (double *)op->workspace;
-  int64_t t, i;
-  for (t = first; t < last; t++)
-    for (i = 0; i < half; i++)
+  for (int64_t t = first; t < last; t++)
+    for (int64_t i = 0; i < half; i++)
       lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
 }
 LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]), half = d / 2;
-  int64_t t, i, j;
-  for (t = first * LUNAI_ANGLES; first < last; first++, t += LUNAI_ANGLES) {
+  for (int64_t t = first * LUNAI_ANGLES; first < last; first++, t += LUNAI_ANGLES) {
     const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
     float *row = op->out[0]->data + t * d;
-    for (i = 0; i < half; i++) {
+    for (int64_t i = 0; i < half; i++) {
       double s, c;
       lunai_sine((double)(op->arg.sinusoids.first + t) * lunai_frequency(i, half), &s, &c);
-      for (j = 0; j < rows; j++) {
+      for (int64_t j = 0; j < rows; j++) {
         const double *angle = (const double *)op->workspace + (j * half + i) * 2;
         row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
         row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
       }
     }
-    for (j = 0; j < rows && d % 2; j++) row[j * d + d - 1] = 0;
+    for (int64_t j = 0; j < rows && d % 2; j++) row[j * d + d - 1] = 0;
   }
 }
 LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
@@ -11332,12 +11132,10 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *
 LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool backward) {
   lunai_logits w;
   size_t bytes = lunai_logits_start(&w, op, loss, backward, NULL), gemm = 0;
-  int which;
-  for (which = 0; which < (backward ? 3 : 1); which++) {
+  for (int which = 0; which < (backward ? 3 : 1); which++) {
     lunai_gemm g;
-    size_t need;
     lunai_logits_product(&w, which, &g);
-    need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
+    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
     if (need > gemm) gemm = need;
   }
   return bytes + gemm;
@@ -11367,11 +11165,10 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   const lunai_parallel *parallel = &op->ctx->parallel;
   const float *logits = loss == op ? NULL : loss->in[0]->data;
   lunai_logits w;
-  int64_t first;
   lunai_logits_start(&w, op, loss, true, op->workspace);
   w.part.factor = lunai_cross_entropy_factor(loss);
   if (logits) w.part.logits_row = w.part.classes;
-  for (first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
+  for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     if (logits) w.part.logits = logits + first;
     else lunai_logits_multiply(&w, 0);
     lunai_run(parallel, lunai_logits_gradient, &w);
@@ -11389,9 +11186,8 @@ LUNAI_FN void lunai_linear_cross_entropy_query(luna_op *op) {
 }
 LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   lunai_logits w;
-  int64_t first;
   lunai_logits_start(&w, op, op, false, op->workspace);
-  for (first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
+  for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     lunai_logits_multiply(&w, 0);
     lunai_run(&op->ctx->parallel, lunai_logits_sums, &w);
   }
@@ -11416,12 +11212,10 @@ LUNAI_FN void lunai_outside_scan(void *user, double *state, int64_t count, bool 
   const luna_op *op = (const luna_op *)user;
   const luna_collective *c = lunai_ranks(op->ctx);
   const double *all = (const double *)op->workspace;
-  int64_t i;
-  int r;
   (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)count * sizeof(double));
   memset(state, 0, (size_t)count * sizeof(double));
-  for (r = after ? c->rank + 1 : 0; r < (after ? c->ranks : c->rank); r++)
-    for (i = 0; i < count; i++) state[i] += all[r * count + i];
+  for (int r = after ? c->rank + 1 : 0; r < (after ? c->ranks : c->rank); r++)
+    for (int64_t i = 0; i < count; i++) state[i] += all[r * count + i];
 }
 /* what a causal op's kernel gets: op->outside, as it is for this call */
 LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
@@ -11463,7 +11257,6 @@ LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
 LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   const bool pack = op->kind == LUNA_OP_PACK, ragged = op->query_offsets != NULL;
   const luna_tensor *q = op->in[0], *k = op->in[1], *v = op->in[pack ? 1 : 2];
-  lunai_dropout part;
   memset(a, 0, sizeof *a);
   a->q = q->data; a->k = k->data; a->v = v->data; a->out = op->out[0]->data;
   a->log_sum_exp = (float *)op->kept;
@@ -11486,7 +11279,8 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->dropout_op = op->dropout_op;
   a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
-  part = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys), op->out[0]->part ? a->keys : 1);
+  lunai_dropout part = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
+                                        op->out[0]->part ? a->keys : 1);
   a->dropout_first = (int64_t)part.first;
   a->dropout_run = part.run;
   a->dropout_skip = (int64_t)part.skip;
@@ -11604,8 +11398,7 @@ LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
-  int64_t b;
-  for (b = 0; b < op->in[0]->shape[0]; b++) {
+  for (int64_t b = 0; b < op->in[0]->shape[0]; b++) {
     const lunai_convolution a = lunai_convolution_of(op, b);
     lunai_k(op)->short_convolution_weights(&a, first, last);
   }
@@ -11673,8 +11466,7 @@ typedef struct lunai_norm_work {
 } lunai_norm_work;
 LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
   lunai_norm_work *w = (lunai_norm_work *)work;
-  int64_t i;
-  for (i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
+  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
     w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK),
                                             w->x + i * LUNAI_SUM_BLOCK);
 }
@@ -11683,15 +11475,14 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   luna_step_state *state = rule->state;
   lunai_norm_work w;
   double sum = 0;
-  int64_t p, at, i;
   w.kernels = ctx->kernels;
-  for (p = 0; p < count; p++) {
+  for (int64_t p = 0; p < count; p++) {
     const int64_t size = parts[p].frozen ? 0 : parts[p].count;
-    for (at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
+    for (int64_t at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
       w.x = parts[p].grad + at;
       w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
       lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
-      for (i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
+      for (int64_t i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
     }
   }
   (void)table;
@@ -11710,10 +11501,9 @@ typedef struct lunai_update_work {
 } lunai_update_work;
 LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
   lunai_update u = *whole;
-  int i;
   u.value += first;
   u.grad += first;
-  for (i = 0; i < 3; i++) if (u.moment[i]) u.moment[i] += first;
+  for (int i = 0; i < 3; i++) if (u.moment[i]) u.moment[i] += first;
   u.count = last - first;
   return u;
 }
@@ -11729,8 +11519,7 @@ LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
   lunai_update_work *w = (lunai_update_work *)work;
-  int64_t i;
-  for (i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
+  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
     const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
                                              lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
     w->kernels->apollo_sums(&u, w->partial[i]);
@@ -11740,15 +11529,15 @@ LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /
    D^4 */
 LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
   const lunai_update whole = w->update;
-  double sums[3] = { 0, 0, 0 }, d;
-  int64_t at, i;
-  for (at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
+  double sums[3] = { 0, 0, 0 };
+  for (int64_t at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
     w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
     lunai_run(w->update.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_apollo_task, w);
-    for (i = 0; i < 3 * lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++) sums[i % 3] += w->partial[i / 3][i % 3];
+    for (int64_t i = 0; i < 3 * lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++)
+      sums[i % 3] += w->partial[i / 3][i % 3];
   }
   w->update = whole;
-  d = sqrt(sqrt(sums[0])) + (double)whole.epsilon;
+  const double d = sqrt(sqrt(sums[0])) + (double)whole.epsilon;
   w->update.alpha = (1 - whole.beta1) / whole.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
@@ -11756,13 +11545,12 @@ LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const l
   const luna_step_state *state = rule->state;
   const double t = (double)state->updates;
   lunai_update_work w;
-  int i;
   memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
   w.kind = rule->kind;
   w.update.value = part->value;
   w.update.grad = part->grad;
-  for (i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
+  for (int i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
   w.update.count = part->count;
   w.update.lr = state->lr * part->lr;
   w.update.factor = state->factor;
@@ -11780,9 +11568,8 @@ LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const l
 }
 LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                       const luna_update *table, int64_t count) {
-  int64_t p;
   (void)table;
-  for (p = 0; p < count; p++) {
+  for (int64_t p = 0; p < count; p++) {
     if (!parts[p].frozen && !rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
     else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
   }
@@ -12166,9 +11953,8 @@ LUNA_API int64_t luna_count(const luna_tensor *t) {
    product of some of its axes overflows */
 LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
   int64_t count = 1, bound = 1;
-  int a;
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank > 0 && !shape)) return -1;
-  for (a = 0; a < rank; a++) {
+  for (int a = 0; a < rank; a++) {
     if (shape[a] < 0 || (bound = lunai_checked(bound, lunai_max(shape[a], 1))) < 0) return -1;
     count *= shape[a];
   }
@@ -12176,10 +11962,9 @@ LUNAI_FN int64_t lunai_shape_count(int rank, const int64_t *shape) {
 }
 
 LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const int64_t *shape) {
-  int a;
   lunai_clear(t, sizeof *t);
   t->rank = rank;
-  for (a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
+  for (int a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
   t->device = ctx->backend->device;
   t->ctx = ctx;
 }
@@ -12233,8 +12018,7 @@ LUNAI_FN void lunai_release(luna_tensor *t) {
 /* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
    computed again; not those made from nothing, as sinusoids are. */
 LUNAI_FN void lunai_op_saves(luna_op *op) {
-  int i;
-  for (i = 0; i < op->inputs; i++) {
+  for (int i = 0; i < op->inputs; i++) {
     luna_tensor *in = lunai_base(op->in[i]);
     if (!in) continue;
     in->last_reader = op;
@@ -12242,13 +12026,12 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
                 (lunai_op_is_cheap[op->kind] && !(in->maker && in->maker->inputs == 0) &&
                  luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
-  for (i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
+  for (int i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
 /* whether cheap ops compute a tensor's data again, in backward, from data that are there */
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
-  int i;
   if (!t->maker || !lunai_op_is_cheap[t->maker->kind]) return false;
-  for (i = 0; i < t->maker->inputs; i++) {
+  for (int i = 0; i < t->maker->inputs; i++) {
     const luna_tensor *in = lunai_base(t->maker->in[i]);
     if (in && !in->parameter && !(in->saved && !in->released) && !lunai_is_recomputable(in)) return false;
   }
@@ -12277,13 +12060,12 @@ LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recomp
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
 LUNAI_FN void lunai_scope_forget(luna_scope scope) {
-  luna_op *op, *first = NULL;
-  int i;
-  for (op = scope.ctx->tape; op && op != scope.tape; op = op->previous) first = op;
-  for (op = first; op; op = op->next) {
+  luna_op *first = NULL;
+  for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->previous) first = op;
+  for (luna_op *op = first; op; op = op->next) {
     lunai_piece_give(scope.ctx, &op->kept_piece);
     op->kept = NULL;
-    for (i = 0; i < op->inputs; i++) {
+    for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = lunai_base(op->in[i]);
       if (in && (!in->maker || in->maker->number < first->number)) in->saved = true;
     }
@@ -12297,7 +12079,7 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
   const bool device = lunai_on_device(scope.ctx), records = LUNAI_RECORDS(b);
-  void *memory, *data;
+  void *memory;
   if (!x || ((device || records) && scope.used[1] > 0)) return x;
   b->part[1].used = scope.used[1];
   if (!records) {
@@ -12308,7 +12090,7 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
     x = (luna_tensor *)memmove(memory, x, sizeof *x);
     x->base = NULL;
   }
-  data = x->data;
+  void *data = x->data;
   (void)lunai_bump_take(b, true, bytes, &memory);
   x->data = (float *)memory;
   if (!memory || memory == data) return x;
@@ -12342,9 +12124,7 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
 LUNAI_FN luna_tensor *lunai_result(luna_scope scope, luna_tensor *x) { return luna_scope_end(scope, &x, 1); }
 /* x, beside which p stays, where there is one */
 LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tensor *p) {
-  luna_tensor *results[2];
-  results[0] = x;
-  results[1] = p;
+  luna_tensor *results[2] = { x, p };
   return luna_scope_end(scope, results, 2);
 }
 /* the same of scopes that go on */
@@ -12373,21 +12153,18 @@ LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
 
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape) {
   const int64_t count = lunai_shape_count(rank, shape);
-  luna_tensor *t;
-  lunai_mark mark;
-  luna_status status;
-  size_t bytes;
   if (!ctx) return NULL;
   if (count < 0) return lunai_fail_shape(ctx, "luna_tensor_new", rank, shape);
-  mark = lunai_step_mark(ctx);
-  bytes = (size_t)count * sizeof(float);
-  t = lunai_tensor_make(ctx, rank, shape, count);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t bytes = (size_t)count * sizeof(float);
+  luna_tensor *t = lunai_tensor_make(ctx, rank, shape, count);
   if (!t) {
     lunai_step_rewind(ctx, mark);
     return lunai_fail_op_memory(ctx, "luna_tensor_new", bytes);
   }
   if (!lunai_computes(ctx) || count == 0) return t;
-  status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) : ctx->backend->zero(ctx, t->data, bytes);
+  luna_status status = values ? ctx->backend->copy(ctx, t->data, values, bytes, 1) :
+      ctx->backend->zero(ctx, t->data, bytes);
   return status == LUNA_OK ? t : lunai_fail_backend(ctx, false, "luna_tensor_new", status);
 }
 
@@ -12406,11 +12183,9 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
 #endif
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
-  luna_step_state now;
-  bool skipped;
   if (!ctx->options.log && !ctx->unread) return;
-  now = lunai_state_of(ctx, ctx->state);
-  skipped = now.skipped != ctx->reported;
+  const luna_step_state now = lunai_state_of(ctx, ctx->state);
+  const bool skipped = now.skipped != ctx->reported;
   lunai_look_at_optimizers(ctx, skipped);
   ctx->reported = now.skipped;
   ctx->unread = false;
@@ -12450,7 +12225,6 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
 LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, lunai_mark *mark, const float **values) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   void *memory = NULL;
-  luna_status status;
   *mark = lunai_step_mark(t->ctx);
   *values = t->data;
   if (lunai_owner(t)->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx,
@@ -12458,7 +12232,7 @@ LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, l
   if (!lunai_on_device(t->ctx)) return LUNA_OK;
   if (!lunai_step(t->ctx, bytes, false, &memory)) return lunai_fail_memory(t->ctx, name, bytes);
   *values = (const float *)memory;
-  status = lunai_computes(t->ctx) && bytes ? lunai_read_data(t, (float *)memory, name) : LUNA_OK;
+  const luna_status status = lunai_computes(t->ctx) && bytes ? lunai_read_data(t, (float *)memory, name) : LUNA_OK;
   if (status != LUNA_OK || !lunai_computes(t->ctx)) *values = NULL;
   return status;
 }
@@ -12466,24 +12240,23 @@ LUNAI_FN luna_status lunai_top_k(const luna_tensor *x, int64_t k, int32_t *indic
   const int64_t n = x ? lunai_last(x) : 0, rows = x ? lunai_rows(x) : 0;
   const float *from;
   lunai_mark mark;
-  luna_status status;
-  int64_t r, i, at;
+  int64_t at;
   if (!x) return LUNA_BAD_ARGUMENT;
   if (!lunai_in(x->ctx, name, "k", k, 1, n <= INT32_MAX ? n : 0)) return x->ctx->last_status;
   if (!indices && rows > 0) return lunai_fail_status(x->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "indices");
-  status = lunai_host_values(x, name, &mark, &from);
-  for (r = 0; r < rows && status == LUNA_OK; r++) {
+  const luna_status status = lunai_host_values(x, name, &mark, &from);
+  for (int64_t r = 0; r < rows && status == LUNA_OK; r++) {
     int32_t *best = indices + r * k;
     const float *row = from ? from + r * n : NULL;
     int64_t count = 0;
-    for (i = 0; i < n && row; i++) { /* best: the largest so far in falling order */
+    for (int64_t i = 0; i < n && row; i++) { /* best: the largest so far in falling order */
       for (at = count; at > 0 && (row[i] > row[best[at - 1]] || (row[i] != row[i] &&
           row[best[at - 1]] == row[best[at - 1]])); at--)
         if (at < k) best[at] = best[at - 1];
       if (at < k) best[at] = (int32_t)i;
       count = lunai_min(count + 1, k);
     }
-    for (i = 0; i < k; i++) {
+    for (int64_t i = 0; i < k; i++) {
       if (!row) best[i] = 0;
       if (values) values[r * k + i] = row ? row[best[i]] : 0;
     }
@@ -12508,32 +12281,30 @@ typedef struct lunai_printing {
 } lunai_printing;
 LUNAI_FN void lunai_print_number(lunai_printing *p, float value) {
   char room[64];
-  int64_t i, n;
   lunai_text text;
   text.at = room;
   text.end = room + sizeof room - 1;
   lunai_put_real(&text, (double)value);
   *text.at = 0;
-  n = text.at - room;
+  const int64_t n = text.at - room;
   if (!p->write) p->width = lunai_max(p->width, n);
-  for (i = n; p->write && i < p->width; i++) p->write(p->user, " ");
+  for (int64_t i = n; p->write && i < p->width; i++) p->write(p->user, " ");
   if (p->write) p->write(p->user, room);
 }
 LUNAI_FN void lunai_print_axis(lunai_printing *p, int axis, int64_t offset) {
   const int rank = p->t->rank;
-  int64_t size, i, inner = 1;
-  int a;
+  int64_t inner = 1;
   if (axis == rank) {
     lunai_print_number(p, p->values[offset]);
     return;
   }
-  size = p->t->shape[axis];
-  for (a = axis + 1; a < rank; a++) inner *= p->t->shape[a];
+  const int64_t size = p->t->shape[axis];
+  for (int a = axis + 1; a < rank; a++) inner *= p->t->shape[a];
   if (p->write) p->write(p->user, "[");
-  for (i = 0; i < size; i++) {
+  for (int64_t i = 0; i < size; i++) {
     const bool gap = p->edge > 0 && size > 2 * p->edge && i == p->edge;
-    for (a = axis + 1; a < rank && p->write && i > 0; a++) p->write(p->user, "\n"); /* one empty line an axis */
-    for (a = 0; a <= axis && axis + 1 < rank && p->write && i > 0; a++) p->write(p->user, " ");
+    for (int a = axis + 1; a < rank && p->write && i > 0; a++) p->write(p->user, "\n"); /* one empty line an axis */
+    for (int a = 0; a <= axis && axis + 1 < rank && p->write && i > 0; a++) p->write(p->user, " ");
     if (axis + 1 == rank && p->write && i > 0) p->write(p->user, " ");
     if (gap) {
       if (p->write) p->write(p->user, "...");
@@ -12545,13 +12316,12 @@ LUNAI_FN void lunai_print_axis(lunai_printing *p, int axis, int64_t offset) {
 LUNA_API luna_status luna_print(const luna_tensor *t, void (*write)(void *user, const char *text), void *user) {
   lunai_printing p;
   lunai_mark mark;
-  luna_status status;
   if (!t) return LUNA_BAD_ARGUMENT;
   if (!write) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_print", "write");
   memset(&p, 0, sizeof p);
   p.t = t;
   p.edge = luna_count(t) > 1000 ? 3 : 0;
-  status = lunai_host_values(t, "luna_print", &mark, &p.values);
+  const luna_status status = lunai_host_values(t, "luna_print", &mark, &p.values);
   if (status == LUNA_OK && luna_count(t) > 0 && p.values) {
     lunai_print_axis(&p, 0, 0);
     p.write = write;
@@ -12620,12 +12390,11 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, l
   static const char *const numbers[] = { "the first input", "the second input", "the third input",
                                          "the fourth input" };
   luna_ctx *ctx = NULL;
-  int i;
-  for (i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
+  for (int i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
   lunai_start_in(s, ctx, kind, name);
   s->op.inputs = count;
-  for (i = 0; i < count; i++) {
+  for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
     if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
     if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
@@ -12636,8 +12405,8 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, l
    not null fails. */
 LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
   luna_ctx *ctx = NULL;
-  int i, missing = 0;
-  for (i = 0; x && i < count && i < LUNA_MAX_INPUTS; i++) {
+  int missing = 0;
+  for (int i = 0; x && i < count && i < LUNA_MAX_INPUTS; i++) {
     missing += !x[i];
     if (!ctx && x[i]) ctx = x[i]->ctx;
   }
@@ -12651,13 +12420,13 @@ LUNAI_FN bool lunai_all(luna_tensor *const *x, int count, const char *name) {
 LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *values, int64_t count) {
   luna_ctx *ctx = s->op.ctx;
   void *memory;
-  luna_status status;
   if (!lunai_step(ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), lunai_on_device(ctx), &memory)) {
     lunai_fail_op_memory(ctx, s->name, (size_t)count * sizeof(int32_t));
     return NULL;
   }
   if (!memory) return values;        /* on a device, counted alone */
-  status = ctx->options.measure ? LUNA_OK : ctx->backend->copy(ctx, memory, values, (size_t)count * sizeof(int32_t), 1);
+  luna_status status = ctx->options.measure ? LUNA_OK : ctx->backend->copy(ctx, memory, values,
+      (size_t)count * sizeof(int32_t), 1);
   if (status == LUNA_OK) return (const int32_t *)memory;
   lunai_fail_backend(ctx, false, s->name, status);
   return NULL;
@@ -12666,17 +12435,15 @@ LUNAI_FN const int32_t *lunai_integers_copy(lunai_build *s, const int32_t *value
 LUNAI_FN const int32_t *lunai_integers(lunai_build *s, const int32_t *values, int64_t count, int64_t min, int64_t max,
                                        const char *what) {
   luna_ctx *ctx = s->op.ctx;
-  const int32_t *kept;
-  int64_t i;
   if (!values || s->failed) return NULL;
   if (LUNAI_BUMPS(ctx)) return values;
   s->failed = true;
-  for (i = 0; i < count; i++)
+  for (int64_t i = 0; i < count; i++)
     if (values[i] < min || values[i] > max) {
       lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, s->name, what, i, (int64_t)values[i], min, max);
       return NULL;
     }
-  kept = lunai_integers_copy(s, values, count);
+  const int32_t *kept = lunai_integers_copy(s, values, count);
   s->failed = kept == NULL;
   return kept;
 }
@@ -12699,14 +12466,13 @@ LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) &
 LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *workspace = NULL;
-  lunai_mark mark;
   bool good;
   *status = LUNA_OK;
   if (op->kept_size > 0 && !op->kept_piece) {
     if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
     op->kept = op->kept_piece->at;
   }
-  mark = lunai_step_mark(ctx);
+  const lunai_mark mark = lunai_step_mark(ctx);
   if (lunai_pieces_split(ctx) && op->workspace_size > 0) { /* memory between other pieces will do */
     good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
     op->workspace = workspace ? workspace->at : NULL;
@@ -12724,13 +12490,12 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
   luna_status status = LUNA_OK;
-  size_t used;
   op->dropout = op->last_dropout = 0;
   if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
     return lunai_op_no_memory(s, (size_t)count * sizeof(float));
   if (count == 0) return op->out[0];
   functions->query(op);
-  used = b->part[1].used;
+  const size_t used = b->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(b, true, op->workspace_size, &op->workspace))
     return lunai_op_no_memory(s, op->workspace_size);
   b->part[1].used = used;
@@ -12753,20 +12518,18 @@ LUNAI_FN uint32_t lunai_rank_masks(const luna_ctx *ctx) {
 LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
                        op->kind == LUNA_OP_SPARSE_ATTENTION;
-  int i;
   if (op->kind == LUNA_OP_EMBEDDING) return NULL; /* rows in any order */
-  for (i = 0; i < op->inputs; i++)
+  for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
   return NULL;
 }
 /* whether an op may be run; if not, the failure is reported */
 LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *shape) {
   luna_ctx *ctx = s->op.ctx;
-  int i;
   if (s->failed) return false;
   if (!ctx->backend->op[s->op.kind].forward)
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind)) != NULL;
-  for (i = 0; i < s->op.inputs; i++) {
+  for (int i = 0; i < s->op.inputs; i++) {
     if (s->op.in[i] && s->op.in[i]->ctx != ctx)
       return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i) != NULL;
     if (lunai_is_released(s->op.in[i], s->name)) return false;
@@ -12776,9 +12539,8 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
 /* the newest op of the tape */
 LUNAI_FN void lunai_tape(luna_op *op) {
   luna_ctx *ctx = op->ctx;
-  int i;
   lunai_op_saves(op);
-  for (i = 0; i < op->outputs; i++) op->out[i]->maker = op;
+  for (int i = 0; i < op->outputs; i++) op->out[i]->maker = op;
   op->previous = ctx->tape;
   if (op->previous) op->previous->next = op;
   op->number = op->previous ? op->previous->number + 1 : 0;
@@ -12790,16 +12552,15 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
-  bool wanted = false, record;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
+  bool wanted = false;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
   void *memory;
   const int64_t count = lunai_shape_count(rank, shape);
   const size_t result = (size_t)count * sizeof(float);
-  int i;
   if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
   if (!lunai_is_buildable(s, rank, shape)) return lunai_abandon(s);
-  for (i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
+  for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
-  record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
+  const bool record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
     op = (luna_op *)memory;
@@ -12815,7 +12576,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
                                                            lunai_shape_count(extra_rank, extra_shape))) == NULL)
     return lunai_op_no_memory(s, result);
-  for (i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
+  for (int i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->kept_piece);
@@ -12823,7 +12584,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
     lunai_fail_backend(ctx, false, s->name, status);
     return lunai_abandon(s);
   }
-  for (i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
+  for (int i = 0; i < op->outputs; i++) op->out[i]->needs_grad = wanted;
   if (extra) *extra = op->out[1];
   if (record) lunai_tape(op);
   return op->out[0];
@@ -12872,8 +12633,8 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
 LUNAI_FN int lunai_op_can(const luna_op *op) { return lunai_is_empty(op) ? 0 : op->ctx->backend->op[op->kind].can; }
 /* bits of an op's inputs that are one tensor with in[at], or views of it */
 LUNAI_FN int lunai_same_inputs(const luna_op *op, int at) {
-  int i, same = 0;
-  for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == lunai_owner(op->in[at])) same |= 1 << i;
+  int same = 0;
+  for (int i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == lunai_owner(op->in[at])) same |= 1 << i;
   return same;
 }
 LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inputs(op, at) == 1 << at; }
@@ -12881,17 +12642,15 @@ LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inp
 /* the data of an input, recomputed by its op when it was released; what that needed is released at once */
 LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
   luna_tensor *owner = t->base ? t->base : t;
-  luna_tensor *first;
   luna_op *op = owner->maker;
   bool again[LUNA_MAX_INPUTS];
-  int i;
   if (owner->released) {
-    for (i = 0; i < op->inputs; i++) {
+    for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = op->in[i] && op->in[i]->base ? op->in[i]->base : op->in[i];
       again[i] = in && in->released;
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
-    first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
+    luna_tensor *first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
     if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
@@ -12906,7 +12665,7 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
       first->data = NULL;
       first->released = true;
     }
-    for (i = 0; i < op->inputs; i++) if (again[i]) lunai_release(lunai_base(op->in[i]));
+    for (int i = 0; i < op->inputs; i++) if (again[i]) lunai_release(lunai_base(op->in[i]));
   }
   if (t->base && owner->data) t->data = owner->data + t->offset;
   return true;
@@ -12917,10 +12676,9 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
 LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
   luna_ctx *ctx = newest->ctx;
   luna_op *op = newest->recompute_from;
-  int i;
   for (;; op = op->next) {
-    for (i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-    for (i = 0; i < op->outputs; i++) {
+    for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_data(ctx, op->in[i], status)) return false;
+    for (int i = 0; i < op->outputs; i++) {
       luna_tensor *out = op->out[i];
       if (!out->released) continue;
       if ((out->data_piece = lunai_piece_take(ctx, (size_t)luna_count(out) * sizeof(float))) == NULL) return false;
@@ -12930,7 +12688,7 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
     }
     op->kept_again = op->kept_again || !op->kept_piece;
     if (!lunai_op_run(op, status)) return false;
-    for (i = 0; i < op->inputs; i++) {
+    for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = lunai_base(op->in[i]);
       if (in && in->recomputed && in->last_reader == op && !in->saved) lunai_release(in);
     }
@@ -12941,9 +12699,8 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
 /* whether an op is the newest of a recomputed scope, to which backward has come */
 LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
   const luna_op *first = op->recompute_from;
-  int i;
   for (; first; op = op->previous) {
-    for (i = 0; i < op->outputs; i++) if (op->out[i]->has_grad) return true;
+    for (int i = 0; i < op->outputs; i++) if (op->out[i]->has_grad) return true;
     if (op == first) return false;
   }
   return false;
@@ -12968,10 +12725,9 @@ LUNAI_FN void lunai_result_done(luna_tensor *t) {
 LUNAI_FN void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *kept = op->kept_piece;
-  int i;
   lunai_piece_give(ctx, &kept);
   if (!ctx->reserving) op->kept_piece = NULL;
-  for (i = 0; i < op->outputs; i++) {
+  for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
     lunai_result_done(out);
     if (out->maker == op && !out->keep_grad) {
@@ -12989,14 +12745,13 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   const luna_tensor *logits = lunai_owner(loss->in[0]);
   luna_op *maker = logits->maker;
   const luna_op *op;
-  int i;
   if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR) return false;
   if (!(lunai_op_can(maker) & LUNA_TAKES_LOSS) || lunai_linear_changes(maker) || maker->in[3]) return false;
   if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
   if (!lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
   if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
   for (op = loss->previous; op && op != maker; op = op->previous)
-    for (i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
+    for (int i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
   if (!op) return false;
   maker->loss = loss;
   maker->ctx->backend->op[maker->kind].query(maker);
@@ -13018,37 +12773,35 @@ LUNAI_FN bool lunai_sets_in_place(const luna_op *op) {
 
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
-  lunai_mark mark;
   const int can = lunai_op_can(op);
   bool reached = op->loss != NULL;
-  int i;
   *status = LUNA_OK;
-  for (i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
+  for (int i = 0; i < op->outputs; i++) reached = reached || op->out[i]->has_grad;
   if (!reached) {
     lunai_op_done(op);
     return true;
   }
   if (lunai_leave_gradient(op)) return true;
-  for (i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
-  for (i = 0; i < op->outputs; i++)
+  for (int i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
+  for (int i = 0; i < op->outputs; i++)
     if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
-  for (i = 0; i < op->inputs; i++)
+  for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
       return false;
   op->sets = lunai_sets_in_place(op) ? 1 : 0;
-  for (i = 0; i < op->inputs; i++)
+  for (int i = 0; i < op->inputs; i++)
     if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
       op->in[i]->grad_piece = op->out[0]->grad_piece;
       op->in[i]->has_grad = true;
       op->out[0]->grad_piece = NULL;
     }
-  for (i = 0; i < op->inputs; i++) {
+  for (int i = 0; i < op->inputs; i++) {
     const bool set = (can & LUNA_SETS_GRAD(i)) && op->in[i] && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
     if (set) op->sets |= 1 << i;
     if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], set)) return false;
   }
-  mark = lunai_step_mark(ctx);
+  const lunai_mark mark = lunai_step_mark(ctx);
   if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
   if (lunai_is_run(op)) *status = lunai_op_call(op, true);
   lunai_step_rewind(ctx, mark);
@@ -13061,8 +12814,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
 LUNAI_FN luna_status lunai_walk_failed(luna_ctx *ctx, const luna_op *op, luna_status status) {
   char name[64];
   size_t bytes = op->backward_workspace_size;
-  int i;
-  for (i = 0; i < op->inputs; i++)
+  for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && op->in[i]->needs_grad) bytes += (size_t)luna_count(op->in[i]) * sizeof(float);
   if (status == LUNA_OK) return lunai_fail_memory(ctx, "luna_backward", bytes);
   lunai_print(name, sizeof name, "luna_backward of %s", luna_op_name(op->kind));
@@ -13074,12 +12826,12 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   const float one = 1;
   luna_ctx *ctx = loss->ctx;
   luna_status status = LUNA_OK;
-  luna_op *op, *again = NULL;        /* the oldest op of the outermost recomputed scope under way */
+  luna_op *again = NULL;        /* the oldest op of the outermost recomputed scope under way */
   if (!lunai_grad_take(ctx, loss, true)) return lunai_fail_memory(ctx, "luna_backward", sizeof(float));
   if (lunai_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (lunai_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_backward", status);
-  for (op = ctx->tape; op; op = op->previous) {
+  for (luna_op *op = ctx->tape; op; op = op->previous) {
     if (!again && lunai_scope_is_reached(op)) {
       again = op->recompute_from;
       if (!lunai_scope_again(op, &status)) return lunai_walk_failed(ctx, op, status);
@@ -13114,20 +12866,17 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   const lunai_persistent_mark persistent = lunai_persistent(ctx);
   const size_t peak = ctx->peak;
   size_t need[2], step_peak[2];
-  luna_status status;
   lunai_piece *const pieces = ctx->pieces, *piece;
-  luna_op *op;
-  int i;
   for (piece = pieces; piece; piece = piece->next) piece->next_before = piece->next;
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     step_peak[i] = ctx->arena[i].step_peak;
     ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
   }
   ctx->reserved = NULL;
   ctx->reserving = true;
-  status = lunai_walk_back(loss);
+  luna_status status = lunai_walk_back(loss);
   ctx->reserving = false;
-  for (i = 0; i < 2; i++) {
+  for (int i = 0; i < 2; i++) {
     need[i] = ctx->arena[i].step_peak - mark.bytes[i];
     ctx->arena[i].step_peak = step_peak[i];
   }
@@ -13135,9 +12884,9 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   lunai_step_rewind(ctx, mark);
   for (ctx->pieces = piece = pieces; piece; piece = piece->next) piece->next = piece->next_before;
   lunai_unwalk(loss);
-  for (op = ctx->tape; op; op = op->previous) {
-    for (i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
-    for (i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
+  for (luna_op *op = ctx->tape; op; op = op->previous) {
+    for (int i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
+    for (int i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
     if (!op->kept_again) continue;
     op->kept = NULL;
     op->kept_piece = NULL;
@@ -13156,7 +12905,6 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
 
 LUNA_API luna_status luna_backward(luna_tensor *loss) {
   luna_ctx *ctx = loss ? loss->ctx : NULL;
-  luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
@@ -13165,7 +12913,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad)
     return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
-  status = lunai_reserve_backward(loss);
+  luna_status status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
   if (status != LUNA_OK) return status;
@@ -14082,12 +13830,11 @@ typedef struct lunai_pattern {
 LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const char *axes) {
   const bool open = axes[1] == '.';
   const char *first = axes + (open ? 5 : 1), *at = first;
-  int a, rank, before;
   while (at[0] && at[1] == ',') at += 2;
-  rank = (int)(at - first) / 2 + 1;
-  before = t->rank - rank;
+  const int rank = (int)(at - first) / 2 + 1;
+  const int before = t->rank - rank;
   if (open ? before < 0 : before != 0) return '[';
-  for (a = 0; a < rank; a++) {
+  for (int a = 0; a < rank; a++) {
     const char letter = first[2 * a];
     const int64_t size = t->shape[before + a];
     int64_t *known = &p->sizes[letter & 127];
@@ -14101,17 +13848,15 @@ LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const cha
 LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
   const char *at = pattern;
   lunai_pattern p;
-  int i;
   memset(&p, -1, sizeof p.sizes);
   p.leading = NULL;
-  for (i = 0; *at; i++) {
+  for (int i = 0; *at; i++) {
     const luna_tensor *t = s->op.in[i];
     char name[16], wrong[2] = { 0, 0 }, why[40];
     size_t length = 0;
-    bool optional;
     for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
     name[length] = 0;
-    optional = *at == '?';
+    const bool optional = *at == '?';
     while (*at != '[') at++;
     if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
     if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
@@ -14134,8 +13879,7 @@ LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int
 }
 /* whether all inputs' last axes are parts for so many heads, of a size that kernels can hold */
 LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
-  int i;
-  for (i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
+  for (int i = 0; i < s->op.inputs && !lunai_is_checked(s->op.ctx); i++) {
     const int64_t dim = lunai_last(s->op.in[i]);
     if (heads < 1 || dim % heads != 0)
       return lunai_fail(s->op.ctx, LUNA_ERROR_HEADS, s->name, dim, "heads", heads) != NULL;
@@ -14147,11 +13891,10 @@ LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
   void *memory = NULL;
-  luna_tensor *t;
   if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
   else memory = lunai_slab_take(x->ctx);
   if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
-  t = (luna_tensor *)memory;
+  luna_tensor *t = (luna_tensor *)memory;
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
   t->offset = x->offset + offset;
@@ -14163,14 +13906,14 @@ LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const
 
 LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shape) {
   int64_t full[LUNA_MAX_RANK], known = 1;
-  int a, open = -1;
+  int open = -1;
   lunai_build s;
   luna_tensor asked;
   if (!lunai_start(&s, LUNA_OP_COUNT, "luna_reshape", &x, 1, 1)) return NULL;
   if (lunai_is_checked(x->ctx)) return lunai_view(&s, x, rank, shape, 0);
   if (rank < 0 || rank > LUNA_MAX_RANK || (rank && !shape))
     return lunai_fail_shape(x->ctx, "luna_reshape", rank, shape);
-  for (a = 0; a < rank; a++) {
+  for (int a = 0; a < rank; a++) {
     full[a] = shape[a];
     if (shape[a] == -1 && open < 0) open = a;
     else known = lunai_checked(known, shape[a]);
@@ -14207,11 +13950,11 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
 
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
   int64_t shape[LUNA_MAX_RANK];
-  int a, seen = 0;
+  int seen = 0;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PERMUTE, "luna_permute", &x, 1, 1)) return NULL;
   if (!axes) return lunai_fail_null(x->ctx, "luna_permute", "axes");
-  for (a = 0; a < x->rank; a++) {
+  for (int a = 0; a < x->rank; a++) {
     if (axes[a] < 0 || axes[a] >= x->rank || (seen >> axes[a] & 1))
       return lunai_fail(x->ctx, LUNA_ERROR_PERMUTE_AXES, (int64_t)axes[a], x);
     seen |= 1 << axes[a];
@@ -14222,24 +13965,23 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
 }
 
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
-  int axes[LUNA_MAX_RANK], a;
+  int axes[LUNA_MAX_RANK];
   if (!x) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)axis);
   if (other < 0 || other >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_transpose", x, (int64_t)other);
-  for (a = 0; a < x->rank; a++) axes[a] = a == axis ? other : a == other ? axis : a;
+  for (int a = 0; a < x->rank; a++) axes[a] = a == axis ? other : a == other ? axis : a;
   return luna_permute(x, axes);
 }
 
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   int64_t shape[LUNA_MAX_RANK];
-  int i, a;
   lunai_build s;
   if (!lunai_all(x, count, "luna_concat") || !lunai_start(&s, LUNA_OP_CONCAT, "luna_concat", x, 1, count))
     return NULL;
   if (axis < 0 || axis >= x[0]->rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_concat", x[0], (int64_t)axis);
   memcpy(shape, x[0]->shape, sizeof shape);
-  for (i = 1; i < count; i++) {
-    for (a = 0; a < LUNA_MAX_RANK; a++)
+  for (int i = 1; i < count; i++) {
+    for (int a = 0; a < LUNA_MAX_RANK; a++)
       if (x[i]->rank != x[0]->rank || (a != axis && x[i]->shape[a] != shape[a]))
         return lunai_fail(x[0]->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_concat", x[0], x[i], (int64_t)axis);
     shape[axis] += x[i]->shape[axis];
@@ -14250,14 +13992,13 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
 
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
-  int a;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
   if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
   shape[0] = count;
-  for (a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
+  for (int a = 0; a < x->rank; a++) shape[a + 1] = x->shape[a];
   s.op.arg.expand.count = count;
   return lunai_finish(&s, x->rank + 1, shape);
 }
@@ -14270,9 +14011,8 @@ LUNAI_FN luna_tensor *lunai_elementwise(lunai_build *s) {
   if (rank >= 0 || lunai_is_checked(s->op.ctx)) return lunai_finish(s, rank, shape);
   for (k = 0; k < 2; k++) {          /* which two do not fit: all but k */
     luna_tensor *left_out = s->op.in[k];
-    bool fits;
     s->op.in[k] = NULL;
-    fits = lunai_broadcast(&s->op, shape) >= 0;
+    const bool fits = lunai_broadcast(&s->op, shape) >= 0;
     s->op.in[k] = left_out;
     if (!fits) break;
   }
@@ -14363,14 +14103,13 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   static const char *const what[2][3] = { { NULL, NULL, NULL }, { "batch", NULL, "set of lengths" } };
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
-  int64_t mine[3], *all, *parts, b, r, from = 0;
+  int64_t *all, *parts, from = 0;
   void *memory;
   lunai_cut *made;
   if (!c) return true;
-  mine[0] = rows ? batch : n;
-  mine[1] = rows ? n : batch;
-  mine[2] = lengths ? 1 : n;         /* the longest; of rows a hash of the lengths */
-  for (b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
+  /* the longest; of rows a hash of the lengths */
+  int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
+  for (int64_t b = 0; !rows && lengths && b < batch; b++) mine[2] = lunai_max(mine[2], lengths[b]);
   if (rows) mine[2] = 0;
   if (rows && lengths && batch > 0)
     mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
@@ -14382,7 +14121,7 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   made->parts = parts = (int64_t *)(void *)(made + 1);
   made->rows = rows;
   made->other = rows ? batch : -1;
-  for (r = 0; r < c->ranks; r++) {
+  for (int64_t r = 0; r < c->ranks; r++) {
     const int64_t own = parts[r] = all[3 * r + 1];
     if (own < 0 || own > LUNAI_MAX_COUNT || lunai_checked(1, made->whole + own) < 0)
       return lunai_fail(ctx, LUNA_ERROR_RANK_VALUE, name, rows ? "a number of rows" : "a batch", own, r) != NULL;
@@ -14407,11 +14146,10 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
 LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
                                           const char *name, bool *failed) {
   void *memory;
-  int64_t b;
   if (!lengths || !part || !part->rows || *failed) return lengths;
   *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
   if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
-  for (b = 0; b < part->other && !*failed; b++) {
+  for (int64_t b = 0; b < part->other && !*failed; b++) {
     *failed = lengths[b] < 0 || lengths[b] > part->whole;
     if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
                             part->whole);
@@ -14466,10 +14204,9 @@ LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, lu
 }
 LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
-  int64_t i;
   (void)count;
   if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
-  for (i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+  for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
 }
 /* One of these ops, on the CPU. Its result is whole. */
 LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
@@ -14478,7 +14215,6 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   const int64_t floats = lunai_shape_count(rank, shape);
   const size_t bytes = (size_t)(floats + op->kept_size) * sizeof(float);
   luna_custom custom;
-  luna_tensor *y;
   void *memory;
   if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
@@ -14491,7 +14227,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   custom.state = op;
   custom.state_size = sizeof *op;
   custom.workspace_size = (size_t)op->room * sizeof(float);
-  y = luna_custom_op(in, count, rank, shape, &custom);
+  luna_tensor *y = luna_custom_op(in, count, rank, shape, &custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
   y->part = NULL;
   return y;
@@ -14515,28 +14251,26 @@ LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, 
   const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
   const int64_t slots = out->shape[1];
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
-  int64_t i, e;
-  int r;
   (void)count;
   lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
   if (op->received) return;
   op->received = true;
   lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
-  for (i = 0; i < lines; i++)
+  for (int64_t i = 0; i < lines; i++)
     lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
   if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float))) return;
-  for (i = 0; i < lines; i++) {
+  for (int64_t i = 0; i < lines; i++) {
     float max = -INFINITY;
-    double sum = 0, weight;
-    for (r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
-    for (e = 0; e < n; e++) op->result[i * n + e] = 0;
-    for (r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
+    double sum = 0;
+    for (int r = 0; r < ranks; r++) if (!(all[r * size + wide + i] <= max)) max = all[r * size + wide + i];
+    for (int64_t e = 0; e < n; e++) op->result[i * n + e] = 0;
+    for (int r = 0; r < ranks && max > -INFINITY; r++) sum += (double)lunai_exp1_scalar(all[r * size + wide + i] - max);
     op->kept[i] = 0;
-    for (r = 0; r < ranks; r++) {
+    for (int r = 0; r < ranks; r++) {
       if (all[r * size + wide + i] == -INFINITY) continue;
-      weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
+      const double weight = (double)lunai_exp1_scalar(all[r * size + wide + i] - max) / sum;
       if (r == op->ctx->collective.rank) op->kept[i] = (float)weight;
-      for (e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
+      for (int64_t e = 0; e < n; e++) op->result[i * n + e] += (float)(weight * (double)all[r * size + i * n + e]);
     }
   }
   lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
@@ -14545,21 +14279,20 @@ LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, 
 LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
-  int64_t i, e;
   (void)count;
   if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return;
-  for (i = 0; i < lines; i++) {
+  for (int64_t i = 0; i < lines; i++) {
     const float *g = out->grad + i * n;
     double dot = 0;
     if (op->kept[i] == 0) continue;
-    for (e = i * n; e < i * n + n; e++) dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
-    for (e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
+    for (int64_t e = i * n; e < i * n + n; e++)
+      dot += (double)g[e - i * n] * ((double)in[0]->data[e] - (double)out->data[e]);
+    for (int64_t e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
     if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
   }
 }
 LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
                                        int64_t heads) {
-  luna_tensor *in[2];
   lunai_rank_op op;
   if (!y || !lse) return NULL;
   memset(&op, 0, sizeof op);
@@ -14571,8 +14304,7 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   op.backward = lunai_rank_merge_backward;
   op.kept_size = luna_count(lse);
   op.room = (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1);
-  in[0] = y;
-  in[1] = lse;
+  luna_tensor *in[2] = { y, lse };
   return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
@@ -14582,19 +14314,19 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int rank = op->ctx->collective.rank;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t b, j, at, end;
+  int64_t j, end;
   int r;
   (void)count;
   if (!op->received) {
     memset(mine, 0, (size_t)(batch * size) * sizeof(float));
     memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
-    for (b = 0; b < batch; b++)
+    for (int64_t b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
     for (r = 0, end = 0; r < rank; r++)
       for (end += op->part->parts[r], j = 0; j < rows; j++) {
-        at = op->part->first - rows + j; /* in the whole */
-        for (b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
+        const int64_t at = op->part->first - rows + j; /* in the whole */
+        for (int64_t b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
           memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
                  (size_t)d * sizeof(float));
       }
@@ -14607,15 +14339,15 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t b, j, at, i, later = end;
-  int r;
+  int64_t later = end;
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later += op->part->parts[r++])
-    for (j = 0; j < rows; j++) {
-      at = later - rows + j;
-      for (b = 0; b < batch && at >= first && at < end; b++)
-        for (i = 0; i < d; i++)
+  for (int r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later +=
+       op->part->parts[r++])
+    for (int64_t j = 0; j < rows; j++) {
+      const int64_t at = later - rows + j;
+      for (int64_t b = 0; b < batch && at >= first && at < end; b++)
+        for (int64_t i = 0; i < d; i++)
           in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
     }
 }
@@ -14624,13 +14356,12 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   const int64_t own = lunai_min(rows, x->shape[1]);
   luna_tensor *with[2];
   lunai_rank_op op;
-  int64_t shape[3];
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
   op.part = x->part;
   op.forward = lunai_rank_border_forward;
   op.backward = lunai_rank_border_backward;
-  shape[0] = x->shape[0]; shape[1] = rows; shape[2] = x->shape[2];
+  int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
   op.room = shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1);
   with[1] = luna_slice(x, 1, x->shape[1] - own, own);
   with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, 3, shape) : NULL;
@@ -14646,10 +14377,9 @@ LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const c
 LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
 /* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
 LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
-  luna_status status;
   float value;
   if (!loss || !lunai_ranks(loss->ctx) || !lunai_on_device(loss->ctx)) return lunai_rank_sum(loss, "the loss", true);
-  status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
+  luna_status status = loss->ctx->backend->copy(loss->ctx, &value, loss->data, sizeof value, 2);
   if (status == LUNA_OK && !lunai_rank_reduce(loss->ctx, "the loss", &value, 1, LUNA_REDUCTION_SUM_F32)) return NULL;
   if (status == LUNA_OK) status = loss->ctx->backend->copy(loss->ctx, loss->data, &value, sizeof value, 1);
   return status == LUNA_OK ? loss : lunai_fail_backend(loss->ctx, false, "the loss", status);
@@ -14657,24 +14387,23 @@ LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
 
 /* --- reductions --- */
 LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, bool mean, const char *name) {
-  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, size;
-  int a, to = 0;
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
+  int to = 0;
   const bool cut = axis == 1 && lunai_rows_cut(x);
-  luna_tensor *y;
   lunai_build s;
   if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   if (cut && kind != LUNA_OP_REDUCE) return lunai_cannot_cut(x, name, "what goes over all rows but a sum");
-  size = cut ? x->part->whole : x->shape[axis];
+  const int64_t size = cut ? x->part->whole : x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
-  for (a = 0; a < x->rank; a++) {
+  for (int a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
     if (a != axis) *(a < axis ? &s.op.arg.reduce.outer : &s.op.arg.reduce.inner) *= x->shape[a];
   }
   s.op.arg.reduce.axis = x->shape[axis];
   s.op.arg.reduce.factor = mean && size ? 1.0f / (float)size : 1.0f;
   if (kind == LUNA_OP_CUMSUM) return lunai_finish_like(&s, x);
-  y = x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
+  luna_tensor *y = x->rank == 1 ? lunai_finish(&s, 1, shape) : lunai_finish(&s, x->rank - 1, shape);
   return cut ? lunai_rank_sum(y, name, false) : y;
 }
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
@@ -14702,23 +14431,21 @@ LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
 
 /* --- products --- */
 LUNAI_FN luna_tensor *lunai_matmul_by(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b, bool dots) {
-  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 }, m, n, k, kb;
+  int64_t shape[LUNA_MAX_RANK] = { 1, 1, 1, 1 };
   luna_tensor *const in[] = { a, b };
-  int i;
-  bool good;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MATMUL, "luna_matmul", in, 2, 2)) return NULL;
-  good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
-  for (i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
+  bool good = lunai_is_checked(a->ctx) || (a->rank >= 2 && b->rank >= 2 && b->rank <= a->rank);
+  for (int i = 3; good && i <= b->rank && !lunai_is_checked(a->ctx); i++)
     good = a->shape[a->rank - i] == b->shape[b->rank - i];
   if (!good) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_AXES, a, b);
-  m = a->shape[a->rank - (transpose_a ? 1 : 2)];
-  k = a->shape[a->rank - (transpose_a ? 2 : 1)];
-  kb = b->shape[b->rank - (transpose_b ? 1 : 2)];
-  n = b->shape[b->rank - (transpose_b ? 2 : 1)];
+  const int64_t m = a->shape[a->rank - (transpose_a ? 1 : 2)];
+  const int64_t k = a->shape[a->rank - (transpose_a ? 2 : 1)];
+  const int64_t kb = b->shape[b->rank - (transpose_b ? 1 : 2)];
+  const int64_t n = b->shape[b->rank - (transpose_b ? 2 : 1)];
   if (k != kb) return lunai_fail(a->ctx, LUNA_ERROR_MATMUL_INNER, a, b, k, kb);
   s.op.arg.matmul.outer = s.op.arg.matmul.inner = 1;
-  for (i = 0; i < a->rank - 2; i++) {
+  for (int i = 0; i < a->rank - 2; i++) {
     shape[i] = a->shape[i];
     *(a->rank - i <= b->rank ? &s.op.arg.matmul.inner : &s.op.arg.matmul.outer) *= a->shape[i];
   }
@@ -14803,14 +14530,13 @@ LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
 }
 
 LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float fill) {
-  int64_t b;
   bool failed = false, full = true;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
   if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
   lengths = lunai_cut_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
   if (failed) return NULL;
-  for (b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
+  for (int64_t b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   s.op.arg.mask.width = x->shape[2] * x->shape[3];
@@ -14873,25 +14599,22 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 
 /* x [n, ...] as [n, d] */
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
-  int64_t shape[2];
   if (!x || x->rank == 2) return x;
   if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
-  shape[0] = x->shape[0];
-  shape[1] = x->shape[1] * x->shape[2] * x->shape[3];
+  int64_t shape[2] = { x->shape[0], x->shape[1] * x->shape[2] * x->shape[3] };
   return luna_reshape(x, 2, shape);
 }
 /* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
 LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
     int64_t rows) {
   int64_t shape[LUNA_MAX_RANK], flat[2];
-  luna_tensor *y;
   memcpy(shape, x->shape, sizeof shape);
   shape[0] = flat[0] = rows;
   flat[1] = s->op.in[0]->shape[1];
   if (lunai_shape_count(x->rank, shape) < 0) return lunai_fail_shape(x->ctx, s->name, x->rank, shape);
   if (!indices && count > 0) return lunai_fail_null(x->ctx, s->name, "indices");
   s->op.index = lunai_integers(s, indices, count, 0, x->shape[0] - 1, "indices");
-  y = lunai_finish(s, 2, flat);
+  luna_tensor *y = lunai_finish(s, 2, flat);
   return y && x->rank != 2 ? luna_reshape(y, x->rank, shape) : y;
 }
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
@@ -14905,11 +14628,10 @@ LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indic
       "luna_scatter_add_rows") : NULL;
   luna_tensor *in[2];
   lunai_build s;
-  int a;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
   in[0] = flat, in[1] = added;
   if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
-  for (a = 1; a < LUNA_MAX_RANK; a++)
+  for (int a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
       return lunai_fail(x->ctx, LUNA_ERROR_CONCAT_SHAPES, "luna_scatter_add_rows", x, rows, (int64_t)0);
   return lunai_indexed(&s, x, indices, rows->shape[0], x->shape[0]);
@@ -14920,9 +14642,8 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
                            const luna_cross_entropy_config *config) {
   luna_ctx *ctx = s->op.ctx;
   luna_cross_entropy_config c;
-  int64_t i, counted = 0;
+  int64_t counted = 0;
   void *memory;
-  int32_t *kept;
   if (config) c = *config;
   else memset(&c, 0, sizeof c);
   if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
@@ -14930,8 +14651,8 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
     return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
   if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(s, (size_t)rows * sizeof(int32_t)) != NULL;
-  kept = (int32_t *)memory;
-  for (i = 0; i < rows; i++) {
+  int32_t *kept = (int32_t *)memory;
+  for (int64_t i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
     const int32_t label = ignored ? -1 : labels[i];
     if (label >= classes)
@@ -14981,17 +14702,17 @@ LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
   float part[256], number;
   lunai_each less = { LUNA_OP_SUB, 0, { NULL, NULL, NULL }, { 1, 0, 0 } };
-  int64_t r, i, at;
+  int64_t at;
   less.n = n;
   less.x[1] = less.x[2] = &number;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     float *y = op->out[0]->data + r * n;
     double sum = 0;
     less.x[0] = op->in[0]->data + r * n;
     (void)lunai_first_max(less.x[0], n, 1, &at);
     number = less.x[0][at];
     lunai_k(op)->elementwise(&less, y);
-    for (i = 0; i < n; i += 256) {
+    for (int64_t i = 0; i < n; i += 256) {
       lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
       sum += lunai_k(op)->sum(lunai_min(256, n - i), part);
     }
@@ -15002,13 +14723,12 @@ LUNAI_FN void lunai_log_softmax_body(luna_op *op, int64_t first, int64_t last) {
 }
 LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
-  int64_t r, i;
-  for (r = first; r < last; r++) {
+  for (int64_t r = first; r < last; r++) {
     const float *y = op->out[0]->data + r * n, *dy = op->out[0]->grad + r * n;
     const float sum = (float)lunai_k(op)->sum(n, dy);
     float *dx = op->in[0]->grad + r * n, part[256];
     lunai_k(op)->add(n, dx, dy, dx);
-    for (i = 0; i < n; i += 256) {
+    for (int64_t i = 0; i < n; i += 256) {
       lunai_k(op)->activate(LUNA_ACTIVATION_EXP, lunai_min(256, n - i), y + i, part);
       lunai_k(op)->scale_add(lunai_min(256, n - i), -sum, part, dx + i);
     }
@@ -15025,15 +14745,13 @@ LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
 #define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
-  luna_tensor *z;
-  int axis;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LOG_SOFTMAX, "luna_log_softmax", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
   if (lunai_has_op(x, LUNA_OP_LOG_SOFTMAX)) return lunai_finish_like(&s, x);
-  axis = x->rank - 1;
+  const int axis = x->rank - 1;
   memcpy(shape, x->shape, sizeof shape);
   shape[axis] = 1;
-  z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
+  luna_tensor *z = luna_sub(x, luna_detach(luna_reshape(luna_max(x, axis), x->rank, shape)));
   return luna_sub(z, luna_log(luna_reshape(luna_sum(luna_exp(z), axis), x->rank, shape)));
 }
 
@@ -15045,7 +14763,7 @@ typedef struct lunai_targets {
 } lunai_targets;
 LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const float *targets, const char *name) {
   const int64_t count = luna_count(values);
-  int64_t i, counted = 0;
+  int64_t counted = 0;
   lunai_build s;
   void *memory;
   int32_t *given;
@@ -15054,7 +14772,7 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
     return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
   t->given = given = (int32_t *)memory;
-  for (i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
+  for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!lunai_rank_count(values->ctx, name, &counted)) return false;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
@@ -15080,12 +14798,12 @@ LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
 LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta) {
   const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
   lunai_targets t;
-  luna_tensor *e, *r;
+  luna_tensor *e;
   if (delta == 0) delta = 1;
   if (values && !(delta > 0 && lunai_is_finite(delta)))
     return lunai_fail(values->ctx, LUNA_ERROR_NEGATIVE, "luna_huber", "delta", (double)delta);
   if ((e = lunai_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
-  r = luna_clamp(e, -delta, delta);
+  luna_tensor *r = luna_clamp(e, -delta, delta);
   return lunai_result(scope, lunai_mean_given(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f)))));
 }
 
@@ -15093,16 +14811,15 @@ LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, floa
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets) {
   const luna_scope scope = luna_scope_begin(logits ? logits->ctx : NULL);
   lunai_targets t;
-  luna_tensor *y, *yes, *no;
-  int64_t i;
-  for (i = 0; targets && i < luna_count(logits); i++)
+  for (int64_t i = 0; targets && i < luna_count(logits); i++)
     if (targets[i] < 0 || targets[i] > 1)
       return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
-  y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
-  no = luna_add_scalar(luna_scale(y, -1), 1);
-  yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") :
-                 NULL);
+  luna_tensor *y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
+  luna_tensor *no = luna_add_scalar(luna_scale(y, -1), 1);
+  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)),
+                              y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") :
+                              NULL);
   no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
   return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
@@ -15111,9 +14828,8 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 /* offsets of a ragged batch: from 0 up, never down, to the number of rows */
 LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, int64_t count, int64_t rows,
                                       const char *what) {
-  int64_t i;
   const int32_t *kept = lunai_integers(s, offsets, count + 1, 0, rows, what);
-  for (i = 0; i <= count && !s->failed; i++)
+  for (int64_t i = 0; i <= count && !s->failed; i++)
     if (i == 0 ? offsets[i] != 0 : offsets[i] < offsets[i - 1] || (i == count && offsets[i] != rows)) {
       lunai_fail(s->op.ctx, LUNA_ERROR_OFFSETS, s->name, what, i, (int64_t)offsets[i], rows);
       s->failed = true;
@@ -15128,19 +14844,18 @@ LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
 }
 /* the longest sequence of a ragged batch */
 LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
-  int64_t longest = 0, b;
-  for (b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
+  int64_t longest = 0;
+  for (int64_t b = 0; b < sequences; b++) longest = lunai_max(longest, (int64_t)offsets[b + 1] - offsets[b]);
   return longest;
 }
 LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *c) {
   const luna_tensor *q = s->op.in[0], *k = s->op.in[1];
   const bool ragged = c->sequences > 0;
   int64_t batch = 1;
-  int i;
   s->op.arg.attention.heads = c->heads ? c->heads : 1;
   if (!lunai_fits(s, ragged ? "q [n,D] k [m,D] v [m,E]" : "q [b,n,D] k [c,m,D] v [e,m,E]") ||
       !lunai_heads_fit(s, s->op.arg.attention.heads)) return false;
-  for (i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
+  for (int i = 0; i < 3 && !ragged; i++) { /* an input of batch 1 is the same for all */
     const int64_t own = s->op.in[i]->shape[0];
     if (batch != 1 && own != 1 && own != batch)
       return lunai_fail(s->op.ctx, LUNA_ERROR_BATCHES_DIFFER, s->name, batch, own) != NULL;
@@ -15155,16 +14870,14 @@ LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *
 /* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
 LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
   const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
-  const void *from[5];
   size_t sizes[5], bytes = 0;
-  int i;
   if (p->blocks == 0) return 0;
-  from[0] = p->queries; from[1] = p->offsets; from[2] = p->runs; from[3] = p->query_order; from[4] = p->key_order;
+  const void *from[5] = { p->queries, p->offsets, p->runs, p->query_order, p->key_order };
   sizes[0] = sizes[1] = starts;
   sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
   sizes[3] = (size_t)p->queries[p->blocks] * number;
   sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
-  for (i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
+  for (int i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
     if (!at || !from[i]) continue;
     lunai_copy(at + bytes, from[i], sizes[i]);
     from[i] = at + bytes;
@@ -15179,18 +14892,17 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
                                                            int64_t count) {
   const size_t structs = lunai_round((size_t)count * sizeof *from);
   size_t bytes = structs;
-  luna_attention_pattern p, *to;
   void *memory;
   int64_t i;
   for (i = 0; i < count; i++) {
-    p = from[i];
+    luna_attention_pattern p = from[i];
     bytes += lunai_pattern_copy(&p, NULL);
   }
   if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
     lunai_op_no_memory(s, bytes);
     return NULL;
   }
-  to = (luna_attention_pattern *)memory;
+  luna_attention_pattern *to = (luna_attention_pattern *)memory;
   memcpy(to, from, (size_t)count * sizeof *from);
   for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
   return to;
@@ -15201,7 +14913,7 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
   const luna_attention_config *c = config ? config : &other_attention;
   const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
-  int64_t shape[3], sums[3];
+  int64_t shape[3];
   luna_tensor *const in[] = { q, k, v };
   lunai_build s;
   if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
@@ -15237,9 +14949,7 @@ LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, lu
   shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
   shape[1] = ragged ? lunai_last(v) : q->shape[1];
   shape[2] = lunai_last(v);
-  sums[0] = shape[0];
-  sums[1] = ragged ? s.op.arg.attention.heads : q->shape[1];
-  sums[2] = s.op.arg.attention.heads;
+  int64_t sums[3] = { shape[0], ragged ? s.op.arg.attention.heads : q->shape[1], s.op.arg.attention.heads };
   return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
 }
 
@@ -15260,11 +14970,11 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
                                              const luna_attention_config *config) {
   luna_attention_config c;
   const int32_t *lengths;
-  luna_tensor *lse = NULL, *y;
+  luna_tensor *lse = NULL;
   if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, config);
   memset(&c, 0, sizeof c);
   if (config) c = *config;
-  y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
+  luna_tensor *y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
   return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
 }
 
@@ -15273,12 +14983,11 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   luna_ctx *ctx = x->ctx;
   const lunai_cut *part = x->part;
   lunai_outside *o;
-  size_t bytes;
   void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
   if (lunai_on_device(ctx))
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
-  bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
+  const size_t bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
   if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
   o = (lunai_outside *)memory;
   memset(o, 0, sizeof *o);
@@ -15350,12 +15059,10 @@ LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *const in[6], const int3
   luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
   const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
-  int64_t flat[3], grouped[4], rows[2];
-  luna_tensor *s;
-  flat[0] = batch; flat[1] = h * l; flat[2] = d;
-  grouped[0] = batch; grouped[1] = n; grouped[2] = h; grouped[3] = l;
-  rows[0] = batch; rows[1] = h * l;
-  s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
+  int64_t flat[3] = { batch, h * l, d };
+  int64_t grouped[4] = { batch, n, h, l };
+  int64_t rows[2] = { batch, h * l };
+  luna_tensor *s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
   s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(in[2], 2, rows)), swap);
   s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
   /* the fused op's order of elements */
@@ -15392,12 +15099,12 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 /* in: q, k, v, s */
 LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
-  luna_tensor *s = in[3], *a = luna_activate(s, omega), *w;
+  luna_tensor *s = in[3], *a = luna_activate(s, omega);
   int64_t grouped[4];
   memcpy(grouped, s->shape, sizeof grouped);
   grouped[2] = heads;
   grouped[3] = s->shape[2] / heads;
-  w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
+  luna_tensor *w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
   w = luna_dropout(luna_softmax(luna_reshape(w, 4, grouped), lengths), dropout);
   grouped[2] = s->shape[2];
   return luna_causal_product(luna_reshape(w, 3, grouped), a, in[2], heads);
@@ -15406,7 +15113,6 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t he
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t heads, luna_activation omega,
                                           const int32_t *lengths, float dropout, const lunai_past *past) {
   luna_tensor *q = in[0], *s = in[3];
-  float scale;
   lunai_build build;
   if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
       lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
@@ -15415,7 +15121,7 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t head
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
-  scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
+  const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
   if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(in, heads, omega, lengths, dropout, scale);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths");
@@ -19566,17 +19272,16 @@ LUNAI_FN double lunai_weight(float logit, float max, float temperature) {
 /* The smallest of the largest logits, of those from `limit` on, whose share of the probability reaches p, by bisection.
    above: the sum, of exp(logit - max), over what is `high` or more */
 LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float max, float temperature, float p) {
-  float low = max, high = (float)INFINITY, middle;
+  float low = max, high = (float)INFINITY;
   double total = 0, above = 0;
-  int64_t i;
-  for (i = 0; i < n; i++) {
+  for (int64_t i = 0; i < n; i++) {
     if (!(logits[i] >= limit && logits[i] > -(float)INFINITY)) continue;
     if (logits[i] < low) low = logits[i];
     total += lunai_weight(logits[i], max, temperature);
   }
-  for (middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
+  for (float middle = max; middle > low && middle < high; middle = low * 0.5f + (high < max ? high : max) * 0.5f) {
     double sum = above;
-    for (i = 0; i < n; i++)
+    for (int64_t i = 0; i < n; i++)
       if (logits[i] >= middle && logits[i] < high) sum += lunai_weight(logits[i], max, temperature);
     if (sum >= (double)p * total) low = middle;
     else {
@@ -19595,11 +19300,11 @@ LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampli
   uint32_t counter[4] = { 0, 0, 0, 0 }, word[4];
   float limit = -INFINITY, max = -INFINITY;
   double total = 0, target;
-  int64_t i, above = 0, ties, pass;
+  int64_t above = 0, pass;
   int32_t chosen = -1;
   if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
-  for (i = 0; i < n; i++) {
+  for (int64_t i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
@@ -19618,7 +19323,7 @@ LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampli
   for (target = 0, pass = 0; pass < 2; pass++) { /* pass 0 sums, pass 1 finds the place in the sum; of equals at the
                                                     limit the first few count */
     double sum = 0;
-    for (ties = k - above, i = 0; i < n; i++) {
+    for (int64_t ties = k - above, i = 0; i < n; i++) {
       if (logits[i] < limit || (k < n && logits[i] == limit && ties-- <= 0)) continue;
       sum += lunai_weight(logits[i], max, temperature);
       if (pass == 0) continue;
@@ -19641,18 +19346,18 @@ LUNAI_FN bool lunai_stream_sources(luna_stream *s, const luna_decoder_layer *lay
   const luna_nested_attention_layer *cross = &layer->cross_attention;
   const luna_layer_config *c = &layer->config;
   luna_tensor *packed_context = lunai_nested_pack(cross, lunai_normed(c, *p, &layer->memory_norm), context,
-                                                  lengths), *k, *v;
+                                                  lengths);
   if (!lunai_stream_fold(s, own, (*p)->data)) return false;
-  v = luna_linear_layer_forward(&cross->v, packed_context);
-  k = cross->config.sharing == LUNA_SHARING_TIED || !packed_context ? v : lunai_project(&cross->k, packed_context);
+  luna_tensor *v = luna_linear_layer_forward(&cross->v, packed_context);
+  luna_tensor *k = cross->config.sharing == LUNA_SHARING_TIED ||
+      !packed_context ? v : lunai_project(&cross->k, packed_context);
   *p = lunai_residual(c, *p, packed_context, &layer->memory_norm);
   return *p && lunai_stream_store(s, own->past.keys.data, k) && lunai_stream_store(s, own->past.values.data, v);
 }
 /* how many memory slots each of `count` sequences has, as many for each source */
 LUNAI_FN bool lunai_stream_real(luna_stream *s, int32_t *to, int64_t count, const luna_input *source) {
   int32_t *slots = lunai_stream_on_device(s) ? lunai_stream_inputs(s, s->host_inputs, 1).tokens : to;
-  int64_t i;
-  for (i = 0; i < count; i++)
+  for (int64_t i = 0; i < count; i++)
     slots[i] = (int32_t)lunai_min(source->lengths ? source->lengths[i / (count / s->sources)] : source->n,
                                   s->sizes.memory);
   return slots == to || lunai_stream_move(s, to, slots, (size_t)count * sizeof(int32_t), 1);
@@ -19662,17 +19367,15 @@ LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna
   luna_ctx *ctx = model->params->ctx;
   const luna_seq2seq_config *c = &model->config;
   const luna_encoder_config *e = &c->encoder;
-  luna_stream first, *s;
+  luna_stream first;
   luna_stream_config config;
   luna_lm_config sizes;
-  luna_tensor *p = NULL, *context;
-  int64_t i;
-  bool good;
+  luna_tensor *p = NULL;
   luna_begin_inference(ctx);
   if (!lunai_model_ctx(lunai_encoder_reader(&model->encoder), source, name, "source") ||
       !lunai_in(ctx, name, "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
       !lunai_in(ctx, name, "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
-  context = luna_encoder_forward(&model->encoder, source, &p);
+  luna_tensor *context = luna_encoder_forward(&model->encoder, source, &p);
   if (!context) return NULL;
   memset(&first, 0, sizeof first);
   memset(&config, 0, sizeof config);
@@ -19695,10 +19398,10 @@ LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna
   first.model.positions = model->positions;
   first.model.norm = model->norm;
   first.model.output.weight = model->output;
-  s = lunai_stream_make(ctx, &first, &config, model->layers, name);
-  good = s && lunai_stream_real(s, s->slots, s->batch, source) &&
-         lunai_stream_real(s, s->source_slots, source->batch, source);
-  for (i = 0; good && i < s->sizes.layers; i++)
+  luna_stream *s = lunai_stream_make(ctx, &first, &config, model->layers, name);
+  bool good = s && lunai_stream_real(s, s->slots, s->batch, source) &&
+              lunai_stream_real(s, s->source_slots, source->batch, source);
+  for (int64_t i = 0; good && i < s->sizes.layers; i++)
     good = lunai_stream_sources(s, &model->layers[i], &s->layers[i], &p, context, source->lengths);
   return lunai_stream_opened(ctx, s, good, name);
 }
@@ -19723,19 +19426,18 @@ typedef struct lunai_beam {
 
 LUNAI_FN double lunai_log_sum(const float *x, int64_t n) {
   double max = (double)x[0], sum = 0;
-  int64_t i;
-  for (i = 1; i < n; i++) if ((double)x[i] > max) max = (double)x[i];
-  for (i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - max));
+  for (int64_t i = 1; i < n; i++) if ((double)x[i] > max) max = (double)x[i];
+  for (int64_t i = 0; i < n; i++) sum += (double)lunai_exp1_scalar((float)((double)x[i] - max));
   return max + log(sum);
 }
 /* finds the likeliest continuations of source b's rows, best first; returns how many */
 LUNAI_FN int64_t lunai_beam_candidates(lunai_beam *s, int64_t b, const float *logits, int64_t length) {
   const int64_t room = 2 * s->search.beam, rows = length == 0 ? 1 : s->search.beam;
-  int64_t count = 0, row, token, at;
-  for (row = b * s->search.beam; row < b * s->search.beam + rows; row++) {
+  int64_t count = 0, at;
+  for (int64_t row = b * s->search.beam; row < b * s->search.beam + rows; row++) {
     const float *x = logits + row * s->vocab;
     const double base = s->score[row] - lunai_log_sum(x, s->vocab);
-    for (token = 0; token < s->vocab; token++) {
+    for (int64_t token = 0; token < s->vocab; token++) {
       const double score = base + (double)x[token];
       if (!(score > (double)-INFINITY) || (length == s->search.max_length && token != s->search.end) ||
           (count == room && score <= s->candidates[count - 1].score)) continue;
@@ -19783,13 +19485,12 @@ LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int
 LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
   const size_t rows = (size_t)(s->batch * s->search.beam), max = (size_t)s->search.max_length, batch = (size_t)s->batch;
   void *at[8];
-  int i;
   size_t size[8];
   size[0] = rows * sizeof(double); size[1] = batch * sizeof(double);
   size[2] = size[3] = rows * max * sizeof(int32_t);
   size[4] = size[5] = rows * sizeof(int32_t); size[6] = batch * sizeof(int32_t);
   size[7] = (size_t)(2 * s->search.beam) * sizeof(lunai_candidate);
-  for (i = 0; i < 8; i++) {
+  for (int i = 0; i < 8; i++) {
     if (!lunai_step(ctx, size[i], false, &at[i])) return false;
     memset(at[i], 0, size[i]);
   }
@@ -19817,15 +19518,12 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
                                            const luna_input *source, int32_t *out,
                                            int32_t *out_lengths, float *scores) {
   luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
-  luna_stream *stream;
   lunai_beam s;
   luna_status status = LUNA_OK;
-  const float *logits;
-  int32_t *swap;
-  int64_t b, i, length, going, batch;
+  int64_t b;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!source) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_seq2seq_generate", "source");
-  batch = source->batch;
+  const int64_t batch = source->batch;
   memset(&s, 0, sizeof s);
   if (search) s.search = *search;
   if (s.search.beam == 0) s.search.beam = 1;
@@ -19839,28 +19537,28 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   s.out_lengths = out_lengths;
   if (!lunai_is_given(ctx, "luna_seq2seq_generate", "search, out or out_lengths", search && out && out_lengths) ||
       !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
-  stream = lunai_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
+  luna_stream *stream = lunai_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
   if (!lunai_beam_memory(ctx, &s))
     status = lunai_fail_memory(ctx, "luna_seq2seq_generate",
                                (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
-  for (i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
+  for (int64_t i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
-  for (going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
-    logits = luna_stream_step(stream, s.last);
+  for (int64_t going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
+    const float *logits = luna_stream_step(stream, s.last);
     if (!logits && stream->ctx.status != LUNA_OK) status = lunai_stream_report(ctx, stream, "luna_seq2seq_generate");
     else if (!logits)
       status = lunai_fail_status(ctx, LUNA_ERROR_STREAM_CONFIG, "luna_seq2seq_generate", luna_stream_error(stream));
     for (going = 0, b = 0; b < batch && logits; b++) {
       const int64_t first = b * s.search.beam;
-      for (i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
+      for (int64_t i = first; i < first + s.search.beam; i++) s.from[i] = (int32_t)i;
       if (s.finished[b] >= 0 && !lunai_beam_step(&s, b, logits, length)) {
         if (s.finished[b] == 0) status = lunai_fail_status(ctx, LUNA_ERROR_LOGITS_NOT_FINITE, b);
         s.finished[b] = -1;
       }
       going += s.finished[b] >= 0;
     }
-    swap = s.tokens;
+    int32_t *swap = s.tokens;
     s.tokens = s.next;
     s.next = swap;
     if (status == LUNA_OK && going > 0) luna_stream_reorder(stream, s.from);
