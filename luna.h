@@ -10622,8 +10622,9 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
 
 /* --- feed-forward: in x, W1, b1, W2, b2, residual; y = drop2(drop(act(x W1^T + b1)) W2^T + b2) + residual, by
    blocks of rows, so that a block's hidden layer stays in cache; arg: recompute, which keeps nothing of it. kept:
-   ReLU's output, or another activation's input --- */
-#define LUNAI_FFN_ROWS 392          /* whole tiles of AVX-512, and an even number */
+   ReLU's output, or another activation's input. Forward each thread has blocks of its own, backward a share of each:
+   the weights' gradients are sums over blocks in order --- */
+#define LUNAI_FFN_ROWS 392          /* of all threads' blocks; whole tiles of AVX-512, and an even number */
 #define LUNAI_FFN_PARTS 8           /* of a block, where it is not multiplied */
 typedef struct lunai_ffn_work {
   luna_op *op;
@@ -10635,6 +10636,10 @@ typedef struct lunai_ffn_work {
   /* of the weights, made once for all blocks of rows, by the product that reads them */
   float *panels[6];
   void *scratch;
+  /* forward: threads with blocks and bytes of their own, and those blocks; one: its products are shared out */
+  int64_t own, blocks;
+  size_t own_size;
+  lunai_shares shares;
 } lunai_ffn_work;
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
@@ -10663,28 +10668,36 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
   lunai_ffn_product(w, which, &g);
-  if (g.c) lunai_k(w->op)->gemm(&g, &w->op->ctx->parallel, w->scratch);
+  if (g.c) lunai_k(w->op)->gemm(&g, w->own > 1 ? NULL : &w->op->ctx->parallel, w->scratch);
 }
-/* Sets the sizes and a block's layout in the workspace; returns its bytes */
+/* bytes for any of the products [0, last) */
+LUNAI_FN size_t lunai_ffn_scratch(const lunai_ffn_work *w, int last) {
+  size_t most = 0;
+  for (int which = 0; which < last; which++) {
+    lunai_gemm g;
+    lunai_ffn_product(w, which, &g);
+    const size_t need = lunai_k(w->op)->gemm_scratch(&g, w->own > 1 ? 1 : w->op->ctx->parallel.threads);
+    if (need > most) most = need;
+  }
+  return most;
+}
+/* Sets the sizes and the layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
+  const int64_t rows = lunai_rows(op->in[0]), tile = lunai_k(op)->mr;
   lunai_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
-  w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]));
+  w->own = backward || rows <= LUNAI_FFN_ROWS ? 1 : lunai_max(1, op->ctx->parallel.threads);
+  w->rows = w->own == 1 ? LUNAI_FFN_ROWS : lunai_max(4, LUNAI_FFN_ROWS / w->own / tile) * tile;
+  w->blocks = w->own * lunai_divide_up(rows, w->own * w->rows);
+  w->rows = lunai_min(w->rows, rows);
   w->in = lunai_last(op->in[0]);
   w->hidden = lunai_last(op->in[3]);
   w->out = lunai_last(op->out[0]);
-  const int64_t size = w->rows * w->hidden;
-  if (!keeps || !relu) w->active = lunai_take(&at, size);
-  if (!keeps && !relu && backward) w->given = lunai_take(&at, size);
-  if (op->dropout > 0) w->a = lunai_take(&at, size);
-  if (backward) w->dh = lunai_take(&at, size);
-  if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
-  if (backward) w->sums = lunai_take(&at, LUNAI_FFN_PARTS * (w->hidden + w->out));
-  for (int which = 0; which < 6 && w->rows < lunai_rows(op->in[0]); which++) {
+  for (int which = 0; which < 6 && w->rows < rows; which++) {
     const bool second = which == 1 || which == 3;
     if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
     w->panels[which] = (float *)(void *)at;
@@ -10694,16 +10707,25 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
     lunai_ffn_product(w, which, &g);
     lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
+  char *const own = at;
+  const int64_t size = w->rows * w->hidden;
+  if (!keeps || !relu) w->active = lunai_take(&at, size);
+  if (!keeps && !relu && backward) w->given = lunai_take(&at, size);
+  if (op->dropout > 0) w->a = lunai_take(&at, size);
+  if (backward) w->dh = lunai_take(&at, size);
+  if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
+  if (backward) w->sums = lunai_take(&at, LUNAI_FFN_PARTS * (w->hidden + w->out));
   w->scratch = at;
-  return (size_t)(at - start);
+  w->own_size = lunai_round((size_t)(at - own) + lunai_ffn_scratch(w, backward ? 6 : 2));
+  return (size_t)(own - start) + (size_t)w->own * w->own_size;
 }
-/* to the block from row `first` on; false after the last */
-LUNAI_FN bool lunai_ffn_next(lunai_ffn_work *w, int64_t first) {
+/* to the block of rows [first, last); false: there are none */
+LUNAI_FN bool lunai_ffn_next(lunai_ffn_work *w, int64_t first, int64_t last) {
   const luna_op *op = w->op;
   const bool relu = op->activation == LUNA_ACTIVATION_RELU;
   float *kept = op->kept_size ? (float *)op->kept + first * w->hidden : NULL;
   w->first = first;
-  w->rows = lunai_min(LUNAI_FFN_ROWS, lunai_rows(op->in[0]) - first);
+  w->rows = lunai_min(last, lunai_rows(op->in[0])) - first;
   if (kept && relu) w->active = kept;
   if (kept && !relu) w->given = kept;
   if (relu) w->given = w->active;
@@ -10713,20 +10735,11 @@ LUNAI_FN bool lunai_ffn_next(lunai_ffn_work *w, int64_t first) {
 }
 LUNAI_FN void lunai_feed_forward_query(luna_op *op) {
   lunai_ffn_work w;
-  size_t gemm = 0;
-  lunai_gemm g;
   op->kept_size = 0;
   if (op->training && !op->arg.feed_forward.recompute)
     op->kept_size = (size_t)(lunai_rows(op->in[0]) * lunai_last(op->in[3])) * sizeof(float);
   op->workspace_size = lunai_ffn_start(&w, op, false, NULL);
   op->backward_workspace_size = lunai_ffn_start(&w, op, true, NULL);
-  for (int which = 0; which < 6; which++) {
-    lunai_ffn_product(&w, which, &g);
-    const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads);
-    if (need > gemm) gemm = need;
-  }
-  op->workspace_size += gemm;
-  op->backward_workspace_size += gemm;
 }
 /* a thread's share of a block's elementwise work: n elements from `first` on */
 LUNAI_FN void lunai_ffn_part(const lunai_ffn_work *w, int64_t width, int64_t thread, int64_t threads, int64_t *first,
@@ -10748,16 +10761,38 @@ LUNAI_FN void lunai_ffn_result(void *work, int64_t thread, int64_t threads) {
   at += w->first * w->out;
   lunai_drop_and_add(w->op, at, at + n);
 }
+LUNAI_FN void lunai_ffn_run(const lunai_parallel *parallel, lunai_task task, lunai_ffn_work *w) {
+  if (w->own > 1) task(w, 0, 1);
+  else lunai_run(parallel, task, w);
+}
+LUNAI_FN void lunai_ffn_block(lunai_ffn_work *w) {
+  const lunai_parallel *parallel = &w->op->ctx->parallel;
+  lunai_ffn_multiply(w, 0);
+  if (w->op->dropout > 0) lunai_ffn_run(parallel, lunai_ffn_drop, w);
+  lunai_ffn_multiply(w, 1);
+  if (w->op->last_dropout > 0) lunai_ffn_run(parallel, lunai_ffn_result, w);
+}
+/* a thread's own blocks */
+LUNAI_FN void lunai_ffn_blocks(void *work, int64_t thread, int64_t threads) {
+  lunai_ffn_work *shared = (lunai_ffn_work *)work, w = *shared;
+  const int64_t tile = lunai_k(w.op)->mr, tiles = lunai_divide_up(lunai_rows(w.op->in[0]), tile);
+  const int64_t skip = thread * (int64_t)(w.own_size / sizeof(float));
+  lunai_claim c = lunai_claim_of(&shared->shares, w.blocks, thread, threads);
+  w.active = lunai_offset(w.active, skip);
+  w.a = lunai_offset(w.a, skip);
+  w.scratch = (float *)w.scratch + skip;
+  while (lunai_claim_next(&c)) {
+    lunai_ffn_work block = w;
+    if (lunai_ffn_next(&block, lunai_share(tiles, c.piece, w.blocks) * tile,
+                       lunai_share(tiles, c.piece + 1, w.blocks) * tile)) lunai_ffn_block(&block);
+  }
+}
 LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
-  const lunai_parallel *parallel = &op->ctx->parallel;
   lunai_ffn_work w;
   lunai_ffn_start(&w, op, false, op->workspace);
-  for (int64_t first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
-    lunai_ffn_multiply(&w, 0);
-    if (op->dropout > 0) lunai_run(parallel, lunai_ffn_drop, &w);
-    lunai_ffn_multiply(&w, 1);
-    if (op->last_dropout > 0) lunai_run(parallel, lunai_ffn_result, &w);
-  }
+  if (w.own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &w);
+  for (int64_t first = 0; w.own == 1 && lunai_ffn_next(&w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
+    lunai_ffn_block(&w);
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
@@ -10803,7 +10838,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   lunai_ffn_work w;
   lunai_ffn_start(&w, op, true, op->workspace);
   lunai_residual_backward(op, 5);
-  for (int64_t first = 0; lunai_ffn_next(&w, first); first += LUNAI_FFN_ROWS) {
+  for (int64_t first = 0; lunai_ffn_next(&w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
       lunai_run(parallel, lunai_ffn_before, &w);

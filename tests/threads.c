@@ -164,6 +164,51 @@ static void check_training(bool lm, luna_form form, luna_isa isa) {
   free(first.values);
 }
 
+/* ---- a feed-forward of more rows than a block: forward each thread has blocks of its own ---- */
+static float *feed_forward_of(int threads, luna_activation activation, float dropout, int64_t *count) {
+  enum { ROWS = 715, DIM = 24, HIDDEN = 40 };
+  luna_options options = {0};
+  options.threads = threads;
+  options.seed = 3;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  const int64_t w1[2] = {HIDDEN, DIM}, w2[2] = {DIM, HIDDEN}, rows[2] = {ROWS, DIM};
+  const luna_init init = {LUNA_INIT_NORMAL, 1};
+  luna_tensor *x = luna_param(params, "x", 2, rows, init), *a = luna_param(params, "a", 2, w1, init),
+              *b = luna_param(params, "b", 2, w2, init);
+  luna_feed_forward_config config = {0};
+  config.activation = activation;
+  config.activation_dropout = config.dropout = dropout;
+  luna_begin_step(ctx);
+  luna_tensor *y = luna_feed_forward(x, a, NULL, b, NULL, &config);
+  luna_backward(common_loss(y, 5));
+  *count = ROWS * DIM + 2 * HIDDEN * DIM;
+  float *values = common_floats(*count + ROWS * DIM);
+  luna_read(y, values + *count);
+  luna_read_grad(x, values);
+  luna_read_grad(a, values + ROWS * DIM);
+  luna_read_grad(b, values + ROWS * DIM + HIDDEN * DIM);
+  *count += ROWS * DIM;
+  CHECK(luna_ctx_status(ctx) == LUNA_OK, "%s", luna_error(ctx));
+  luna_close(ctx);
+  return values;
+}
+static void check_feed_forward(void) {
+  static const luna_activation activations[2] = {LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU};
+  static const int threads[] = {2, 3, 7, 16};
+  for (int form = 0; form < 4; form++) {
+    int64_t count;
+    float *one = feed_forward_of(1, activations[form % 2], form / 2 ? 0.2f : 0, &count);
+    for (size_t i = 0; i < sizeof threads / sizeof threads[0]; i++) {
+      float *many = feed_forward_of(threads[i], activations[form % 2], form / 2 ? 0.2f : 0, &count);
+      CHECK(memcmp(one, many, (size_t)count * sizeof(float)) == 0,
+            "feed-forward, form %d: other bits with %d threads than with one", form, threads[i]);
+      free(many);
+    }
+    free(one);
+  }
+}
+
 /* ---- many readers of one set of parameters ---- */
 typedef struct reader {
   const luna_params *shared;
@@ -382,6 +427,7 @@ int main(void) {
   if (!TEST_QUICK) check_training(false, LUNA_FORM_UNFOLDED, LUNA_ISA_BEST);
   check_training(false, LUNA_FORM_FOLDED, LUNA_ISA_BEST);
   if (luna_isa_available(LUNA_ISA_SSE2)) check_training(true, LUNA_FORM_CHEAPEST, LUNA_ISA_SSE2);
+  check_feed_forward();
   check_sharing();
   return test_report("threads");
 }
