@@ -4,12 +4,12 @@
     python3 tests/bench_peers.py [--threads 1 2] [--isa best AVX2] [--runs 15] [--seconds 10] [--limit 150]
                                  [--only TEXT] [--python /usr/bin/python3]
 
-Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B, after a call
-that is not timed. The first call
-makes a virtual environment in build/peers with PyTorch, JAX and oneDNN from PyPI; where that fails the system's torch
-serves, and the table says which it was. MKL takes its AVX-512 path on every maker's processors here (by a preloaded
-answer to its question): otherwise PyTorch's products would run at half their speed. --python measures the PyTorch of
-another Python instead (a distribution's, with OpenBLAS told which kernels to take, for instance).
+Each side has a process of its own, so that thread pools do not meet, and they run in turn, A B A B, each after a call
+that is not timed. The first call makes a virtual environment in build/peers with PyTorch, JAX and oneDNN from PyPI;
+where that fails the system's torch serves, and the table says which it was. MKL takes its AVX-512 path on every maker's
+processors here (by a preloaded answer to its question): otherwise PyTorch's products would run at half their speed.
+--python measures the PyTorch of another Python instead (a distribution's, with OpenBLAS told which kernels to take,
+for instance).
 PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h
 folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes,
 and build/peers keeps what it made). JAX runs the encoder layer compiled by jit; where it cannot be imported its rows
