@@ -9966,7 +9966,7 @@ LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
 /* --- shapes: permute, slice, concat, repeat --- */
 LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
-  int64_t stride[4], shape[4], i[4], at = 0;
+  int64_t stride[4], shape[4];
   int pad = 4 - x->rank;
   for (int a = 0; a < 4; a++) {
     int64_t s = 1;
@@ -9975,15 +9975,16 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
     stride[a] = axis < 0 ? 0 : s;
     shape[a] = a < pad ? 1 : y->shape[a - pad];
   }
-  for (i[0] = 0; i[0] < shape[0]; i[0]++)
-    for (i[1] = 0; i[1] < shape[1]; i[1]++)
-      for (i[2] = 0; i[2] < shape[2]; i[2]++) {
-        const int64_t row = i[0] * stride[0] + i[1] * stride[1] + i[2] * stride[2];
-        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)shape[3] * sizeof(float));
-        else if (stride[3] == 1) lunai_k(op)->add(shape[3], to + row, from + at, to + row);
-        else if (!back) for (i[3] = 0; i[3] < shape[3]; i[3]++) to[at + i[3]] = from[row + i[3] * stride[3]];
-        else for (i[3] = 0; i[3] < shape[3]; i[3]++) to[row + i[3] * stride[3]] += from[at + i[3]];
-        at += shape[3];
+  const int64_t run = stride[3] == 1 ? lunai_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
+  for (int64_t i = 0; i < shape[0] * shape[1]; i++)
+    for (int64_t first = 0; first < shape[3]; first += run)
+      for (int64_t j = 0; j < shape[2]; j++) {
+        const int64_t n = lunai_min(run, shape[3] - first), at = (i * shape[2] + j) * shape[3] + first;
+        const int64_t row = i / shape[1] * stride[0] + i % shape[1] * stride[1] + j * stride[2] + first * stride[3];
+        if (stride[3] == 1 && !back) memcpy(to + at, from + row, (size_t)n * sizeof(float));
+        else if (stride[3] == 1) lunai_k(op)->add(n, to + row, from + at, to + row);
+        else if (!back) for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
+        else for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
       }
 }
 LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
