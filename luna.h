@@ -10640,7 +10640,6 @@ typedef struct lunai_ffn_work {
   /* forward: threads with blocks and bytes of their own, and those blocks; one: its products are shared out */
   int64_t own, blocks;
   size_t own_size;
-  lunai_shares shares;
 } lunai_ffn_work;
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
@@ -10774,11 +10773,13 @@ LUNAI_FN void lunai_ffn_block(lunai_ffn_work *w) {
   if (w->op->last_dropout > 0) lunai_ffn_run(parallel, lunai_ffn_result, w);
 }
 /* a thread's own blocks */
+typedef struct lunai_ffn_call { lunai_ffn_work w; lunai_shares shares; } lunai_ffn_call;
 LUNAI_FN void lunai_ffn_blocks(void *work, int64_t thread, int64_t threads) {
-  lunai_ffn_work *shared = (lunai_ffn_work *)work, w = *shared;
+  lunai_ffn_call *call = (lunai_ffn_call *)work;
+  lunai_ffn_work w = call->w;
   const int64_t tile = lunai_k(w.op)->mr, tiles = lunai_divide_up(lunai_rows(w.op->in[0]), tile);
   const int64_t skip = thread * (int64_t)(w.own_size / sizeof(float));
-  lunai_claim c = lunai_claim_of(&shared->shares, w.blocks, thread, threads);
+  lunai_claim c = lunai_claim_of(&call->shares, w.blocks, thread, threads);
   w.active = lunai_offset(w.active, skip);
   w.a = lunai_offset(w.a, skip);
   w.scratch = (float *)w.scratch + skip;
@@ -10789,11 +10790,13 @@ LUNAI_FN void lunai_ffn_blocks(void *work, int64_t thread, int64_t threads) {
   }
 }
 LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
-  lunai_ffn_work w;
-  lunai_ffn_start(&w, op, false, op->workspace);
-  if (w.own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &w);
-  for (int64_t first = 0; w.own == 1 && lunai_ffn_next(&w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
-    lunai_ffn_block(&w);
+  lunai_ffn_call call;
+  lunai_ffn_work *w = &call.w;
+  memset(&call, 0, sizeof call);
+  lunai_ffn_start(w, op, false, op->workspace);
+  if (w->own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &call);
+  for (int64_t first = 0; w->own == 1 && lunai_ffn_next(w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
+    lunai_ffn_block(w);
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
