@@ -89,7 +89,7 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
     count++;
   }
   bench_cases(c, count);
-  if (threads > 1)
+  if (threads > 1 && c[1].seconds > 0)
     printf("    the second thread: forward %.2f, training %.2f times one; a word there and back took %.0f ns before, "
            "%.0f after\n", c[0].seconds / c[1].seconds, c[2].seconds / c[3].seconds, trip, bench_round_trip());
   for (i = 0; i < 4; i++)
@@ -115,7 +115,8 @@ static void length_rows(const char *name, bool causal, int threads) {
       c[i].ctx = b[i].ctx;
     }
     bench_cases(c, 2);
-    printf("    time a token at 262,144: %.3f of that at 4,096\n", c[1].seconds / 64 / c[0].seconds);
+    if (c[0].seconds > 0)
+      printf("    time a token at 262,144: %.3f of that at 4,096\n", c[1].seconds / 64 / c[0].seconds);
     for (int i = 0; i < 2; i++) luna_close(b[i].ctx);
   }
 }
