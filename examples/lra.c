@@ -125,10 +125,17 @@ static struct {
   luna_linear_layer hidden, out;
 } model;
 
+static luna_status scale_values(luna_tensor *t, float factor) {
+  float *values = (float *)grow(NULL, luna_count(t), sizeof(float));
+  luna_status status = luna_read(t, values);
+  for (int64_t i = 0; status == LUNA_OK && i < luna_count(t); i++) values[i] *= factor;
+  if (status == LUNA_OK) status = luna_write(t, values);
+  return free(values), status;
+}
 static int model_open(luna_ctx *ctx, luna_params *params) {
   const attention_kind *a = &attention_kinds[set.attention];
   const int64_t task = data.task - tasks, width = data.task->parts * set.dim;
-  const bool authors = own.settings == AUTHORS, lra = own.settings == LRA, bert = authors && task <= RETRIEVAL;
+  const bool authors = own.settings == AUTHORS, lra = own.settings == LRA, bert = authors && task <= TEXT;
   const luna_init init = { bert ? LUNA_INIT_NORMAL : LUNA_INIT_XAVIER, bert ? 0.02f : 1.0f };
   const luna_layer_config layer = {
     .activation = LUNA_ACTIVATION_GELU, .pre_norm = !authors, .sharing = LUNA_SHARING_FULL, .bert_init = bert,
@@ -141,15 +148,23 @@ static int model_open(luna_ctx *ctx, luna_params *params) {
     .max_length = own.longest, .norm_embedding = authors
   };
   char line[160];
-  attention_line(a, own.settings, task, own.longest, line, sizeof line);
+  attention_line(a, own.settings, task, own.longest, set.pooling, line, sizeof line);
   if (*line && !attentions_open(&model.choice, line)) return fail("%s", model.choice.error);
   if (*line) c.layer.hook = &model.choice.hook;
   luna_status status = luna_encoder_init(&model.encoder, params, "encoder.", data.task->symbols + 1, &c);
+  if (status == LUNA_OK && bert && model.encoder.memory)   /* theirs is not drawn so, as all the others are */
+    status = scale_values(model.encoder.memory, (float)(1 / (0.02 * sqrt((double)set.dim))));
   if (status == LUNA_OK && own.hidden)
     status = luna_linear_layer_init(&model.hidden, params, "hidden", width, own.hidden, init);
   const int64_t last = own.hidden ? own.hidden : width;
   if (status == LUNA_OK) status = luna_linear_layer_init(&model.out, params, "out", last, data.task->classes, init);
   return status == LUNA_OK ? 0 : failed(ctx);
+}
+/* Random features anew before a step: of the step and --seed alone, and saved with the parameters. */
+static int redraw(int64_t step) {
+  const int64_t period = attention_kinds[set.attention].redrawn;
+  if (period == 0 || step == 0 || step % period != 0) return 0;
+  return attentions_redraw(&model.choice, draw(1, step, 0)) ? 0 : fail("out of memory");
 }
 static void model_close(void) { if (model.choice.system) attentions_close(&model.choice); }
 
@@ -333,6 +348,7 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
   while (bar.step < set.steps && !interrupted) {
     data.grown = own.growing > 0 ? (double)bar.step / (own.growing * (double)set.steps) : 1;
     batch b = batch_random(s, bar.step);
+    if (redraw(bar.step)) return 2;
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels);
     if (model.choice.system) loss = attentions_loss(&model.choice, loss);

@@ -7,68 +7,78 @@ enum { LUNA, TRANSFORMER, LOCAL, SPARSE, LONGFORMER, LINFORMER, REFORMER, SINKHO
 #define ATTENTION_NAMES "luna transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird " \
                         "linear performer rfa workspace isab"
 
-/* system: a line of attentions/attentions.h, in which %d is the longest sequence / divisor, rounded up; null: luna.h's
-   own `kind`. lra, quick: what LRA's release ran, and --quick, where that differs. image, pathfinder: LRA's settings */
+enum { AUTHORS, LRA, SMALL };
+#define SETTINGS_NAMES "authors lra quick"
+enum { SINUSOIDAL, LEARNED };
+#define POSITION_NAMES "sinusoidal learned"
+enum { CLS, MEAN };                  /* X of CLS, the mean of X */
+#define POOLING_NAMES "cls mean"
+#define DECAY_NAMES "inverse-sqrt cosine"
+
+/* text: a line of attentions/attentions.h, in which %d is the longest sequence / divisor, rounded up; null: luna.h's
+   own `kind` */
+typedef struct system_line { const char *text; int64_t divisor; } system_line;
 typedef struct lra_model { int64_t dim, ffn, heads, layers, mean; double dropout; } lra_model;
+/* quick, lra: where they are not the system's line; lists, pictures: where LRA's of ListOps, of Image and Pathfinder
+   are others. redrawn: random features, after so many steps. image, pathfinder: LRA's settings */
 typedef struct attention_kind {
   const char *title;
   luna_attention_kind kind;
-  const char *system, *lra, *quick;
-  int64_t divisor, lra_divisor;
+  system_line system, quick, lra, lists, pictures;
+  int64_t redrawn;
   lra_model image, pathfinder;
 } attention_kind;
 static const attention_kind attention_kinds[ATTENTIONS] = {
-  { "Luna", LUNA_ATTENTION_LUNA, NULL, NULL, NULL, 0, 0, { 0 }, { 0 } },
-  { "Transformer", LUNA_ATTENTION_SOFTMAX, NULL, NULL, NULL, 0, 0,
-    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 4, 4, 1, 0.2 } },
-  { "Local", 0, "local window=50", "local window=50", NULL, 0, 0,
-    { 128, 128, 2, 1, 1, 0.3 }, { 64, 64, 4, 2, 1, 0.1 } },
-  { "Sparse", 0, "sparse", "sparse stride=50 columns=10", NULL, 0, 0,
-    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 8, 1, 1, 0.2 } },
-  { "Longformer", 0, "longformer", "longformer global=", NULL, 0, 0,
-    { 128, 128, 4, 4, 1, 0.3 }, { 32, 32, 2, 2, 1, 0.1 } },
-  { "Linformer", LUNA_ATTENTION_LINFORMER, NULL, NULL, NULL, 0, 0,
-    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 2, 1, 1, 0.2 } },
-  { "Reformer", 0, "reformer buckets=%d", "reformer buckets=10 rounds=1 chunk=%d",
-    "reformer rounds=1 buckets=%d", 64, 10,
-    { 64, 64, 8, 4, 0, 0.3 }, { 64, 64, 8, 2, 1, 0.2 } },
-  { "Sinkhorn", 0, "sinkhorn max_blocks=%d", "sinkhorn block=50 sort=softmax combine=sum max_blocks=%d", NULL, 64, 50,
-    { 32, 64, 1, 1, 0, 0.1 }, { 32, 64, 4, 2, 1, 0.2 } },
-  { "Synthesizer", 0, "synthesizer terms=dot+random length=%d", NULL, NULL, 1, 0,
-    { 128, 128, 8, 1, 0, 0.3 }, { 64, 64, 4, 2, 1, 0.2 } },
-  { "BigBird", 0, "bigbird max_blocks=%d", NULL, NULL, 64, 0, { 128, 128, 4, 1, 0, 0.3 }, { 64, 64, 2, 4, 1, 0.2 } },
-  { "Linear Transformer", LUNA_ATTENTION_LINEAR, NULL, NULL, NULL, 0, 0,
-    { 128, 128, 8, 1, 0, 0.3 }, { 128, 128, 2, 1, 1, 0.2 } },
-  { "Performer", 0, "performer", "performer kernel=relu features=0", "performer features=64", 0, 0,
-    { 128, 128, 8, 1, 0, 0.3 }, { 32, 32, 8, 4, 1, 0.2 } },
-  { "RFA", 0, "rfa", NULL, NULL, 0, 0, { 0 }, { 0 } },
-  { "Shared Workspace", 0, "workspace", NULL, NULL, 0, 0, { 0 }, { 0 } },
-  { "ISAB", 0, "isab", NULL, NULL, 0, 0, { 0 }, { 0 } },
+  { "Luna", .kind = LUNA_ATTENTION_LUNA },
+  { "Transformer", .kind = LUNA_ATTENTION_SOFTMAX,
+    .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 32, 32, 4, 4, 1, 0.2 } },
+  { "Local", .system = { "local window=50", 0 }, .lra = { "local pattern=lra window=50", 0 },
+    .pictures = { "local pattern=lra window=64", 0 },
+    .image = { 128, 128, 2, 1, 1, 0.3 }, .pathfinder = { 64, 64, 4, 2, 1, 0.1 } },
+  { "Sparse", .system = { "sparse", 0 }, .lra = { "sparse stride=50 columns=10 first_column=true", 0 },
+    .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 32, 32, 8, 1, 1, 0.2 } },
+  { "Longformer", .system = { "longformer", 0 }, .lra = { "longformer left=255 right=256 global=", 0 },
+    .image = { 128, 128, 4, 4, 1, 0.3 }, .pathfinder = { 32, 32, 2, 2, 1, 0.1 } },
+  { "Linformer", .kind = LUNA_ATTENTION_LINFORMER,
+    .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 32, 32, 2, 1, 1, 0.2 } },
+  { "Reformer", .system = { "reformer buckets=%d", 64 }, .quick = { "reformer rounds=1 buckets=%d", 64 },
+    .lra = { "reformer buckets=10 rounds=1 chunk=%d", 10 },
+    .image = { 64, 64, 8, 4, 0, 0.3 }, .pathfinder = { 64, 64, 8, 2, 1, 0.2 } },
+  { "Sinkhorn", .system = { "sinkhorn max_blocks=%d", 64 },
+    .lra = { "sinkhorn block=50 sort=softmax combine=sum max_blocks=%d", 50 },
+    .pictures = { "sinkhorn block=64 sort=softmax combine=sum max_blocks=%d", 64 },
+    .image = { 32, 64, 1, 1, 0, 0.1 }, .pathfinder = { 32, 64, 4, 2, 1, 0.2 } },
+  { "Synthesizer", .system = { "synthesizer terms=dot+random length=%d", 1 },
+    .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 64, 64, 4, 2, 1, 0.2 } },
+  { "BigBird", .system = { "bigbird max_blocks=%d", 64 },
+    .image = { 128, 128, 4, 1, 0, 0.3 }, .pathfinder = { 64, 64, 2, 4, 1, 0.2 } },
+  { "Linear Transformer", .kind = LUNA_ATTENTION_LINEAR,
+    .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 128, 128, 2, 1, 1, 0.2 } },
+  { "Performer", .system = { "performer", 0 }, .quick = { "performer features=64", 0 },
+    .lra = { "performer kernel=relu features=0", 0 }, .lists = { "performer features=2 eps=1e-6", 0 }, .redrawn = 1000,
+    .image = { 128, 128, 8, 1, 0, 0.3 }, .pathfinder = { 32, 32, 8, 4, 1, 0.2 } },
+  { "RFA", .system = { "rfa", 0 }, .redrawn = 1 },
+  { "Shared Workspace", .system = { "workspace", 0 } },
+  { "ISAB", .system = { "isab", 0 } },
 };
 
 /* ---- settings ---------------------------------------------------------------------------------------------------- */
 
-enum { AUTHORS, LRA, SMALL };
-#define SETTINGS_NAMES "authors lra quick"
-
-/* The system's line for a task and its longest sequence; "" for luna.h's own. */
-static void attention_line(const attention_kind *a, int64_t settings, int64_t task, int64_t longest, char *out,
-                           size_t size) {
-  const bool lra = settings == LRA && a->lra, quick = settings == SMALL && a->quick;
-  const char *line = lra ? a->lra : quick ? a->quick : a->system ? a->system : "", *at = strstr(line, "%d");
-  const int64_t divisor = lra ? a->lra_divisor : a->divisor;
-  int64_t number = at ? (longest + divisor - 1) / divisor : 0;
-  if (lra && a == &attention_kinds[PERFORMER] && task == LISTOPS) line = "performer features=2";
+/* The system's line for a task, its longest sequence, and what the class is read from; "" for luna.h's own. */
+static void attention_line(const attention_kind *a, int64_t settings, int64_t task, int64_t longest, int64_t pooling,
+                           char *out, size_t size) {
+  const bool lra = settings == LRA, cls = a == &attention_kinds[SPARSE] && pooling == CLS;
+  const system_line *line = &a->system;
+  if (settings == SMALL && a->quick.text) line = &a->quick;
+  if (lra && a->lra.text) line = &a->lra;
+  if (lra && task == LISTOPS && a->lists.text) line = &a->lists;
+  if (lra && task >= IMAGE && a->pictures.text) line = &a->pictures;
+  const char *text = line->text ? line->text : "", *at = strstr(text, "%d");
+  int64_t number = at ? (longest + line->divisor - 1) / line->divisor : 0;
   if (a == &attention_kinds[REFORMER] && !lra) number += number % 2; /* buckets are even */
-  if (at) snprintf(out, size, "%.*s%lld%s", (int)(at - line), line, (long long)number, at + 2);
-  else snprintf(out, size, "%s%s", line, lra && a == &attention_kinds[LOCAL] && task >= IMAGE ? " window=64" : "");
+  if (at) snprintf(out, size, "%.*s%lld%s", (int)(at - text), text, (long long)number, at + 2);
+  else snprintf(out, size, "%s%s", text, cls ? " cls=true" : ""); /* else CLS sees itself alone */
 }
-
-enum { SINUSOIDAL, LEARNED };
-enum { CLS, MEAN };                  /* X of CLS, the mean of X */
-#define POOLING_NAMES "cls mean"
-#define DECAY_NAMES "inverse-sqrt cosine"
-#define POSITION_NAMES "sinusoidal learned"
 
 /* hidden: of the classifier's ReLU layer, 0 for none; longest: tokens, with CLS; growing: see data.grown */
 typedef struct recipe {

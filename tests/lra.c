@@ -1,14 +1,12 @@
-/* lra.c: what examples/lra.c generates and how it works lists out, against the published rules: ListOps' lengths,
-   depth, members and operators; its evaluator on tests/data/listops.tsv and on LRA_LISTS, files with spaces between;
-   Pathfinder's paddles, ends, discs and labels. */
-#define LUNA_IMPLEMENTATION
-#include "luna.h"
+/* lra.c: examples/lra.c from inside. What it generates and how it works lists out, against the published rules:
+   ListOps' lengths, depth, members and operators; its evaluator on tests/data/listops.tsv and on LRA_LISTS, files with
+   spaces between; Pathfinder's paddles, turns, ends, discs and labels. That no sample is both learnt from and measured.
+   What --settings stands for: each number, each attention's line, the first values of weights. */
+#define main lra_main
+#include "../examples/lra.c"
+#undef main
 
 #include "test.h"
-#include "../examples/example.h"
-#include "../examples/tokens.h"
-#include "../examples/lists.h"
-#include "../examples/pathfinder.h"
 
 /* Draws of one in `n` are so often right with this chance that a fair generator never fails: five deviations. */
 static bool fair(int64_t seen, int64_t draws, double share) {
@@ -16,8 +14,6 @@ static bool fair(int64_t seen, int64_t draws, double share) {
 }
 
 /* ---- ListOps ----------------------------------------------------------------------------------------------------- */
-
-static const list_sizes arena_lists = { 501, 1999, 10, 10 };
 
 static void check_lists(void) {
   enum { LISTS = 500 };
@@ -85,23 +81,70 @@ static void check_values(void) {
   for (int i = 0; i < 4000; i++) deep[i] = MIN;
   CHECK(list_value(deep, 4000, &depth, &args) < 0, "4,000 lists within lists are too many");
 }
-static void check_file(const char *path) {
+static void check_file(const char *name) {
   list_file f;
   int64_t depth, args, wrong = 0;
   static int32_t tokens[100001];
   int32_t length;
-  if (!CHECK(lists_read(&f, path) == 0, "%s is read", path)) return;
+  if (!CHECK(lists_read(&f, name) == 0, "%s is read", name)) return;
   for (int64_t i = 0; i < f.count; i++) {
     const int32_t answer = list_fetch(&f, i, tokens, &length);
     wrong += answer != list_value(tokens, length, &depth, &args);
   }
-  CHECK(wrong == 0, "%s: of %lld answers %lld are not their lists' values", path, (long long)f.count, (long long)wrong);
+  CHECK(wrong == 0, "%s: of %lld answers %lld are not their lists' values", name, (long long)f.count, (long long)wrong);
   lists_close(&f);
 }
 
 /* ---- Pathfinder -------------------------------------------------------------------------------------------------- */
 
 static bool same_point(point a, point b) { return a.y == b.y && a.x == b.x; }
+
+/* A paddle more in the free middle: its direction is off the last one by an angle of density cos^2 within +-90 degrees,
+   of which cos has the mean 8 / (3 pi); its pivot is 4 pixels on. */
+static void check_turns(void) {
+  enum { SNAKES = 2000 };
+  static picture p;
+  double sum = 0, nearest = SIDE, farthest = 0;
+  int wrong = 0;
+  for (int i = 0; i < SNAKES; i++) {
+    snake s;
+    memset(&p, 0, sizeof p);
+    p.random = (uint64_t)i;
+    const point middle = { SIDE / 2, SIDE / 2 };
+    bool fine = begin_snake(&p, &s, middle, (chance(&p, 360) - 180) * PI / 180, TARGET);
+    const snake before = s;
+    fine = fine && extend_snake(&p, &s, TARGET);
+    const double gap = hypot(s.tip.y - before.tip.y, s.tip.x - before.tip.x), turn = cos(s.angle - before.angle);
+    wrong += !fine || turn < -1e-9;
+    sum += turn, nearest = fmin(nearest, gap), farthest = fmax(farthest, gap);
+  }
+  CHECK(wrong == 0, "%d snakes turn by more than a right angle, or not at all", wrong);
+  CHECK(fabs(sum / SNAKES - 8 / (3 * PI)) < 0.02, "cos of a turn is %.4f in the mean", sum / SNAKES);
+  CHECK(nearest >= 2 && farthest < 6, "a paddle ends %.2f to %.2f pixels from the one before", nearest, farthest);
+}
+
+static uint64_t hashed(uint64_t hash, int64_t value) { return (hash ^ (uint64_t)value) * 1099511628211u; }
+
+/* of the first ten pictures: the places of all, hashed, and the mean of pixels and of their squares */
+typedef struct drawing { uint64_t hash; double mean, square; } drawing;
+static void check_drawing(int level, drawing expected) {
+  static picture p;
+  drawing d = { 1469598103934665603u, 0, 0 };
+  for (uint64_t i = 0; i < 10; i++) {
+    draw_picture(&p, pathfinder_levels[level], i);
+    d.hash = hashed(hashed(d.hash, p.label), p.distractors);
+    for (int k = 0; k < 2; k++) {
+      const snake s = p.target[k];
+      d.hash = hashed(hashed(hashed(d.hash, place(s.origin)), place(s.tip)), place(p.disc[k]));
+    }
+    for (int k = 0; k < PIXELS; k++) d.mean += p.pixels[k], d.square += p.pixels[k] * (double)p.pixels[k];
+  }
+  d.mean /= 10 * PIXELS, d.square /= 10 * PIXELS;
+  CHECK(d.hash == expected.hash, "level %d: the snakes are the same everywhere: %llx", level,
+        (unsigned long long)d.hash);
+  CHECK(fabs(d.mean - expected.mean) < 0.05 && fabs(d.square - expected.square) < 10,
+        "level %d: pixels have the mean %.3f, their squares %.2f", level, d.mean, d.square);
+}
 
 static void check_pictures(int level, int count) {
   static picture p, again;
@@ -138,13 +181,226 @@ static void check_pictures(int level, int count) {
   CHECK(memcmp(p.pixels, again.pixels, sizeof p.pixels) != 0, "level %d: another number draws another one", level);
 }
 
+/* ---- samples ----------------------------------------------------------------------------------------------------- */
+
+static uint64_t sample_hash(const samples *s, int64_t index) {
+  static int32_t tokens[2001];
+  int32_t length;
+  uint64_t hash = hashed(1469598103934665603u, s->fetch(index, tokens, &length));
+  for (int32_t k = 0; k < length; k++) hash = hashed(hash, tokens[k]);
+  return hash;
+}
+/* What eval measures on is neither learnt from nor chosen by. */
+static void check_measured(int task) {
+  enum { COUNT = 40 };
+  uint64_t learnt[COUNT], held[COUNT];
+  samples s;
+  int64_t common = 0;
+  data.task = &tasks[task], data.longest = task == LISTOPS ? 2001 : 1025, data.seed = 1, data.difficulty = 0;
+  CHECK(task_open(&s, NULL, NULL, false) == 0, "%s is generated", data.task->name);
+  const int64_t all = s.training + s.held;
+  CHECK(s.training == tasks[task].made[0] && s.held == tasks[task].made[1], "%s: LRA's counts", data.task->name);
+  for (int64_t i = 0; i < COUNT; i++) learnt[i] = sample_hash(&s, i), held[i] = sample_hash(&s, s.training + i);
+  task_close();
+  CHECK(task_open(&s, NULL, NULL, true) == 0, "%s is generated", data.task->name);
+  CHECK(s.training == 0 && s.held == tasks[task].made[2], "%s: all are measured", data.task->name);
+  CHECK(data.first >= all, "%s: sample %lld is measured", data.task->name, (long long)data.first);
+  for (int64_t i = 0; i < COUNT; i++) {
+    const uint64_t hash = sample_hash(&s, i);
+    for (int64_t k = 0; k < COUNT; k++) common += hash == learnt[k] || hash == held[k];
+  }
+  CHECK(common == 0, "%s: %lld samples are measured that training has seen", data.task->name, (long long)common);
+  task_close();
+}
+
+/* ---- settings ---------------------------------------------------------------------------------------------------- */
+
+static void choose(int settings, int task, int kind) {
+  own.settings = settings, own.quick = 0, set.attention = kind, data.task = &tasks[task], flags_given = 0;
+  choose_settings();
+}
+
+/* layers x d, heads, ffn, hidden, longest, positions, pooling; batch x steps, rate, warm-up, decay, weight decay;
+   dropout, the attention's, growing */
+static const char *const recipe_lines[3][TASKS] = {
+  { /* XuezheMax/fairseq-apollo: its README.lra.md and, for the models, the code of 2021-11-18 */
+    "1x512 8 2048 2048 2001 learned cls; 32x5000 0.0001 1000 rsqrt 0.0001; 0.1 0.1 0",
+    "4x256 4 1024 1024 4002 learned cls; 32x20000 5e-05 8000 rsqrt 0.0001; 0.3 0.3 0",
+    "4x128 4 512 512 4002 learned cls; 32x20000 0.0005 8000 rsqrt 0.0001; 0.1 0.1 0",
+    "1x64 8 128 128 1024 learned cls; 256x35000 0.005 4000 rsqrt 0; 0.3 0.1 0",
+    "1x128 4 128 256 1026 learned mean; 512x62500 0.001 4000 rsqrt 0; 0.2 0.1 0",
+  },
+  { /* google-research/long-range-arena: 0.05 / sqrt(warm-up) */
+    "4x512 8 1024 1024 2001 sinusoidal cls; 32x5000 0.0015811 1000 rsqrt 0.1; 0.1 0.1 0",
+    "4x256 4 1024 1024 4001 sinusoidal cls; 32x20000 0.00055902 8000 rsqrt 0.1; 0.1 0.1 0",
+    "4x128 4 512 512 4001 sinusoidal cls; 32x5000 0.00055902 8000 rsqrt 0.1; 0.1 0.1 0",
+    "1x128 8 128 128 1025 learned cls; 256x35000 0.0005 175 cosine 0; 0.3 0.2 0",
+    "4x32 4 32 32 1025 sinusoidal mean; 512x62400 0.001 312 cosine 0; 0.2 0.1 0",
+  },
+  { /* --quick, luna.h's own */
+    "2x64 8 128 128 2001 learned mean; 128x1000 0.004 100 cosine 0.01; 0 0 0.8",
+    "2x64 4 128 0 4001 sinusoidal mean; 8x300 0.002 30 cosine 0.01; 0 0 0",
+    "2x64 4 128 0 2001 sinusoidal mean; 8x300 0.002 30 cosine 0.01; 0 0 0",
+    "2x64 4 128 0 1025 learned mean; 64x1500 0.002 150 cosine 0.01; 0 0 0",
+    "2x64 4 128 0 1025 learned mean; 64x20000 0.001 500 cosine 0; 0 0 0",
+  },
+};
+static void check_recipes(void) {
+  char line[160];
+  for (int settings = 0; settings < 3; settings++)
+    for (int task = 0; task < TASKS; task++) {
+      choose(settings, task, LUNA);
+      int at = snprintf(line, sizeof line, "%dx%d %d %d %d %d %s %s; ", (int)set.layers, (int)set.dim, (int)set.heads,
+                        (int)set.ffn, (int)own.hidden, (int)own.longest,
+                        own.positions == LEARNED ? "learned" : "sinusoidal", set.pooling == CLS ? "cls" : "mean");
+      at += snprintf(line + at, sizeof line - (size_t)at, "%dx%d %g %d %s %g; ", (int)set.batch, (int)set.steps, set.lr,
+                     (int)own.warmup, own.decay ? "cosine" : "rsqrt", own.weight_decay);
+      snprintf(line + at, sizeof line - (size_t)at, "%g %g %g", set.dropout, own.attention_dropout, own.growing);
+      CHECK(strcmp(line, recipe_lines[settings][task]) == 0, "settings %d, %s: %s", settings, tasks[task].name, line);
+    }
+}
+
+/* LRA's for Image and Pathfinder: d, ffn = hidden, heads, layers, pooling, dropout, weight decay; and each attention's
+   line for ListOps and Image under authors, lra and quick, where the class is read from CLS, but with quick */
+typedef struct attention_row {
+  int attention;
+  const char *image, *pathfinder, *lines[3][2];
+} attention_row;
+static const attention_row expected_attentions[] = {
+  { LUNA, "128 128 8 1 cls 0.3 0", "32 32 4 4 mean 0.2 0", { { "", "" }, { "", "" }, { "", "" } } },
+  { TRANSFORMER, "128 128 8 1 cls 0.3 0", "32 32 4 4 mean 0.2 0", { { "", "" }, { "", "" }, { "", "" } } },
+  { LOCAL, "128 128 2 1 mean 0.3 0", "64 64 4 2 mean 0.1 0",
+    { { "local window=50", "local window=50" },
+      { "local pattern=lra window=50", "local pattern=lra window=64" }, { "local window=50", "local window=50" } } },
+  { SPARSE, "128 128 8 1 cls 0.3 0", "32 32 8 1 mean 0.2 0",
+    { { "sparse cls=true", "sparse cls=true" },
+      { "sparse stride=50 columns=10 first_column=true cls=true",
+        "sparse stride=50 columns=10 first_column=true cls=true" }, { "sparse", "sparse" } } },
+  { LONGFORMER, "128 128 4 4 mean 0.3 0", "32 32 2 2 mean 0.1 0",
+    { { "longformer", "longformer" },
+      { "longformer left=255 right=256 global=", "longformer left=255 right=256 global=" },
+      { "longformer", "longformer" } } },
+  { LINFORMER, "128 128 8 1 cls 0.3 0", "32 32 2 1 mean 0.2 0", { { "", "" }, { "", "" }, { "", "" } } },
+  { REFORMER, "64 64 8 4 cls 0.3 0", "64 64 8 2 mean 0.2 0",
+    { { "reformer buckets=32", "reformer buckets=16" },
+      { "reformer buckets=10 rounds=1 chunk=201", "reformer buckets=10 rounds=1 chunk=103" },
+      { "reformer rounds=1 buckets=32", "reformer rounds=1 buckets=18" } } },
+  { SINKHORN, "32 64 1 1 cls 0.1 0.7", "32 64 4 2 mean 0.2 0",
+    { { "sinkhorn max_blocks=32", "sinkhorn max_blocks=16" },
+      { "sinkhorn block=50 sort=softmax combine=sum max_blocks=41",
+        "sinkhorn block=64 sort=softmax combine=sum max_blocks=17" },
+      { "sinkhorn max_blocks=32", "sinkhorn max_blocks=17" } } },
+  { SYNTHESIZER, "128 128 8 1 cls 0.3 0", "64 64 4 2 mean 0.2 0",
+    { { "synthesizer terms=dot+random length=2001", "synthesizer terms=dot+random length=1024" },
+      { "synthesizer terms=dot+random length=2001", "synthesizer terms=dot+random length=1025" },
+      { "synthesizer terms=dot+random length=2001", "synthesizer terms=dot+random length=1025" } } },
+  { BIGBIRD, "128 128 4 1 cls 0.3 0", "64 64 2 4 mean 0.2 0",
+    { { "bigbird max_blocks=32", "bigbird max_blocks=16" }, { "bigbird max_blocks=32", "bigbird max_blocks=17" },
+      { "bigbird max_blocks=32", "bigbird max_blocks=17" } } },
+  { LINEAR, "128 128 8 1 cls 0.3 0", "128 128 2 1 mean 0.2 0", { { "", "" }, { "", "" }, { "", "" } } },
+  { PERFORMER, "128 128 8 1 cls 0.3 0", "32 32 8 4 mean 0.2 0",
+    { { "performer", "performer" }, { "performer features=2 eps=1e-6", "performer kernel=relu features=0" },
+      { "performer features=64", "performer features=64" } } },
+  { RFA, "128 128 8 1 cls 0.3 0", "32 32 4 4 mean 0.2 0", { { "rfa", "rfa" }, { "rfa", "rfa" }, { "rfa", "rfa" } } },
+  { WORKSPACE, "128 128 8 1 cls 0.3 0", "32 32 4 4 mean 0.2 0",
+    { { "workspace", "workspace" }, { "workspace", "workspace" }, { "workspace", "workspace" } } },
+  { ISAB, "128 128 8 1 cls 0.3 0", "32 32 4 4 mean 0.2 0",
+    { { "isab", "isab" }, { "isab", "isab" }, { "isab", "isab" } } },
+};
+static void check_attention(const attention_row *r) {
+  const attention_kind *a = &attention_kinds[r->attention];
+  char line[160];
+  for (int task = IMAGE; task <= PATHFINDER; task++) {
+    const char *expected = task == IMAGE ? r->image : r->pathfinder;
+    choose(LRA, task, r->attention);
+    snprintf(line, sizeof line, "%d %d %d %d %s %g %g", (int)set.dim, (int)set.ffn, (int)set.heads, (int)set.layers,
+             set.pooling == CLS ? "cls" : "mean", set.dropout, own.weight_decay);
+    CHECK(strcmp(line, expected) == 0 && own.hidden == set.ffn, "%s, LRA's %s: %s", a->title, tasks[task].name, line);
+  }
+  for (int settings = 0; settings < 3; settings++)
+    for (int i = 0; i < 2; i++) {
+      const int task = i ? IMAGE : LISTOPS;
+      choose(settings, task, r->attention);
+      attention_line(a, settings, task, own.longest, settings == SMALL ? MEAN : CLS, line, sizeof line);
+      CHECK(strcmp(line, r->lines[settings][i]) == 0, "%s, settings %d, %s: %s", a->title, settings,
+            tasks[task].name, line);
+    }
+  CHECK(a->redrawn == (r->attention == PERFORMER ? 1000 : r->attention == RFA), "%s: drawn anew", a->title);
+}
+
+/* ---- a model's first values -------------------------------------------------------------------------------------- */
+
+static double deviation(luna_params *params, const char *name) {
+  luna_tensor *t = luna_params_find(params, name);
+  float *values = (float *)grow(NULL, luna_count(t) + 1, sizeof(float));
+  double sum = 0;
+  CHECK(t, "there is %s", name);
+  if (t && luna_read(t, values) == LUNA_OK)
+    for (int64_t i = 0; i < luna_count(t); i++) sum += (double)values[i] * (double)values[i];
+  free(values);
+  return sqrt(sum / (double)luna_count(t));
+}
+static luna_params *small_model(luna_ctx *ctx, int settings, int task, int kind) {
+  luna_params *params = luna_params_open(ctx);
+  choose(settings, task, kind);
+  set.layers = 1, set.dim = 64, set.heads = 4, set.ffn = 64, set.memory = 64, own.hidden = 64, own.longest = 128;
+  CHECK(model_open(ctx, params) == 0, "settings %d, %s, %s: a model", settings, data.task->name,
+        attention_kinds[kind].title);
+  return params;
+}
+/* Luna's authors draw the weights of ListOps and Text from N(0, 0.02), but for P; 64^(-1/2) = 0.125 */
+static void check_first_values(luna_ctx *ctx) {
+  for (int task = 0; task < TASKS; task++)
+    for (int settings = 0; settings < 2; settings++) {
+      const bool bert = settings == AUTHORS && task <= TEXT;
+      luna_params *params = small_model(ctx, settings, task, LUNA);
+      const double p = deviation(params, "encoder.projected_embeddings"), out = deviation(params, "hidden.weight");
+      const double tokens = deviation(params, "encoder.embed_tokens.weight");
+      CHECK(fabs(p - 0.125) < 0.006, "settings %d, %s: P has the deviation %.4f", settings, tasks[task].name, p);
+      CHECK(bert ? fabs(tokens - 0.02) < 0.002 : fabs(tokens - 0.125) < 0.015,
+            "settings %d, %s: the tokens' vectors have the deviation %.4f", settings, tasks[task].name, tokens);
+      CHECK(bert == (fabs(out - 0.02) < 0.002), "settings %d, %s: the classifier's weights have the deviation %.4f",
+            settings, tasks[task].name, out);
+      model_close();
+    }
+}
+
+static double features_sum(luna_params *params, int64_t step) {
+  CHECK(redraw(step) == 0, "features are drawn");
+  return deviation(params, "encoder.layers.0.self_attn.features");
+}
+static void check_redrawn(luna_ctx *ctx) {
+  luna_params *params = small_model(ctx, LRA, IMAGE, RFA);
+  const double first = features_sum(params, 0), second = features_sum(params, 1), third = features_sum(params, 2);
+  CHECK(first != second && second != third && third != first, "RFA's features are others at each step");
+  CHECK(features_sum(params, 1) == second, "of the step alone");
+  set.seed = 2;
+  CHECK(features_sum(params, 1) != second, "and of --seed");
+  set.seed = 1;
+  model_close();
+  params = small_model(ctx, LRA, LISTOPS, PERFORMER);
+  const double drawn = features_sum(params, 0);
+  CHECK(features_sum(params, 999) == drawn && features_sum(params, 1000) != drawn, "Performer's after 1000 steps");
+  model_close();
+}
+
 int main(void) {
+  static const drawing drawings[3] = { { 0xb85f69a1b5adcc90u, 20.822, 3244.66 },
+    { 0xc96f79a7711ff74fu, 22.270, 3414.43 }, { 0x45243b08a41c0770u, 27.128, 4029.63 } };
   char files[400];
   const char *given = getenv("LRA_LISTS");
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
   check_lists();
   check_values();
   snprintf(files, sizeof files, "tests/data/listops.tsv %s", given ? given : "");
-  for (char *path = strtok(files, " "); path; path = strtok(NULL, " ")) check_file(path);
+  for (char *name = strtok(files, " "); name; name = strtok(NULL, " ")) check_file(name);
+  check_turns();
+  for (int level = 0; level < 3; level++) check_drawing(level, drawings[level]);
   for (int level = 0; level < 3; level++) check_pictures(level, TEST_QUICK ? 10 : 100);
+  check_measured(LISTOPS), check_measured(PATHFINDER);
+  check_recipes();
+  for (int i = 0; i < ATTENTIONS; i++) check_attention(&expected_attentions[i]);
+  if (CHECK(ctx, "a context")) check_first_values(ctx), check_redrawn(ctx);
+  luna_close(ctx);
   return test_report("lra");
 }

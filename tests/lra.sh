@@ -76,20 +76,35 @@ for task in "text --data texts" "retrieval --data pairs" "retrieval --data pairs
   case $task in pathfinder*) continue ;; esac
   check "eval $task" run eval t.safetensors ${task#* }
 done
+beyond_half() { sed -n 's/^accuracy //p' t.txt | awk '{ exit !($1 > 80) }'; }
 check "texts are learnt" run train text --data texts $small --steps 60 --lr 0.02 --pooling mean --out t
-check "beyond chance" sh -c "sed -n 's/^accuracy //p' t.txt | awk '{ exit !(\$1 > 80) }'"
+check "beyond chance" beyond_half
 cut -f 1,2 texts | head -n 12 >valid
 check "a file to validate on" run train text --data texts --valid valid $small --out t
 check "all of it" grep -q '^held 12$' t.txt
-for attention in transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear performer \
-  rfa workspace isab; do
-  check "--attention $attention" run train text --data texts $small --steps 2 --attention $attention --out t
+learns="train text --data texts $small --steps 60 --validations 4 --lr 0.02 --pooling cls"
+for attention in luna transformer local sparse longformer linformer reformer sinkhorn synthesizer bigbird linear \
+  performer rfa workspace isab; do
+  check "--attention $attention" run $learns --attention $attention --out t
+  check "CLS sees the text with $attention" beyond_half
   check "its model is measured" run eval t.safetensors --data texts
 done
-for attention in sparse reformer sinkhorn performer; do
-  check "--settings lra for $attention" run train listops --data lists $small --quick no --settings lra --longest 40 \
-    --steps 1 --attention $attention --out t
+for attention in local sparse longformer reformer sinkhorn performer; do
+  check "--settings lra for $attention" run $learns --quick no --settings lra --longest 80 --warmup 5 --dropout 0 \
+    --attention-dropout 0 --attention $attention --out t
+  check "CLS sees the text there with $attention" beyond_half
+  check "--settings lra for $attention on lists" run train listops --data lists $small --quick no --settings lra \
+    --longest 40 --steps 1 --attention $attention --out t
 done
+check "blocks of LRA's for images" run train image --data gray --settings lra --attention sinkhorn --steps 1 --batch 2 \
+  --threads 2 --out t
+check "features drawn at each step" run $learns --attention rfa --steps 20 --save-every 20 --out rfa
+check "and when a training goes on" run $learns --attention rfa --steps 20 --save-every 14 --out rfa14
+check "from a step between" run train text --data texts --resume rfa14.training --save-every 20
+tail -c 8000 rfa.training >a
+tail -c 8000 rfa14.training >b
+check "are the same" same a b
+rm -f rfa*
 check "colours become gray" run show image --data colour --count 1
 check "of red a third" grep -q '^::*$' out
 check "the authors' settings" run train image --data gray --steps 1 --batch 2 --threads 2 --out t
