@@ -384,12 +384,27 @@ static void check_redrawn(luna_ctx *ctx) {
   model_close();
 }
 
+/* lra eval without --data: a test's samples, not those of a training */
+static void check_eval(luna_ctx *ctx) {
+  char name[500];
+  const char *build = getenv("BUILD"), *words[1] = { name };
+  luna_params *params = small_model(ctx, SMALL, LISTOPS, LUNA);
+  snprintf(name, sizeof name, "%s/tests/lra.safetensors", build ? build : "build");
+  CHECK(keep_run(params, "") && luna_save(params, name) == LUNA_OK, "%s is written", name);
+  model_close();
+  data.first = 0;
+  CHECK(eval(ctx, words) == 0, "%s is measured", name);
+  CHECK(data.first == 98000, "from sample %lld on", (long long)data.first);
+  remove(name);
+}
+
 int main(void) {
   static const drawing drawings[3] = { { 0xb85f69a1b5adcc90u, 20.822, 3244.66 },
     { 0xc96f79a7711ff74fu, 22.270, 3414.43 }, { 0x45243b08a41c0770u, 27.128, 4029.63 } };
   char files[400];
   const char *given = getenv("LRA_LISTS");
   luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
+  program = "lra";
   check_lists();
   check_values();
   snprintf(files, sizeof files, "tests/data/listops.tsv %s", given ? given : "");
@@ -400,7 +415,7 @@ int main(void) {
   check_measured(LISTOPS), check_measured(PATHFINDER);
   check_recipes();
   for (int i = 0; i < ATTENTIONS; i++) check_attention(&expected_attentions[i]);
-  if (CHECK(ctx, "a context")) check_first_values(ctx), check_redrawn(ctx);
+  if (CHECK(ctx, "a context")) check_first_values(ctx), check_redrawn(ctx), check_eval(ctx);
   luna_close(ctx);
   return test_report("lra");
 }
