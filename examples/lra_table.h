@@ -1,8 +1,13 @@
 /* lra_table.h: the runs of a folder as Markdown and SVG, beside Table 1 of Luna's paper (arXiv 2106.01540v2, whose ten
    other systems are the Long Range Arena's numbers). Included by lra.c. A run is a file RUN.txt: lines of a word, a
    space and a value. */
+#include <sys/stat.h>
 
 #ifdef _WIN32
+static int64_t file_size(const char *path) {               /* -1: no regular file */
+  struct _stat s;
+  return _stat(path, &s) == 0 && (s.st_mode & _S_IFMT) == _S_IFREG ? (int64_t)s.st_size : -1;
+}
 static char **folder_names(const char *folder, int *count) { /* names sorted; to be freed, each and all */
   struct _finddata_t found;
   char pattern[512], **names = NULL;
@@ -18,6 +23,10 @@ static char **folder_names(const char *folder, int *count) { /* names sorted; to
 }
 #else
 #include <dirent.h>
+static int64_t file_size(const char *path) {
+  struct stat s;
+  return stat(path, &s) == 0 && S_ISREG(s.st_mode) ? (int64_t)s.st_size : -1;
+}
 static char **folder_names(const char *folder, int *count) {
   char **names = NULL;
   DIR *d = opendir(folder);
@@ -38,7 +47,7 @@ static int by_name(const void *a, const void *b) { return strcmp(*(char *const *
 
 typedef struct report {
   int task;
-  char system[40], settings[16], instructions[24], from[80], model[320];
+  char system[40], settings[16], instructions[24], model[1024], from[4096]; /* as in the file: put_text */
   double seed, steps, of, batch, accuracy, held, seconds, threads;
 } report;
 
@@ -62,17 +71,16 @@ static double paper_of(const char *system, int task) {     /* 0: it has none */
   return 0;
 }
 
-/* What Markdown and SVG cannot show becomes "?". */
-static void take_text(char *to, size_t size, const unsigned char *at, int64_t length) {
-  size_t i = 0;
-  for (; i + 1 < size && (int64_t)i < length; i++)
-    to[i] = at[i] < 32 || at[i] > 126 || strchr("<>&|`", at[i]) ? '?' : (char)at[i];
-  to[i] = 0;
+static bool take_text(char *to, size_t size, const unsigned char *at, int64_t length) { /* whether all of it fits */
+  const bool fits = length < (int64_t)size && !memchr(at, 0, (size_t)length);
+  if (fits) memcpy(to, at, (size_t)length);
+  to[fits ? length : 0] = 0;
+  return fits;
 }
 static bool take_number(double *to, const char *text) {
   char *end;
   *to = strtod(text, &end);
-  return end != text && !*end && *to >= 0 && *to < 1e12;
+  return end != text && !*end && *to >= 0 && *to < 1e16;
 }
 static bool take_line(report *r, const unsigned char *line, int64_t length) {
   const struct { const char *word; char *text; size_t size; } texts[] = {
@@ -88,12 +96,12 @@ static bool take_line(report *r, const unsigned char *line, int64_t length) {
   const unsigned char *rest = space + 1;
   const int64_t left = line + length - rest;
   take_text(word, sizeof word, line, space - line);
-  take_text(value, sizeof value, rest, left);
+  const bool fits = take_text(value, sizeof value, rest, left);
   for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
     if (strcmp(word, texts[i].word) == 0)
-      return take_text(texts[i].text, texts[i].size, rest, left), *texts[i].text != 0;
+      return take_text(texts[i].text, texts[i].size, rest, left) && *texts[i].text;
   for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-    if (strcmp(word, numbers[i].word) == 0) return take_number(numbers[i].number, value);
+    if (strcmp(word, numbers[i].word) == 0) return fits && take_number(numbers[i].number, value);
   for (int i = 0; strcmp(word, "task") == 0 && i < TASKS; i++)
     if (strcmp(value, tasks[i].name) == 0) return r->task = i, true;
   return strcmp(word, "task") != 0;                        /* words of later versions */
@@ -102,13 +110,11 @@ static bool read_report(const char *path, report *r) {
   contents file;
   int64_t at = 0, length;
   const unsigned char *line;
-  FILE *f = fopen(path, "rb");
   memset(r, 0, sizeof *r);
   r->task = -1, r->accuracy = -1;
-  if (!f) return false;
-  fclose(f);
-  if (read_file(path, &file)) return false;
-  bool fine = file.size < 65536;
+  const int64_t size = file_size(path);
+  if (size <= 0 || size >= 65536 || read_file(path, &file)) return false;
+  bool fine = true;
   while (fine && (line = next_line(file, &at, &length)) != NULL) fine = length == 0 || take_line(r, line, length);
   free(file.data);
   return fine && r->task >= 0 && *r->system && r->accuracy >= 0 && r->accuracy <= 100 && r->steps > 0;
@@ -160,25 +166,45 @@ static row *read_rows(const char *folder, int *count) {
 
 /* ---- Markdown and SVG -------------------------------------------------------------------------------------------- */
 
+/* What Markdown and SVG cannot show becomes "?"; what only Markdown reads, `escape`, has a backslash before it. */
+static void put_text(FILE *to, const char *before, const char *text, bool escape) {
+  fputs(before, to);
+  for (; *text; text++) {
+    const char c = *text;
+    if (escape && strchr("\\[]()!*_~$", c)) fputc('\\', to);
+    fputc(c < 32 || c > 126 || strchr("<>&|`", c) ? '?' : c, to);
+  }
+}
+
 #define HEAD "| system | accuracy | of each run | seeds | steps | batch | minutes a run | threads, instructions | " \
              "Table 1 |\n|---|---|---|---|---|---|---|---|---|\n"
 static void print_row(const row *r) {
   const report *f = &r->first;
   const double theirs = paper_of(f->system, f->task);
-  printf("| %s | %.2f |", f->system, r->mean);
+  put_text(stdout, "| ", f->system, true);
+  printf(" | %.2f |", r->mean);
   for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.2f", i ? "," : "", r->accuracy[i]);
   printf(" |");
   for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.0f", i ? "," : "", r->seeds[i]);
   printf(" | %.0f%s | %.0f | %.1f", f->steps, f->steps < f->of ? " (not done)" : "", f->batch, r->seconds / 60);
-  printf(" | %.0f, %s |", f->threads, f->instructions);
+  printf(" | %.0f", f->threads);
+  put_text(stdout, ", ", f->instructions, true);
+  printf(" |");
   printf(theirs > 0 ? " %.2f |\n" : " |\n", theirs);
+}
+static void print_head(const report *r) {
+  put_text(stdout, "\nSettings ", r->settings, true);
+  put_text(stdout, ": ", r->model, true);
+  printf(". Measured on %.0f samples", r->held);
+  put_text(stdout, ": ", r->from, true);
+  printf(".\n\n" HEAD);
 }
 static void print_rows(const row *rows, int count) {
   for (int i = 0; i < count; i++) {
     const report *r = &rows[i].first, *last = i ? &rows[i - 1].first : NULL;
     if (!last || r->task != last->task) printf("\n## %s\n", tasks[r->task].title);
     if (!last || r->task != last->task || strcmp(r->model, last->model) != 0 || strcmp(r->from, last->from) != 0)
-      printf("\nSettings %s: %s. Measured on %.0f samples: %s.\n\n" HEAD, r->settings, r->model, r->held, r->from);
+      print_head(r);
     print_row(&rows[i]);
   }
 }
@@ -208,7 +234,10 @@ static double place_at(double accuracy) { return 270 + 4 * accuracy; }
 static void draw_row(FILE *to, const row *r, double y) {   /* a bar, a dot a run, a ring the paper's */
   const report *f = &r->first;
   const double theirs = paper_of(f->system, f->task);
-  fprintf(to, "<text x='10' y='%.0f'>%s, %s, %.0f steps</text>", y + 11, f->system, f->settings, f->steps);
+  fprintf(to, "<text x='10' y='%.0f'", y + 11);
+  put_text(to, ">", f->system, false);
+  put_text(to, ", ", f->settings, false);
+  fprintf(to, ", %.0f steps</text>", f->steps);
   fprintf(to, "<rect x='270' y='%.0f' width='%.1f' height='12' fill='%s'/>", y + 1, 4 * r->mean,
           strncmp(f->system, "Luna", 4) == 0 ? "#c33" : "#48a");
   fprintf(to, "<text x='700' y='%.0f'>%.2f</text>\n", y + 11, r->mean);

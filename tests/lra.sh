@@ -123,6 +123,36 @@ check "all of the paper's table" [ "$(grep -c '^| .* (' out)" -ge 15 ]
 check "no mark-up from files" sh -c '! grep -q "<script" out table.svg'
 check "what is no report is named" [ "$(grep -c 'is no report' err)" = 6 ]
 check "the picture is whole" [ "$(tail -n 1 table.svg)" = "</svg>" ]
+report() { sed "$2" whole.txt >"$1.txt"; }
+mkdir fields
+report fields/a 's/^from .*/from [a](b)_c_*d*!~e~$f\\g/; s/^settings .*/settings _q_/'
+check "a text of Markdown's own signs" run table fields
+check "is shown as it is" grep -q -F 'Settings \_q\_: ' out
+check "where samples are from too" grep -q -F 'samples: \[a\]\(b\)\_c\_\*d\*\!\~e\~\$f\\g.' out
+report fields/a 's/^seed 1/seed 9000000000000000/'
+run table fields
+check "a seed of 16 digits" grep -q '| 9000000000000000 |' out
+long=$(awk 'BEGIN { while (i++ < 1000) printf "x" }')
+report fields/b "s/^model .*/model ${long}y/; s/^seed 1/seed 2/"
+report fields/c "s/^model .*/model ${long}z/; s/^seed 1/seed 3/"
+report fields/d "s/^from .*/from ${long}y/; s/^seed 1/seed 4/"
+report fields/e "s/^from .*/from ${long}z/; s/^seed 1/seed 5/"
+report fields/f "s/^model .*/model $long$long/"
+report fields/g "s/^system .*/system $long/"
+report fields/h "s/^accuracy .*/accuracy $long/"
+{ cat whole.txt; echo "later $long $long"; } >fields/i.txt
+run table fields
+check "texts that differ at their ends" [ "$(grep -c "$long[yz]" out)" = 4 ]
+check "those that do not fit" [ "$(grep -c '[fgh].txt is no report' err) $(grep -c 'is no report' err)" = "3 3" ]
+mkdir strange
+mkfifo strange/a.txt
+{ cat whole.txt; awk 'BEGIN { while (i++ < 9000) print "later x" }'; } >strange/b.txt
+"$build/$program" table strange >out 2>err &
+pid=$! tries=0
+while ! grep -q 'has no runs' err && [ $tries -lt 50 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
+[ $tries -lt 50 ] || kill $pid
+wait $pid
+check "what is no file, or too large" [ "$(grep -c '[ab].txt is no report' err)" = 2 ]
 refuses "has no runs" table folder
 refuses "has no runs" table nowhere
 
