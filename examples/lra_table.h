@@ -122,19 +122,36 @@ static bool read_report(const char *path, report *r) {
 
 /* ---- rows: runs that differ in the seed alone -------------------------------------------------------------------- */
 
-#define SEEDS 20                     /* shown of a row */
-typedef struct row { report first; int runs; double mean, seconds, accuracy[SEEDS], seeds[SEEDS]; } row;
+enum { SEEDS = 100 };                /* of a row, at most */
+/* mixed: of several instruction sets or counts of threads, whose minutes have no common mean */
+typedef struct row { report first; int runs; bool mixed; double mean, seconds, accuracy[SEEDS], seeds[SEEDS]; } row;
 
-static bool same_row(const report *a, const report *b) {
-  return a->task == b->task && a->steps == b->steps && a->held == b->held && strcmp(a->system, b->system) == 0 &&
-         strcmp(a->settings, b->settings) == 0 && strcmp(a->model, b->model) == 0 && strcmp(a->from, b->from) == 0;
+static int by_head(const report *a, const report *b) {     /* 0: what their heading says is the same */
+  const int model = strcmp(a->model, b->model), settings = strcmp(a->settings, b->settings);
+  if (a->task != b->task) return a->task - b->task;
+  if (model || settings) return model ? model : settings;
+  return a->held != b->held ? (a->held < b->held ? 1 : -1) : strcmp(a->from, b->from);
 }
-static int by_accuracy(const void *a, const void *b) {     /* by tasks, then settings, then the best first */
+static bool same_row(const report *a, const report *b) {
+  return by_head(a, b) == 0 && strcmp(a->system, b->system) == 0 && a->steps == b->steps && a->of == b->of &&
+         a->batch == b->batch;
+}
+static int by_accuracy(const void *a, const void *b) {     /* by headings, then the best first */
   const row *i = (const row *)a, *j = (const row *)b;
-  const int settings = strcmp(i->first.model, j->first.model);
-  if (i->first.task != j->first.task) return i->first.task - j->first.task;
-  if (settings) return settings;
+  const int head = by_head(&i->first, &j->first);
+  if (head) return head;
   return i->mean != j->mean ? (i->mean < j->mean ? 1 : -1) : strcmp(i->first.system, j->first.system);
+}
+static void add_run(row *to, const report *r, const char *path) {
+  bool known = false;
+  for (int i = 0; i < to->runs; i++) known = known || to->seeds[i] == r->seed;
+  if (known || to->runs == SEEDS) {
+    fprintf(stderr, known ? "%s: %s has the seed of another run\n" : "%s: %s is one seed too many\n", program, path);
+    return;
+  }
+  to->mixed = to->mixed || r->threads != to->first.threads || strcmp(r->instructions, to->first.instructions) != 0;
+  to->accuracy[to->runs] = r->accuracy, to->seeds[to->runs++] = r->seed;
+  to->mean += (r->accuracy - to->mean) / to->runs, to->seconds += (r->seconds - to->seconds) / to->runs;
 }
 static row *read_rows(const char *folder, int *count) {
   row *rows = NULL;
@@ -154,10 +171,7 @@ static row *read_rows(const char *folder, int *count) {
       memset(&rows[k], 0, sizeof(row));
       rows[k].first = r;
     }
-    row *to = &rows[k];
-    if (to->runs < SEEDS) to->accuracy[to->runs] = r.accuracy, to->seeds[to->runs] = r.seed;
-    to->runs++;
-    to->mean += (r.accuracy - to->mean) / to->runs, to->seconds += (r.seconds - to->seconds) / to->runs;
+    add_run(&rows[k], &r, path);
   }
   free(names);
   if (rows) qsort(rows, (size_t)*count, sizeof *rows, by_accuracy);
@@ -183,13 +197,16 @@ static void print_row(const row *r) {
   const double theirs = paper_of(f->system, f->task);
   put_text(stdout, "| ", f->system, true);
   printf(" | %.2f |", r->mean);
-  for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.2f", i ? "," : "", r->accuracy[i]);
+  for (int i = 0; i < r->runs; i++) printf("%s %.2f", i ? "," : "", r->accuracy[i]);
   printf(" |");
-  for (int i = 0; i < r->runs && i < SEEDS; i++) printf("%s %.0f", i ? "," : "", r->seeds[i]);
-  printf(" | %.0f%s | %.0f | %.1f", f->steps, f->steps < f->of ? " (not done)" : "", f->batch, r->seconds / 60);
-  printf(" | %.0f", f->threads);
-  put_text(stdout, ", ", f->instructions, true);
-  printf(" |");
+  for (int i = 0; i < r->runs; i++) printf("%s %.0f", i ? "," : "", r->seeds[i]);
+  printf(" | %.0f%s | %.0f |", f->steps, f->steps < f->of ? " (not done)" : "", f->batch);
+  if (r->mixed) printf(" | several |");
+  else {
+    printf(" %.1f | %.0f", r->seconds / 60, f->threads);
+    put_text(stdout, ", ", f->instructions, true);
+    printf(" |");
+  }
   printf(theirs > 0 ? " %.2f |\n" : " |\n", theirs);
 }
 static void print_head(const report *r) {
@@ -203,8 +220,7 @@ static void print_rows(const row *rows, int count) {
   for (int i = 0; i < count; i++) {
     const report *r = &rows[i].first, *last = i ? &rows[i - 1].first : NULL;
     if (!last || r->task != last->task) printf("\n## %s\n", tasks[r->task].title);
-    if (!last || r->task != last->task || strcmp(r->model, last->model) != 0 || strcmp(r->from, last->from) != 0)
-      print_head(r);
+    if (!last || by_head(r, last) != 0) print_head(r);
     print_row(&rows[i]);
   }
 }
@@ -241,7 +257,7 @@ static void draw_row(FILE *to, const row *r, double y) {   /* a bar, a dot a run
   fprintf(to, "<rect x='270' y='%.0f' width='%.1f' height='12' fill='%s'/>", y + 1, 4 * r->mean,
           strncmp(f->system, "Luna", 4) == 0 ? "#c33" : "#48a");
   fprintf(to, "<text x='700' y='%.0f'>%.2f</text>\n", y + 11, r->mean);
-  for (int k = 0; k < r->runs && k < SEEDS; k++)
+  for (int k = 0; k < r->runs; k++)
     fprintf(to, "<circle cx='%.1f' cy='%.0f' r='2'/>", place_at(r->accuracy[k]), y + 7);
   if (theirs > 0)
     fprintf(to, "<circle cx='%.1f' cy='%.0f' r='5' fill='none' stroke='#000'/>", place_at(theirs), y + 7);

@@ -153,6 +153,30 @@ while ! grep -q 'has no runs' err && [ $tries -lt 50 ]; do sleep 0.1 2>/dev/null
 [ $tries -lt 50 ] || kill $pid
 wait $pid
 check "what is no file, or too large" [ "$(grep -c '[ab].txt is no report' err)" = 2 ]
+mkdir heads
+report heads/a 's/^accuracy .*/accuracy 70/'
+report heads/b 's/^held .*/held 4/; s/^accuracy .*/accuracy 60/; s/^steps .*/steps 10/'
+report heads/c 's/^seed .*/seed 2/; s/^steps .*/steps 10/; s/^accuracy .*/accuracy 50/'
+report heads/d 's/^settings .*/settings authors/'
+run table heads --svg table.svg
+awk '/^Settings/ { head = $2 " " } /Measured on/ { sub(/.*Measured on/, ""); head = head $1 }
+  /^. Luna-4/ && head { print head, $4, $10, $11 } /Beside/ { head = "" }' out >heads.txt
+printf '%s\n' 'quick: 8 70.00 20 |' 'quick: 8 50.00 10 (not' 'quick: 4 60.00 10 (not' >heads_expected
+check "each heading is true of its rows" sh -c 'grep quick heads.txt | cmp - heads_expected'
+check "of other settings too" grep -q '^authors: 8 ' heads.txt
+mkdir seeds
+report seeds/a 's/^accuracy .*/accuracy 40.00/'
+report seeds/b 's/^accuracy .*/accuracy 60.00/'
+report seeds/c 's/^accuracy .*/accuracy 50.00/; s/^seed .*/seed 2/'
+run table seeds
+check "a seed counts once" grep -q '^| Luna-4 | 45.00 | 40.00, 50.00 | 1, 2 | 20 | 4 | [0-9.]* | 2, ' out
+check "the second of it is named" grep -q '^lra: seeds/b.txt has the seed of another run$' err
+report seeds/b 's/^threads .*/threads 5/; s/^seed .*/seed 3/'
+run table seeds
+check "no minutes of unlike machines" grep -q '^| Luna-4 | .* | 1, 3, 2 | 20 | 4 | | several |' out
+report seeds/b 's/^instructions .*/instructions none/; s/^seed .*/seed 3/'
+run table seeds
+check "nor of unlike instructions" grep -q '^| Luna-4 | .* | 1, 3, 2 | 20 | 4 | | several |' out
 refuses "has no runs" table folder
 refuses "has no runs" table nowhere
 
