@@ -65,11 +65,19 @@ static const paper table1[] = {
   { "Luna-16", { 37.43, 65.74, 79.38, 46.39, 78.36 } }, { "Luna-128", { 38.01, 65.74, 79.55, 47.47, 78.89 } },
   { "Luna-256", { 37.98, 65.78, 79.56, 47.86, 78.55 } },
 };
-static double paper_of(const char *system, int task) {     /* 0: it has none */
+static phrase difficulty_of(const report *r) {             /* of Pathfinder; else "" */
+  const char *name = r->task == PATHFINDER ? strstr(r->model, "difficulty ") : NULL;
+  phrase out = { "" };
+  if (name) snprintf(out.text, sizeof out.text, "%.*s", (int)strcspn(name + 11, ","), name + 11);
+  return out;
+}
+static double paper_of(const report *r) {                  /* 0: it has none; of Pathfinder, it has the hard one */
+  if (r->task == PATHFINDER && strcmp(difficulty_of(r).text, "hard") != 0) return 0;
   for (size_t i = 0; i < sizeof table1 / sizeof *table1; i++)
-    if (strcmp(table1[i].system, system) == 0) return table1[i].accuracy[task];
+    if (strcmp(table1[i].system, r->system) == 0) return table1[i].accuracy[r->task];
   return 0;
 }
+static bool finished(const report *r) { return r->steps == r->of; }
 
 static bool take_text(char *to, size_t size, const unsigned char *at, int64_t length) { /* whether all of it fits */
   const bool fits = length < (int64_t)size && !memchr(at, 0, (size_t)length);
@@ -194,13 +202,13 @@ static void put_text(FILE *to, const char *before, const char *text, bool escape
              "Table 1 |\n|---|---|---|---|---|---|---|---|---|\n"
 static void print_row(const row *r) {
   const report *f = &r->first;
-  const double theirs = paper_of(f->system, f->task);
+  const double theirs = paper_of(f);
   put_text(stdout, "| ", f->system, true);
   printf(" | %.2f |", r->mean);
   for (int i = 0; i < r->runs; i++) printf("%s %.2f", i ? "," : "", r->accuracy[i]);
   printf(" |");
   for (int i = 0; i < r->runs; i++) printf("%s %.0f", i ? "," : "", r->seeds[i]);
-  printf(" | %.0f%s | %.0f |", f->steps, f->steps < f->of ? " (not done)" : "", f->batch);
+  printf(" | %.0f%s | %.0f |", f->steps, finished(f) ? "" : " (not done)", f->batch);
   if (r->mixed) printf(" | several |");
   else {
     printf(" %.1f | %.0f", r->seconds / 60, f->threads);
@@ -224,15 +232,19 @@ static void print_rows(const row *rows, int count) {
     print_row(&rows[i]);
   }
 }
-/* The best row of each system and task, the paper's number in brackets. */
+/* The best finished row of a system and a task that the paper has a number of, which is in brackets. */
 static const row *best_row(const row *rows, int count, int task, const char *system) {
   const row *best = NULL;
-  for (const row *r = rows; r < rows + count; r++)
-    if (r->first.task == task && strcmp(r->first.system, system) == 0 && (!best || r->mean > best->mean)) best = r;
+  for (const row *r = rows; r < rows + count; r++) {
+    const report *f = &r->first;
+    const bool counts = f->task == task && strcmp(f->system, system) == 0 && finished(f) && paper_of(f) > 0;
+    if (counts && (!best || r->mean > best->mean)) best = r;
+  }
   return best;
 }
 static void print_table1(const row *rows, int count) {
-  printf("\n## Beside Table 1\n\n| system |");
+  printf("\n## Beside Table 1\n\nIn bold the best row of finished runs, of Pathfinder's hard ones; in brackets the "
+         "paper's number.\n\n| system |");
   for (int t = 0; t < TASKS; t++) printf(" %s |", tasks[t].title);
   printf("\n|---|---|---|---|---|---|\n");
   for (size_t i = 0; i < sizeof table1 / sizeof *table1; i++) {
@@ -246,17 +258,19 @@ static void print_table1(const row *rows, int count) {
   }
 }
 
-static double place_at(double accuracy) { return 270 + 4 * accuracy; }
+static double place_at(double accuracy) { return 400 + 4 * accuracy; }
 static void draw_row(FILE *to, const row *r, double y) {   /* a bar, a dot a run, a ring the paper's */
   const report *f = &r->first;
-  const double theirs = paper_of(f->system, f->task);
+  const double theirs = paper_of(f);
+  const phrase hard = difficulty_of(f);
   fprintf(to, "<text x='10' y='%.0f'", y + 11);
   put_text(to, ">", f->system, false);
+  put_text(to, *hard.text ? ", " : "", hard.text, false);
   put_text(to, ", ", f->settings, false);
-  fprintf(to, ", %.0f steps</text>", f->steps);
-  fprintf(to, "<rect x='270' y='%.0f' width='%.1f' height='12' fill='%s'/>", y + 1, 4 * r->mean,
+  fprintf(to, ", %.0f steps%s</text>", f->steps, finished(f) ? "" : " (not done)");
+  fprintf(to, "<rect x='400' y='%.0f' width='%.1f' height='12' fill='%s'/>", y + 1, 4 * r->mean,
           strncmp(f->system, "Luna", 4) == 0 ? "#c33" : "#48a");
-  fprintf(to, "<text x='700' y='%.0f'>%.2f</text>\n", y + 11, r->mean);
+  fprintf(to, "<text x='830' y='%.0f'>%.2f</text>\n", y + 11, r->mean);
   for (int k = 0; k < r->runs; k++)
     fprintf(to, "<circle cx='%.1f' cy='%.0f' r='2'/>", place_at(r->accuracy[k]), y + 7);
   if (theirs > 0)
@@ -267,7 +281,7 @@ static int draw_rows(const row *rows, int count, const char *path) {
   double y = 10;
   FILE *to = fopen(path, "w");
   if (!to) return fail("cannot write %s: %s", path, strerror(errno));
-  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='760' height='%d' font-family='sans-serif' "
+  fprintf(to, "<svg xmlns='http://www.w3.org/2000/svg' width='890' height='%d' font-family='sans-serif' "
           "font-size='12'>\n<rect width='100%%' height='100%%' fill='#fff'/>\n", 20 * count + 34 * TASKS + 40);
   for (int i = 0; i < count; i++, y += 20) {
     if (i == 0 || rows[i].first.task != rows[i - 1].first.task) {

@@ -141,9 +141,10 @@ report fields/f "s/^model .*/model $long$long/"
 report fields/g "s/^system .*/system $long/"
 report fields/h "s/^accuracy .*/accuracy $long/"
 { cat whole.txt; echo "later $long $long"; } >fields/i.txt
+{ cat whole.txt; printf 'from a\000b\n'; } >fields/j.txt
 run table fields
 check "texts that differ at their ends" [ "$(grep -c "$long[yz]" out)" = 4 ]
-check "those that do not fit" [ "$(grep -c '[fgh].txt is no report' err) $(grep -c 'is no report' err)" = "3 3" ]
+check "those that do not fit" [ "$(grep -c '[fghj].txt is no report' err) $(grep -c 'is no report' err)" = "4 4" ]
 mkdir strange
 mkfifo strange/a.txt
 { cat whole.txt; awk 'BEGIN { while (i++ < 9000) print "later x" }'; } >strange/b.txt
@@ -177,6 +178,44 @@ check "no minutes of unlike machines" grep -q '^| Luna-4 | .* | 1, 3, 2 | 20 | 4
 report seeds/b 's/^instructions .*/instructions none/; s/^seed .*/seed 3/'
 run table seeds
 check "nor of unlike instructions" grep -q '^| Luna-4 | .* | 1, 3, 2 | 20 | 4 | | several |' out
+cat >expected <<'END'
+| system | ListOps | Text | Retrieval | Image | Pathfinder |
+|---|---|---|---|---|---|
+| Transformer | (37.11) | (65.21) | (79.14) | (42.94) | (71.83) |
+| Transformer (LRA) | (36.37) | (64.27) | (57.46) | (42.44) | (71.40) |
+| Local | (15.82) | (52.98) | (53.39) | (41.46) | (66.63) |
+| Sparse | (17.07) | (63.58) | (59.59) | (44.24) | (71.71) |
+| Longformer | (35.63) | (62.85) | (56.89) | (42.22) | (69.71) |
+| Linformer | (35.70) | (53.94) | (52.27) | (38.56) | (76.34) |
+| Reformer | (37.27) | (56.10) | (53.40) | (38.07) | (68.50) |
+| Sinkhorn | (33.67) | (61.20) | (53.83) | (41.23) | (67.45) |
+| Synthesizer | (36.99) | (61.68) | (54.67) | (41.61) | (69.45) |
+| BigBird | (36.05) | (64.02) | (59.29) | (40.83) | (74.87) |
+| Linear Transformer | (16.13) | (65.90) | (53.09) | (42.34) | (75.30) |
+| Performer | (18.01) | (65.40) | (53.82) | (42.77) | (77.05) |
+| Luna-16 | (37.43) | (65.74) | (79.38) | (46.39) | (78.36) |
+| Luna-128 | (38.01) | (65.74) | (79.55) | (47.47) | (78.89) |
+| Luna-256 | (37.98) | (65.78) | (79.56) | (47.86) | (78.55) |
+END
+mkdir papers
+beside() { run table papers --svg table.svg && sed '1,/^## Beside/d' out | grep '^|' >beside.txt; }
+rings() { grep -c "r='5'" table.svg; }
+report papers/a 's/^system .*/system Local/; s/^of .*/of 21/; s/^accuracy .*/accuracy 90.00/'
+easy='s/^task .*/task pathfinder/; s/^system .*/system Local/; s/^model /model difficulty easy, /'
+report papers/b "$easy"
+check "a run that is not done and easy pictures" beside
+check "stand not beside the paper's numbers" same beside.txt expected
+check "nor is the paper's number in the easy one's row" \
+  sh -c "sed -n '/^## Pathfinder/,/^## Beside/p' out | grep -q '^| Local | .* |  *|\$'"
+check "nor a ring" [ "$(rings)" = 1 ]
+check "the difficulty is drawn" grep -q '>Local, easy, quick, 20 steps</text>' table.svg
+check "and what is not done" grep -q '>Local, quick, 20 steps (not done)</text>' table.svg
+report papers/c 's/^system .*/system Local/; s/^accuracy .*/accuracy 80.00/'
+report papers/d "$easy; s/difficulty easy/difficulty hard/; s/^accuracy .*/accuracy 70.00/"
+report papers/e "$easy; s/difficulty easy/difficulty intermediate/; s/^accuracy .*/accuracy 95.00/"
+beside
+check "finished and hard ones do" grep -q '^| Local | \*\*80.00\*\* (15.82) | .* | \*\*70.00\*\* (66.63) |$' beside.txt
+check "with two rings more" [ "$(rings)" = 3 ]
 refuses "has no runs" table folder
 refuses "has no runs" table nowhere
 
