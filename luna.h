@@ -723,8 +723,8 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
-   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
-   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
+   luna_item gives NaN for them, and every call that takes one, but for a view of a parameter, fails with a sentence;
+   later their pointers may be other tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
    with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the
    same call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose
    failure is to have no effect, use a context of its own and close it. */
