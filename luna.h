@@ -723,8 +723,8 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
-   luna_item gives NaN for them, and every call that takes one fails with a sentence; later their pointers may be other
-   tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
+   luna_item gives NaN for them, and every call that takes one, but for a view of a parameter, fails with a sentence;
+   later their pointers may be other tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
    with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the
    same call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose
    failure is to have no effect, use a context of its own and close it. */
@@ -797,8 +797,10 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
-  float *data;                       /* null in a context that measures, and once released by a scope's end */
-  /* null until backward has reached it; an op's result loses it again unless luna_require_grad was called */
+  /* data: null in a context that measures, and once released by a scope's end. grad: null until backward has reached
+     it; an op's result loses it again unless luna_require_grad was called. Those of a view may then be out of date:
+     luna_read and luna_read_grad know. */
+  float *data;
   float *grad;
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
   int rank;
@@ -1125,8 +1127,9 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__; keys, and names of parameters, that start with
-   "luna." belong to luna.h. */
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect_bytes);
+   keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get is the set's:
+   luna_params_set of its key may change it in place. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
 
@@ -1698,7 +1701,7 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *optimizer);
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
-/* of the last step, with its schedule; before any, of the first */
+/* the rate now, by the schedule at the last step; before any, at the first */
 LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
@@ -4443,7 +4446,7 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
     const int64_t label = a->labels[row] - a->first;
     const vf total = vf_set(a->lse[row]);
     if (a->labels[row] < 0) {
-      if (!a->add) memset(grad, 0, (size_t)n * sizeof(float));
+      if (!a->add && n > 0) memset(grad, 0, (size_t)n * sizeof(float));
       continue;
     }
     for (int64_t i = 0; i < n; i += VF) {
@@ -5503,7 +5506,7 @@ LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
   s.row = b * a->queries * a->heads + h;
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
   s.element = pair * a->queries * s.numbers;
-  if (a->dropout_first > 0 && a->dropout_run == 0) /* of pairs before, as many elements as this one has */
+  if (a->dropout_first > 0 && a->dropout_run == 0 && a->keys > 0) /* of pairs before, as many as this one has */
     s.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
   return s;
 }
@@ -9389,7 +9392,8 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   }
   for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
     lunai_release(ctx->made);
-    ctx->made->grad = NULL;
+    ctx->made->data = ctx->made->grad = NULL;
+    ctx->made->released = true;      /* one without elements too, which has no piece */
   }
   ctx->slabs.now = mark.slab;
   ctx->slabs.used = mark.slab_used;
@@ -9636,10 +9640,13 @@ LUNA_API void luna_close(luna_ctx *ctx) {
 #ifndef LUNAI_NO_POOL
   if (ctx->pool) lunai_pool_close(ctx->pool);
 #endif
-  if (ctx->options.block) return;
   allocator = ctx->options.allocator;
   backend = ctx->backend;
   self = ctx->self;
+  if (ctx->options.block) {
+    if (self) backend->close(self);
+    return;
+  }
   memcpy(arena, ctx->arena, sizeof arena);
   for (i = 1; i >= 0; i--) {
     if (i == 0 && self) backend->close(self);
@@ -11670,6 +11677,8 @@ LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
   p->scope = i;
   return outer;
 }
+/* back into a scope; one that was opened before the profile began anew is none of it */
+LUNAI_FN void lunai_profile_return(lunai_profile *p, int scope) { p->scope = scope < p->scopes ? scope : 0; }
 
 LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
   lunai_profile_shape s;
@@ -11863,10 +11872,16 @@ LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, d
 LUNAI_FN const char *lunai_profile_name(const char *name) {
   return strncmp(name, "luna_", 5) == 0 ? name + 5 : strncmp(name, "lunai_", 6) == 0 ? name + 6 : name;
 }
+/* in JSON: '"', '\\' and control characters, of which scopes are named by users, become '?' */
 LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
+  char one[2] = "/";
   if (scope == 0) return;
   lunai_profile_path(w, w->p->scope_outer[scope]);
-  lunai_profile_put(w, w->p->scope_outer[scope] ? "/%s" : "%s", lunai_profile_name(w->p->scope_name[scope]));
+  if (w->p->scope_outer[scope]) w->write(w->user, one);
+  for (const char *c = lunai_profile_name(w->p->scope_name[scope]); (*one = *c) != 0; c++) {
+    if ((unsigned char)*c < 32 || *c == '"' || *c == '\\') *one = '?';
+    w->write(w->user, one);
+  }
 }
 LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
   while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
@@ -12144,7 +12159,7 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   luna_tensor *t;
   int i;
 #ifndef LUNA_ONLY_STREAM
-  if (ctx && ctx->profile) ctx->profile->scope = scope.outer;
+  if (ctx && ctx->profile) lunai_profile_return(ctx->profile, scope.outer);
 #endif
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
@@ -12170,7 +12185,7 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
 LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
   x = lunai_results(scope, x, p);
 #ifndef LUNA_ONLY_STREAM
-  if (scope.ctx && scope.ctx->profile) scope.ctx->profile->scope = scope.self;
+  if (scope.ctx && scope.ctx->profile) lunai_profile_return(scope.ctx->profile, scope.self);
 #endif
   return x;
 }
@@ -13593,7 +13608,8 @@ LUNAI_FN const float *lunai_borrowed(const luna_params *params, const char *name
 }
 LUNAI_FN void lunai_borrow(lunai_param *p, const float *values) {
   p->tensor.data = (float *)(uintptr_t)values;
-  p->tensor.needs_grad = false;
+  p->tensor.grad = p->frozen_grad = NULL; /* of an earlier training: optimisers go by it */
+  p->tensor.has_grad = p->had_grad = p->tensor.needs_grad = false;
   p->tensor.borrowed = true;
 }
 
@@ -13809,6 +13825,11 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
   void *memory;
   if (!lunai_is_text(key) || !lunai_is_text(value))
     return lunai_fail_status(params->ctx, LUNA_ERROR_NOT_UTF8, "luna_params_set", lunai_is_text(key) ? "value" : "key");
+  lunai_meta *same = params->ctx->setups ? NULL : lunai_meta_find(params, key); /* a setup may restore the old one */
+  if (same && strlen(value) <= strlen(same->value)) {
+    memmove((char *)(uintptr_t)same->value, value, strlen(value) + 1);
+    return LUNA_OK;
+  }
   const lunai_persistent_mark mark = lunai_persistent(params->ctx);
   lunai_meta *pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
   if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
@@ -16912,10 +16933,22 @@ LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   const int64_t n = part && part->rows ? part->whole : input->n;
-  int64_t longest = input->lengths ? 1 : n;
+  int64_t longest = input->lengths ? 1 : lunai_max(n, 1);
   if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
   for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
   return lunai_min(longest, lunai_max(n, 1));
+}
+
+/* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real (a rank may have none of
+   rows that others have); false: no memory */
+LUNAI_FN bool lunai_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
+  void *memory;
+  const size_t bytes = (size_t)input->batch * sizeof(int32_t);
+  *own = *input;
+  if (input->lengths || input->n > 0 || input->batch == 0 || lunai_ranks(ctx)) return true;
+  if ((memory = lunai_step_host(ctx, name, true, bytes)) == NULL) return false;
+  own->lengths = (const int32_t *)memset(memory, 0, bytes);
+  return true;
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
@@ -16948,13 +16981,14 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
   luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
-  if (!ctx) return false;
+  luna_input own;
+  if (!ctx || !lunai_empty_input(ctx, "luna_encoder_forward", input, &own)) return false;
   const luna_encoder_config *c = &e->config;
   const bool is_luna = lunai_is_luna(&c->layer);
   const bool hands_p = is_luna || c->layer.hook;
   const luna_scope scope = luna_scope_begin(ctx);
-  lunai_flow f = lunai_flow_of(NULL, p, input->lengths);
-  f.x = luna_encoder_embed(e, input, &f.p);
+  lunai_flow f = lunai_flow_of(NULL, p, own.lengths);
+  f.x = luna_encoder_embed(e, &own, &f.p);
   for (int64_t i = 0; i < c->layers; i++) {
     f.wants_x = last_x || i < c->layers - 1;
     f.wants_p = hands_p && (i < c->layers - 1 ? !c->own_memory : last_p != NULL);
@@ -16963,7 +16997,7 @@ LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna
   }
   if (f.wants_p && e->memory_norm.weight) f.p = luna_norm_layer_forward(&e->memory_norm, f.p);
   if (f.wants_x && e->norm.weight) f.x = luna_norm_layer_forward(&e->norm, f.x);
-  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, input->lengths);
+  if (f.wants_x && !c->keep_padding) f.x = luna_mask(f.x, own.lengths);
   if ((f.wants_x && !f.x) || (f.wants_p && is_luna && !f.p)) return false;
   (void)lunai_results(scope, f.wants_x ? f.x : f.p, f.wants_p ? f.p : NULL);
   if (f.wants_p) *last_p = f.p;
@@ -17043,9 +17077,11 @@ LUNAI_FN luna_tensor *lunai_classifier_features(const luna_classifier *model, co
   const bool memory = lunai_pools_memory(model->config.pooling) && !model->config.per_step;
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   luna_tensor *x = NULL, *p = NULL;
-  if (!lunai_encoder(&model->encoder, input, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
+  luna_input own;
+  if (!lunai_empty_input(scope.ctx, "luna_classifier_forward", input, &own) ||
+      !lunai_encoder(&model->encoder, &own, NULL, memory ? NULL : &x, memory ? &p : NULL)) return NULL;
   if (model->config.per_step) return x;
-  return lunai_result(scope, luna_classifier_pool(model, x, p, input->lengths));
+  return lunai_result(scope, luna_classifier_pool(model, x, p, own.lengths));
 }
 LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna_tensor *features) {
   if (model->pre_logits.weight)
@@ -17241,10 +17277,11 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
   const lunai_cut *part;
-  luna_input own;
-  if (!ctx || !lunai_cut_input(ctx, "luna_seq2seq_forward", target, &own, &part)) return NULL;
+  luna_input own, from;
+  if (!ctx || !lunai_cut_input(ctx, name, target, &own, &part) || !lunai_empty_input(ctx, name, source, &from))
+    return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
-  luna_tensor *context = luna_encoder_forward(&model->encoder, source, &p);
+  luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
   e.config = model->config.encoder;
   e.config.keep_padding = true;      /* padding of the target: a zero embedding, no more */
@@ -17252,7 +17289,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   e.positions = model->positions;
   luna_tensor *x = context ? lunai_embed(&e, target, &own, part) : NULL;
   const luna_scope inner = luna_scope_begin(ctx);      /* the encoder's results stay */
-  lunai_flow f = lunai_flow_of(x, p, source->lengths);
+  lunai_flow f = lunai_flow_of(x, p, from.lengths);
   f.context = context;
   for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
@@ -17822,15 +17859,26 @@ struct lunai_reading {
   void *into;                        /* the reader's */
   luna_params *params;
 };
+/* Chunks of the step that a file needed, those after `last` (null: all), go back to the allocator: no step may ever be
+   as large. */
+LUNAI_FN lunai_chunk *lunai_last_chunk(const luna_ctx *ctx) {
+  lunai_chunk *last = ctx->arena[0].steps;
+  while (last && last->next) last = last->next;
+  return last;
+}
+LUNAI_FN void lunai_chunks_after(luna_ctx *ctx, lunai_chunk *last) {
+  for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
+    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
+  if (!last) ctx->arena[0].step = NULL;
+}
 LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
   luna_ctx *ctx = r->ctx;
-  lunai_chunk *last = NULL;
   luna_status status = LUNA_OK;
   lunai_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   const char *outer = lunai_enter(ctx, r->name);
   const lunai_mark mark = lunai_step_mark(ctx);
-  for (lunai_chunk *chunk = ctx->arena[0].steps; chunk; chunk = chunk->next) last = chunk;
+  lunai_chunk *last = lunai_last_chunk(ctx);
   const char *wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
   if (!wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
@@ -17841,9 +17889,7 @@ LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes,
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
   if (status == LUNA_OK) status = r->read(r, &st);
   lunai_step_rewind(ctx, mark);
-  for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
-    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
-  if (!last) ctx->arena[0].step = NULL;
+  lunai_chunks_after(ctx, last);
   lunai_leave(ctx, outer);
   return status;
 }
@@ -17938,7 +17984,8 @@ LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
   const lunai_reading r = { ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
-  return inspection ? lunai_read_bytes(&r, bytes, size) : LUNA_BAD_ARGUMENT;
+  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r.name, "inspection");
+  return lunai_read_bytes(&r, bytes, size);
 }
 
 LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
@@ -18176,8 +18223,8 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
   const float lr = lunai_bits_float(value[LUNAI_TRAINING_LR]);
   if (value[LUNAI_TRAINING_LR] >> 32 || !(lr >= 0 && lr < (float)INFINITY))
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, lunai_training_keys[LUNAI_TRAINING_LR], file);
-  if (value[LUNAI_TRAINING_ATTEMPTS] >> 62 || value[LUNAI_TRAINING_UPDATES] > value[LUNAI_TRAINING_ATTEMPTS] ||
-      value[LUNAI_TRAINING_UPDATES] + value[LUNAI_TRAINING_SKIPPED] != value[LUNAI_TRAINING_ATTEMPTS] ||
+  /* attempts are luna_optimizer_advance's, the others luna_optimizer_apply's, which need not be called as often */
+  if ((value[LUNAI_TRAINING_ATTEMPTS] | value[LUNAI_TRAINING_UPDATES] | value[LUNAI_TRAINING_SKIPPED]) >> 62 ||
       value[LUNAI_TRAINING_ROW] > value[LUNAI_TRAINING_SKIPPED])
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)value[LUNAI_TRAINING_ATTEMPTS],
                              (int64_t)value[LUNAI_TRAINING_UPDATES], (int64_t)value[LUNAI_TRAINING_SKIPPED],
@@ -18229,6 +18276,7 @@ LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
   luna_ctx *ctx = r->ctx;
   const char *outer = lunai_enter(ctx, r->name);
   const lunai_mark mark = lunai_step_mark(ctx);
+  lunai_chunk *last = lunai_last_chunk(ctx);
   luna_status status = LUNA_OK;
   void *bytes;
   if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes))
@@ -18237,6 +18285,7 @@ LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
     status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
   if (status == LUNA_OK) status = lunai_read_bytes(r, bytes, (size_t)io->size);
   lunai_step_rewind(ctx, mark);
+  lunai_chunks_after(ctx, last);
   lunai_leave(ctx, outer);
   return status;
 }

@@ -63,6 +63,7 @@ TOOL list_sizes lists_grown(list_sizes sizes, double grown) {
 /* ---- worked out -------------------------------------------------------------------------------------------------- */
 
 #define DEEPEST 1000                 /* lists within lists that list_value follows */
+#define LONGEST_LIST 100000          /* tokens of one that is read */
 
 /* The value of a list or a digit, whose depth, a digit's 1, and maximum of members go to *depth and *args; -1: it is
    none. */
@@ -123,25 +124,32 @@ TOOL int list_line(list_file *f, const char *path, unsigned char *line, int64_t 
     return fail("%s: line %lld is not an answer, a tab and a list", path, (long long)number);
   while (from < length) {
     int s = line[from] == ' ' || line[from] == '(' || line[from] == ')' ? SYMBOLS : symbol(line, length, &from);
-    if (s < 0)
+    if (s < 0 || (s < 10 && from < length && line[from] >= '0' && line[from] <= '9'))
       return fail("%s: line %lld has something that is no digit, operator or bracket", path, (long long)number);
     if (s == SYMBOLS) from++;
     else line[size++] = (unsigned char)s;
   }
-  if (size == 0 || size > 100000) return fail("%s: line %lld has no list, or too long a one", path, (long long)number);
+  if (size == 0 || size > LONGEST_LIST)
+    return fail("%s: line %lld has no list, or too long a one", path, (long long)number);
   if (size > f->longest) f->longest = size;
   f->lines[f->count++] = (struct list_line){ line, (int32_t)size, answer };
   return 0;
 }
 
 TOOL int lists_read(list_file *f, const char *path) {      /* returns 0, or 2 after a sentence */
-  int64_t at = 0, length = 0, lines = 1, number = 0;
+  static int32_t tokens[LONGEST_LIST];
+  int64_t at = 0, length = 0, lines = 1, number = 0, depth, args;
+  int32_t size;
   unsigned char *line;
   *f = (list_file){ .longest = 1 };
   if (read_file(path, &f->text)) return 2;
   for (int64_t i = 0; i < f->text.size; i++) lines += f->text.data[i] == '\n';
   f->lines = (struct list_line *)grow(NULL, lines, sizeof *f->lines);
-  while ((line = (unsigned char *)next_line(f->text, &at, &length)) != NULL)
+  while ((line = (unsigned char *)next_line(f->text, &at, &length)) != NULL) {
+    const int64_t before = f->count;
     if (list_line(f, path, line, length, ++number)) return 2;
+    if (f->count > before && (list_fetch(f, before, tokens, &size), list_value(tokens, size, &depth, &args) < 0))
+      return fail("%s: the brackets of line %lld make no list", path, (long long)number);
+  }
   return f->count >= 10 ? 0 : fail("%s has %lld lists; the minimum is 10", path, (long long)f->count);
 }

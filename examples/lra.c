@@ -40,7 +40,7 @@ static const flag flags[] = {
   { "--memory", "t", WHOLE(set.memory, 1, 65536), "Luna's memory slots, l" },
   { "--settings", "t", CHOICE(own.settings, SETTINGS_NAMES), "where flags that are 0 below get their values from" },
   { "--quick", "t", SWITCH(own.quick), "the same as --settings quick" },
-  { "--out", "t", STRING(set.out), "begin of the names of the files that a run writes; else TASK-ATTENTION-SEED" },
+  { "--out", "t", STRING(set.out), "begin of the names of a run's files; else TASK-ATTENTION-SEED or like it" },
   { "--plot", "t", WRITES(set.plot), "file to draw the loss in, SVG" },
   { "--validations", "t", WHOLE(set.validations, 1, 1e6), "of a run, at equal distances; the best model is kept" },
   FLAGS_RESUME,
@@ -74,11 +74,12 @@ static const flag flags[] = {
 
 /* ---- settings: what the command line leaves open ----------------------------------------------------------------- */
 
-static bool given(const void *place) {
-  for (int i = 0; flags[i].name; i++)
-    if ((flags[i].whole == place || flags[i].real == place) && flags_given >> i & 1) return true;
-  return false;
+static const flag *flag_of(const void *place) {
+  const flag *f = flags;
+  while (f->whole != place && f->real != place) f++;
+  return f;
 }
+static bool given(const void *place) { return flags_given >> (flag_of(place) - flags) & 1; }
 static void whole(int64_t *place, int64_t value) { if (!given(place)) *place = value; }
 static void real(double *place, double value) { if (!given(place)) *place = value; }
 
@@ -216,6 +217,7 @@ static struct {
   int64_t best_step;
   double loss, before;               /* the sum of the losses since the curve's last row; seconds before it went on */
   int64_t losses;
+  char data[80], data_before[80];    /* task_mark(): of these samples, and of those of the training that goes on */
 } run = { .best = -1 };
 static progress bar;
 
@@ -233,19 +235,40 @@ static phrase title(void) {
   return out;
 }
 
-/* RUN is --out, else that of the training that goes on, else TASK-ATTENTION-SEED. */
+/* The name of a run without --out: "listops-luna16-1", "pathfinder-easy-quick-performer-2". */
+static void default_name(void) {
+  const flag *const parts[] = { flag_of(&own.difficulty), flag_of(&own.settings), flag_of(&set.attention) };
+  size_t size = (size_t)snprintf(run.name, sizeof run.name, "%s", data.task->name);
+  for (int i = 0; i < 3; i++) {
+    char value[40];
+    flag_text(parts[i], value, sizeof value);
+    if (i == 0 ? data.task != &tasks[PATHFINDER] : i == 1 && own.settings == AUTHORS) continue;
+    size += (size_t)snprintf(run.name + size, sizeof run.name - size, "-%s", value);
+  }
+  if (set.attention == LUNA) size += (size_t)snprintf(run.name + size, sizeof run.name - size, "%d", (int)set.memory);
+  snprintf(run.name + size, sizeof run.name - size, "-%lld", (long long)set.seed);
+}
+
+/* RUN is --out, else that of the training that goes on, else the default. None of its files may be one that is read. */
 static int name_run(void) {
-  char number[24] = "";
-  int length = 0;
-  const char *name = name_at(ATTENTION_NAMES, set.attention, &length), *out = set.out ? set.out : set.resume;
-  if (set.attention == LUNA) snprintf(number, sizeof number, "%lld", (long long)set.memory);
-  if (out && strlen(out) >= sizeof run.name) return fail("%s is too long a name", out);
+  static const char ending[] = ".training", *const endings[] = { "safetensors", "training", "csv", "txt" };
+  const char *out = set.out ? set.out : set.resume;
+  const size_t size = out ? strlen(out) : 0, last = sizeof ending - 1;
+  if (size >= sizeof run.name) return fail("%s is too long a name", out);
   if (out) strcpy(run.name, out);
-  const long long seed = (long long)set.seed;
-  if (!out) snprintf(run.name, sizeof run.name, "%s-%.*s%s-%lld", data.task->name, length, name, number, seed);
-  char *end = strstr(run.name, ".training");
-  if (!set.out && end) *end = 0;
-  return ranks.rank > 0 || writable(run_file("txt").text) ? 0 : cannot_write(run_file("txt"));
+  else default_name();
+  if (!set.out && size > last && strcmp(run.name + size - last, ending) == 0) run.name[size - last] = 0;
+  if (ranks.rank > 0) return 0;
+  for (int i = 0; i < 4; i++) {
+    const path file = run_file(endings[i]);
+    const char *const others[] = { own.data, own.valid, set.plot };
+    for (int k = 0; k < 3; k++)
+      if (others[k] && strcmp(others[k], file.text) == 0)
+        return fail("the run's file %s is that of %s; --out gives the run another name", file.text,
+                    k == 0 ? "--data" : k == 1 ? "--valid" : "--plot");
+    if (!writable(file.text)) return cannot_write(file);
+  }
+  return 0;
 }
 
 /* RUN.txt, anew: what lra table reads. accuracy: of the best model, on `held` samples. */
@@ -284,25 +307,29 @@ static int write_curve(double share, double loss) {
 
 /* Begins the curve; of one that goes on after `step` the later rows are cut off. */
 static int begin_curve(int64_t step) {
-  const path to = run_file("csv");
+  const path to = run_file("csv"), beside = run_file("csv.probe");
   contents old = { NULL, 0 };
   int64_t at = 0, length, keep = 0;
   const unsigned char *line;
   if (ranks.rank > 0) return 0;
   FILE *f = step ? fopen(to.text, "rb") : NULL;
-  if (f && (fclose(f), read_file(to.text, &old))) return 2;
+  const bool there = f && fgetc(f) != EOF;
+  if (f) fclose(f);
+  if (there && read_file(to.text, &old)) return 2;
   while ((line = next_line(old, &at, &length)) != NULL && (keep == 0 || atoll((const char *)line) <= step))
     keep = at < old.size ? at : old.size;
-  if ((f = fopen(to.text, "wb")) == NULL) return free(old.data), cannot_write(to);
+  if ((f = fopen(beside.text, "wb")) == NULL) return free(old.data), cannot_write(beside);
   if (keep) fwrite(old.data, 1, (size_t)keep, f);
   else fprintf(f, "step,loss,validation_loss,validation_accuracy\n");
   free(old.data);
-  return fclose(f) == 0 ? 0 : cannot_write(to);
+  const bool fine = !ferror(f);
+  return fclose(f) == 0 && fine && move(beside.text, to.text) == 0 ? 0 : cannot_write(to);
 }
 
 /* What a model must know besides its weights; going: what a training must, "" in a model that is the best. */
 static bool keep_run(luna_params *params, const char *going) {
   return luna_params_set(params, "lra.task", data.task->name) == LUNA_OK &&
+         luna_params_set(params, "lra.data", run.data) == LUNA_OK &&
          luna_params_set(params, "lra.run", going) == LUNA_OK && keep_settings(params, flags, bar.step) == LUNA_OK;
 }
 
@@ -323,6 +350,8 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
     return fail("%s holds no training of lra to go on with; --save-every writes one", set.resume);
   if (strcmp(task, data.task->name) != 0) return fail("%s is a training of another task", set.resume);
   run.best_step = best_step, run.losses = losses;
+  const char *before = luna_params_get(pairs, "lra.data");
+  snprintf(run.data_before, sizeof run.data_before, "%s", before ? before : "");
   return take_settings(ctx, flags, step);
 }
 
@@ -346,7 +375,8 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
 static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const samples *s) {
   const int64_t every = set.steps < 100 ? 1 : set.steps / 100; /* steps of a row of the curve */
   while (bar.step < set.steps && !interrupted) {
-    data.grown = own.growing > 0 ? (double)bar.step / (own.growing * (double)set.steps) : 1;
+    const int64_t filled = bar.step / POOL * POOL;         /* the same after --resume, whatever step that is from */
+    data.grown = own.growing > 0 ? (double)filled / (own.growing * (double)set.steps) : 1;
     batch b = batch_random(s, bar.step);
     if (redraw(bar.step)) return 2;
     luna_begin_step(ctx);
@@ -361,7 +391,7 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
     if (due ? look(ctx, params, s) : bar.step % every == 0 && write_curve(-1, 0)) return 2;
     if (set.save_every && bar.step % set.save_every == 0 && save_training(ctx, adam, params)) return 2;
   }
-  return interrupted && set.save_every ? save_training(ctx, adam, params) : 0;
+  return interrupted && bar.step ? save_training(ctx, adam, params) : 0;
 }
 
 /* Loads a model that rank 0 has written, whose values the others get from it. */
@@ -386,8 +416,10 @@ static int finish(luna_ctx *ctx, luna_params *params, const samples *s) {
   const path best = run_file("safetensors");
   double loss, share = -1;
   progress_end(&bar);
-  if (interrupted) printf("stopped at step %lld\n", (long long)bar.step);
-  if (run.best_step == 0) return fail("stopped before the first validation: no model was written");
+  if (interrupted && bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (interrupted)
+    printf("stopped at step %lld; goes on with --resume %s\n", (long long)bar.step, run_file("training").text);
+  if (run.best_step == 0) return printf("stopped before the first validation: no model was written\n"), 0;
   if (load_best(params, best.text)) share = accuracy(ctx, NULL, s, s->training, s->held, &loss);
   if (share < 0) return failed(ctx);
   if (write_report(params, share, s->held)) return 2;
@@ -426,6 +458,9 @@ static int train(luna_ctx *ctx, const char **words) {
   use_data_flags();
   int status = task_open(&s, own.data, own.valid, false);
   s.logits = logits;
+  if (!status) task_mark(&s, run.data, sizeof run.data);
+  if (!status && set.resume && strcmp(run.data, run.data_before) != 0)
+    status = fail("%s began with other samples; --data and --valid must be as then", set.resume);
   if (!status && (status = batch_open(&s)) == 0) status = train_on(ctx, &s, begin);
   batch_close(), model_close(), task_close();
   return status;

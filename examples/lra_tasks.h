@@ -179,6 +179,19 @@ static int task_open(samples *s, const char *path, const char *valid, bool measu
   return 0;
 }
 
+/* What tells these samples from others: how many there are, and of files a hash. */
+static void task_mark(const samples *s, char *out, size_t size) {
+  uint64_t hash = 1469598103934665603u;
+  for (int64_t i = 0; i < data.count; i++)
+    for (int64_t p = 0; p < data.task->parts; p++) {
+      const item *one = &data.items[i];
+      hash = (hash ^ (uint64_t)one->size[p] ^ (uint64_t)one->label << 40) * 1099511628211u;
+      for (int64_t k = 0; k < one->size[p]; k++) hash = (hash ^ one->at[p][k]) * 1099511628211u;
+    }
+  snprintf(out, size, "%lld %lld %lld %016llx", (long long)s->training, (long long)s->held, (long long)data.made,
+           (unsigned long long)hash);
+}
+
 static void task_close(void) {
   for (int i = 0; i < 2; i++) free(data.files[i].data), lists_close(&data.lists[i]);
   free(data.items);

@@ -2,7 +2,7 @@
    example.h includes it.
 
      static progress bar;                             large: not for the stack
-     progress_start(&bar, 0);                         from here Ctrl-C sets `interrupted`
+     progress_start(&bar, 0);                         from here Ctrl-C and SIGTERM set `interrupted`
      while (bar.step < set.steps && !interrupted) {
        if (progress_due(&bar)) {                      where there is something to validate on
          double since = seconds();
@@ -59,7 +59,8 @@ TOOL void progress_start(progress *p, int64_t first) {
 #ifdef EXAMPLE_MPI
   p->live = false;                                         /* Open MPI gives ranks a terminal of its own */
 #endif
-  if (ranks.ranks == 1) signal(SIGINT, interrupt);         /* ranks could not stop at the same step: Ctrl-C ends them */
+  if (ranks.ranks > 1) return;                             /* could not stop at the same step: Ctrl-C ends them */
+  signal(SIGINT, interrupt), signal(SIGTERM, interrupt);
 }
 
 /* Validations come at the start, after each tenth of the steps, and at the end. */

@@ -313,6 +313,26 @@ static void check_training_bytes(void) {
   }
 }
 
+/* a backend that is opened is closed, also in a context of one block */
+static int opened;
+static luna_status count_open(luna_ctx *ctx, int number, void **self) {
+  (void)ctx, (void)number;
+  *self = &opened;
+  return opened++, LUNA_OK;
+}
+static void count_close(void *self) { CHECK(self == &opened && opened-- == 1, "a backend is closed twice"); }
+static void check_close(void) {
+  static char block[1 << 20];
+  luna_backend backend = *luna_cpu_backend();
+  backend.open = count_open, backend.close = count_close;
+  for (int i = 0; i < 4; i++) {      /* i & 2: a block that is too small */
+    luna_options options = { .backend = &backend, .threads = 1, .block = i ? block : NULL,
+                             .block_size = i & 2 ? (size_t)i * 100 : i ? sizeof block : 0 };
+    luna_close(luna_open(&options));
+    CHECK(opened == 0, "a backend stays open in context %d", i);
+  }
+}
+
 int main(void) {
   static const job block[] = {
     {"a model saved as it is made", JOB_LM, 40, 1, 0, false, false, LUNA_RECOMPUTE_NONE, 0},
@@ -332,6 +352,7 @@ int main(void) {
     {"an encoder-decoder's inference", JOB_SEQ2SEQ, 70, 2, 2, true, false, LUNA_RECOMPUTE_NONE, 0},
   };
   for (size_t i = 0; i < sizeof block / sizeof *block; i++) check_block(&block[i], (int)(i % 3) + 1);
+  check_close();
   check_steady();
   check_first_step(false);
   check_first_step(true);

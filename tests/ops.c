@@ -205,6 +205,11 @@ static void check_values_broadcast(luna_ctx *ctx) {
   const int64_t none[2] = {0, 3}, three = 3;
   luna_tensor *empty = luna_add(luna_tensor_new(ctx, NULL, 2, none), luna_tensor_new(ctx, NULL, 1, &three));
   CHECK(empty && luna_count(empty) == 0 && empty->shape[1] == 3, "a sum of no rows: %s", luna_error(ctx));
+  const int64_t narrow[2] = {3, 0};
+  const int32_t ignored[3] = {-1, -1, -1};
+  luna_begin_step(ctx);
+  luna_tensor *loss = luna_cross_entropy(luna_require_grad(luna_tensor_new(ctx, NULL, 2, narrow)), ignored);
+  CHECK(luna_backward(loss) == LUNA_OK && luna_item(loss) == 0, "the loss of no classes: %s", luna_error(ctx));
 }
 
 typedef struct printed { char text[2000]; } printed;

@@ -119,6 +119,16 @@ int main(void) {
   CHECK(strstr(second.at, "\n") && strstr(second.at, "  main:\n") &&
         strstr(second.at, "ACTIVATION [30,16] -> [30,16]\n"),
         "table: %s", second.at);
+  luna_profile_begin(m.ctx);         /* anew, within scopes of the one before */
+  luna_scope outer = luna_scope_begin(m.ctx), inner = luna_scope_open(m.ctx, "in", false);
+  luna_profile_begin(m.ctx);
+  luna_scope_end(inner, &x, 1);
+  inner = luna_scope_open(m.ctx, "a \"name\" \\\n", false);
+  x = luna_relu(luna_params_at(m.params, 0, NULL));
+  luna_scope_end(inner, &x, 1), luna_scope_end(outer, &x, 1);
+  luna_profile_end(m.ctx);
+  json(m.ctx, &second);
+  CHECK(entry(second.at, "a ?name? ??", "ACTIVATION", "forward") != NULL, "begun within scopes: %s", second.at);
   luna_close(m.ctx), luna_close(off.ctx);
   return test_report("profile");
 }

@@ -108,6 +108,22 @@ static luna_ctx *open_ctx(bool training) {
   else luna_begin_inference(ctx);
   return ctx;
 }
+/* a result of the step before, with elements and without, is refused by the next step */
+static void check_old(bool training) {
+  luna_ctx *ctx = open_ctx(training);
+  for (int64_t rows = 0; rows < 2; rows++) {
+    const int64_t shape[2] = {rows, 2}, large[2] = {3000, 300};
+    luna_tensor *old = luna_scale(luna_require_grad(luna_tensor_new(ctx, NULL, 2, shape)), 2);
+    for (int i = 0; i < 20; i++) luna_tensor_new(ctx, NULL, 2, large); /* chunks that the begin makes one */
+    if (training) luna_begin_step(ctx);
+    else luna_begin_inference(ctx);
+    CHECK(old && !luna_add(old, old) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+          "%d rows of the step before are taken: %s", (int)rows, luna_error(ctx));
+    if (training) luna_begin_step(ctx);
+    else luna_begin_inference(ctx);
+  }
+  luna_close(ctx);
+}
 static void check_results(bool training) {
   luna_ctx *ctx = open_ctx(training);
   luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 8, 6, 0, 0));
@@ -303,6 +319,7 @@ int main(void) {
   check_columns();
   can_check(luna_cpu_backend(), NULL);
   check_results(false);
+  check_old(true), check_old(false);
   check_results(true);
   check_released_input();
   check_training();

@@ -336,6 +336,16 @@ static void check_one_tensor(void) {
   test_close("one tensor's gradient", grad[0], grad[2], COUNT, 2e-6);
   for (int i = 0; i < 3; i++) free(grad[i]);
 }
+/* no keys: zeros, wherever the dropout begins */
+static void check_no_keys(void) {
+  const luna_attention_pattern window = {.window = true, .left = 1, .right = 1};
+  float q[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8];
+  luna_attention_args a = {.q = q, .k = q, .v = q, .out = out, .batch = 1, .heads = 1, .queries = 4, .head_dim = 2,
+                           .patterns = &window, .pattern_count = 1, .dropout = 0.5f, .dropout_first = 3};
+  for (int i = 0; i < 8; i++) out[i] = 9;
+  CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention over no keys fails");
+  for (int i = 0; i < 8; i++) CHECK(out[i] == 0, "attention over no keys: %g", (double)out[i]);
+}
 static void check_failures(void) {
   static const int32_t falling[3] = {0, 5, 3}, past[3] = {0, 2, 9}, good[3] = {0, 2, 4};
   static const luna_key_run runs[4] = {{0, 4, false}, {3, 2, false}, {-1, 1, false}, {0, 4, false}};
@@ -365,6 +375,7 @@ int main(void) {
   check_dense(false);
   check_dense(true);
   check_one_tensor();
+  check_no_keys();
   check_failures();
   static const int kinds[] = {0, WINDOW, WINDOW | CAUSAL, WINDOW | NOT_SELF, WINDOW | LENGTHS, WINDOW | DROPOUT,
                                WINDOW | SHARED, LISTS, LISTS | LENGTHS,

@@ -481,6 +481,24 @@ static void check_search_refusals(void) {
           LUNA_OK && fabs((double)(empty - score)) <= 1e-6,
           "a source of no tokens: score %g, %g when all of it is padding: %s", (double)empty, (double)score,
               luna_error(t.ctx));
+    for (int form = 0; form < 3; form++) { /* and in forward passes, for any form of the unpack */
+      static const int32_t zeros[SOURCE];
+      float *got[2];
+      luna_options options = {.form = (luna_form)form};
+      luna_ctx *ctx = luna_open(&options);
+      luna_params *params = luna_params_share(ctx, t.params);
+      luna_seq2seq shared;
+      CHECK(luna_seq2seq_init(&shared, params, &t.model.config) == LUNA_OK, "%s", luna_error(ctx));
+      for (int with = 0; with < 2; with++) {
+        const luna_input none = {source, with ? nothing : NULL, 1, 0, NULL}, words = {zeros, NULL, 1, SOURCE, NULL};
+        luna_begin_inference(ctx);
+        got[with] = values_of(ctx, luna_seq2seq_forward(&shared, &none, &words), "no tokens");
+        CHECK(luna_ctx_status(ctx) == LUNA_OK, "form %d: %s", form, luna_error(ctx));
+      }
+      CHECK(memcmp(got[0], got[1], SOURCE * sizeof(float)) == 0, "form %d: no tokens are not a length of 0", form);
+      free(got[0]), free(got[1]);
+      luna_close(ctx);
+    }
     static const float odd[] = {NAN, INFINITY, -INFINITY};
     /* in the output, which only the logits see; in the first layer, whence it goes everywhere */
     for (int i = 0; i < 6; i++) {
