@@ -600,7 +600,7 @@ typedef struct luna_attention_args {
   float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
   const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
   int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
-  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null */
+  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
   /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
      dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
      queries * keys in it */
@@ -724,10 +724,10 @@ LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
 /* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
    luna_item gives NaN for them, and every call that takes one, but for a view of a parameter, fails with a sentence;
-   later their pointers may be other tensors'. So keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails
-   with the first failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the
-   same call succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose
-   failure is to have no effect, use a context of its own and close it. */
+   later their pointers may be other tensors'. So keep the numbers. Without a begin, memory grows with each forward, as
+   luna_memory says. A begin fails with the first failed init, load of a model, luna_params_open, luna_params_share,
+   luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set or one opened since.
+   To try a file or a config whose failure is to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -5415,12 +5415,34 @@ LUNAI_FN void lunai_attention_merge_keys(const lunai_attention_work *w, int64_t 
   }
 }
 
+/* one tile of queries of a unit's partial dQ */
+LUNAI_FN void lunai_attention_merge_queries(const lunai_attention_work *w, int64_t unit, int64_t query) {
+  const lunai_attention *a = w->a;
+  const lunai_head head = lunai_head_at(a, unit / w->blocks);
+  const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
+  if (width > 0 && lunai_depth(a, &head, unit % w->blocks, query + width) > 0)
+    lunai_add_rows(w->kernels, width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
+                   a->grad_q + head.q + query * a->q_row, a->q_row);
+}
+/* Where one tensor is queries and keys or values: a head's gradients are one thread's, so that their order is that of
+   units for any number of threads. */
+LUNAI_FN void lunai_attention_gather_heads(const lunai_attention_work *w, int64_t thread, int64_t threads) {
+  for (int64_t unit = w->first; unit < w->last; unit++) {
+    if (unit / w->blocks % w->a->heads % threads != thread) continue;
+    if (w->a->grad_k) lunai_attention_merge_keys(w, unit, true);
+    if (w->a->grad_v) lunai_attention_merge_keys(w, unit, false);
+    for (int64_t query = 0; query < w->queries; query += LUNAI_TILE) lunai_attention_merge_queries(w, unit, query);
+  }
+}
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
    batch order. Items: each unit's keys, and each tile of queries; the first of those with one destination adds all. */
 LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
-  const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
+  if (a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v)) {
+    lunai_attention_gather_heads(w, thread, threads);
+    return;
+  }
   const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE),
       same = a->heads * w->blocks;
   const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
@@ -5434,13 +5456,9 @@ LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t th
   }
   for (int64_t item = thread; a->grad_q && item < groups * tiles; item += threads)
     for (int64_t unit = w->first; unit < w->last; unit++) {
-      const int64_t pair = unit / w->blocks, query = item % tiles * LUNAI_TILE;
-      const lunai_head head = lunai_head_at(a, pair);
-      const int64_t width = lunai_min(LUNAI_TILE, head.queries - query);
-      if ((w->q_shared ? pair % a->heads : pair - w->first / w->blocks) != item / tiles || width <= 0) continue;
-      if (lunai_depth(a, &head, unit % w->blocks, query + width) > 0)
-        lunai_add_rows(kernels, width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
-                       a->grad_q + head.q + query * a->q_row, a->q_row);
+      const int64_t pair = unit / w->blocks;
+      if ((w->q_shared ? pair % a->heads : pair - w->first / w->blocks) == item / tiles)
+        lunai_attention_merge_queries(w, unit, item % tiles * LUNAI_TILE);
     }
 }
 
@@ -5995,9 +6013,9 @@ LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_s
     if (i % w->tile == 0 && seen)
       kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
     const bool none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
-    if (none) memset(row, 0, (size_t)dv * sizeof(float));
+    if (none) lunai_sparse_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LUNAI_HIDDEN */
     else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->log_sum_exp) a->log_sum_exp[s->row + r->row[i] * a->heads] = none ? -INFINITY : state[i % w->tile];
+    if (a->log_sum_exp && !none) a->log_sum_exp[s->row + r->row[i] * a->heads] = state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
@@ -10415,21 +10433,26 @@ LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
 #define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
+/* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
+LUNAI_FN float lunai_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
 LUNAI_FN void lunai_ratio_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->out[0]);
   for (int64_t r = first; r < last; r++) {
-    const float *x = op->in[0]->data + r * (n + 1);
-    lunai_k(op)->scale(n, x[n] == 0 ? 0 : 1 / x[n], x, op->out[0]->data + r * n);
+    const float *x = op->in[0]->data + r * (n + 1), inverse = 1 / x[n];
+    float *y = op->out[0]->data + r * n;
+    if (lunai_is_finite(inverse)) lunai_k(op)->scale(n, inverse, x, y);
+    else for (int64_t i = 0; i < n; i++) y[i] = lunai_ratio_of(x[i], x[n]);
   }
 }
 LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->out[0]);
   for (int64_t r = first; r < last; r++) {
     const float *x = op->in[0]->data + r * (n + 1), *dy = op->out[0]->grad + r * n;
-    const float inverse = x[n] == 0 ? 0 : 1 / x[n];
+    const float inverse = 1 / x[n], dot = lunai_k(op)->dot(n, dy, op->out[0]->data + r * n);
     float *dx = op->in[0]->grad + r * (n + 1);
-    lunai_k(op)->scale_add(n, inverse, dy, dx);
-    dx[n] -= inverse * lunai_k(op)->dot(n, dy, op->out[0]->data + r * n);
+    if (lunai_is_finite(inverse)) lunai_k(op)->scale_add(n, inverse, dy, dx);
+    else for (int64_t i = 0; i < n; i++) dx[i] += lunai_ratio_of(dy[i], x[n]);
+    dx[n] -= lunai_is_finite(inverse) ? inverse * dot : lunai_ratio_of(dot, x[n]);
   }
 }
 LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
@@ -13309,6 +13332,9 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
   luna_ctx *ctx = g->ctx;
   const luna_backend *b = g->device;
   const luna_status before = ctx->status;
+  const luna_error_id error_id = ctx->error_id;
+  char error[sizeof ctx->error];
+  memcpy(error, ctx->error, sizeof error);
   if (g->recording) b->forget(ctx->self, g->recording);
   g->recording = NULL;
   if (g->values.used > g->inputs_size) {
@@ -13317,14 +13343,15 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
     g->inputs_size = g->inputs ? g->values.used : 0;
     if (!g->inputs) return false;
   }
-  if (b->record(ctx) != LUNA_OK) return ctx->status = before, false;
-  const luna_status status = lunai_calls_run(g, true);
-  if (b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) != LUNA_OK || !g->recording) {
-    ctx->status = before;
-    return false;
+  if (b->record(ctx) == LUNA_OK) {
+    const luna_status status = lunai_calls_run(g, true);
+    const bool good = b->recorded(ctx, status == LUNA_OK ? &g->recording : NULL) == LUNA_OK && g->recording;
+    if (good) return g->recorded = g->hash, true;
   }
-  g->recorded = g->hash;
-  return true;
+  ctx->status = before;              /* the calls run without a recording: its failure is none of theirs */
+  ctx->error_id = error_id;
+  memcpy(ctx->error, error, sizeof error);
+  return false;
 }
 LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
   luna_status status = LUNA_OK;

@@ -47,10 +47,10 @@
 extern "C" {
 #endif
 typedef enum luna_cuda_math { LUNA_CUDA_F32 = 0, LUNA_CUDA_TF32, LUNA_CUDA_BF16 } luna_cuda_math; /* of products */
-/* Device 0, 1, ... The table is there even when the device is not: luna_open then gives a context whose error says
-   why. */
+/* Device 0 to 15. The table is there even when the device is not: luna_open then gives a context whose error says why.
+   Null, which luna_open takes for the CPU, for other numbers. */
 const luna_backend *luna_cuda_backend(int device);
-/* null: no such mode, or device not in 0..15 */
+/* null for other modes too */
 const luna_backend *luna_cuda_backend_with(int device, luna_cuda_math math);
 cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this backend; lives as long as the context */
 #ifdef __cplusplus
@@ -61,6 +61,7 @@ cudaStream_t luna_cuda_stream(const luna_ctx *ctx); /* of a context with this ba
    >>base: shared by every chapter below
    ------------------------------------------------------------------------------------------------------------------ */
 #include <math.h>
+#include <mutex>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -494,9 +495,9 @@ static luna_status lunacu_to_device(luna_ctx *ctx, void *to, const void *from, s
     const size_t part = bytes < LUNACU_STAGING ? bytes : LUNACU_STAGING;
     if (self->staged + part > LUNACU_STAGING) {
       error = cudaStreamSynchronize(self->stream);
+      if (error != cudaSuccess) break;
       self->staged = 0;
     }
-    if (error != cudaSuccess) break;
     memcpy(self->staging + self->staged, from, part);
     error = cudaMemcpyAsync(to, self->staging + self->staged, part, cudaMemcpyHostToDevice, self->stream);
     self->staged += (part + 255) / 256 * 256;
@@ -515,15 +516,23 @@ static luna_status lunacu_copy(luna_ctx *ctx, void *to, const void *from, size_t
   if (direction == 1) return lunacu_to_device(ctx, to, from, bytes);
   cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, self->stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(self->stream);
-  self->staged = 0;
+  if (error == cudaSuccess) self->staged = 0;
   return lunacu_check(ctx, error, "copy to the host");
 }
 static luna_status lunacu_zero(luna_ctx *ctx, void *at, size_t bytes) {
   return bytes ? lunacu_check(ctx, cudaMemsetAsync(at, 0, bytes, lunacu_self(ctx)->stream), "zero") : LUNA_OK;
 }
+/* held while a stream is being captured: another thread's event in it would be captured too. Recursive, so that a
+   custom op that begins a context on the set of its own fails, and does not wait for ever. */
+static std::recursive_mutex &lunacu_captures() {
+  static std::recursive_mutex captures;
+  return captures;
+}
 static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
   lunacu *self = lunacu_self(ctx);
+  lunacu_captures().lock();
   cudaError_t error = cudaEventRecord(self->event, lunacu_stream_of(other));
+  lunacu_captures().unlock();
   if (error == cudaSuccess) error = cudaStreamWaitEvent(self->stream, self->event, 0);
   return lunacu_check(ctx, error, "waiting for the context of a shared set");
 }
@@ -531,13 +540,16 @@ static luna_status lunacu_wait(luna_ctx *ctx, const luna_ctx *other) {
 /* --- graphs: what is queued between the first two is captured; no call that luna.h makes there allocates
    or waits --- */
 static luna_status lunacu_record(luna_ctx *ctx) {
-  return lunacu_check(ctx, cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal),
-                      "luna_graph");
+  lunacu_captures().lock();
+  const cudaError_t error = cudaStreamBeginCapture(lunacu_self(ctx)->stream, cudaStreamCaptureModeThreadLocal);
+  if (error != cudaSuccess) lunacu_captures().unlock();
+  return lunacu_check(ctx, error, "luna_graph");
 }
 static luna_status lunacu_recorded(luna_ctx *ctx, void **out) {
   cudaGraph_t graph = NULL;
   cudaGraphExec_t launch = NULL;
   cudaError_t error = cudaStreamEndCapture(lunacu_self(ctx)->stream, &graph);
+  lunacu_captures().unlock();
   if (error == cudaSuccess && out) error = cudaGraphInstantiate(&launch, graph, 0);
   if (graph) (void)lunacu_own(cudaGraphDestroy(graph));
   if (out) *out = error == cudaSuccess ? launch : NULL;
@@ -1244,12 +1256,16 @@ static luna_status lunacu_cumsum_backward(luna_op *op) {
 }
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
+__device__ __forceinline__ float lunacu_quotient(float x, float divisor) { /* as the CPU rounds it */
+  const float inverse = 1 / divisor;
+  return inverse - inverse == 0 ? inverse * x : divisor == 0 ? 0 : x / divisor;
+}
 struct lunacu_ratios {
   const float *x;
   int64_t n;
   __device__ void at(int64_t i, float (&v)[1]) const {
     const float *row = x + i / n * (n + 1);
-    v[0] = (row[n] == 0 ? 0 : 1 / row[n]) * row[i % n];
+    v[0] = lunacu_quotient(row[i % n], row[n]);
   }
 };
 /* a warp a row: dx_j (+)= dy_j / last, dlast (+)= -dy . y / last */
@@ -1257,15 +1273,15 @@ __global__ void lunacu_ratio_back_kernel(int64_t rows, int64_t n, const float *x
                                          float *dx, bool add) {
   const int lane = threadIdx.x % LUNACU_WARP;
   for (int64_t r = lunacu_index() / LUNACU_WARP; r < rows; r += lunacu_stride() / LUNACU_WARP) {
-    const float last = x[r * (n + 1) + n], inverse = last == 0 ? 0 : 1 / last;
+    const float last = x[r * (n + 1) + n];
     float *to = dx + r * (n + 1), dot = 0;
     for (int64_t c = lane; c < n; c += LUNACU_WARP) {
       const float g = dy[r * n + c];
-      to[c] = (add ? to[c] : 0) + inverse * g;
+      to[c] = (add ? to[c] : 0) + lunacu_quotient(g, last);
       dot += g * y[r * n + c];
     }
     dot = lunacu_over_lanes<lunacu_sum>(dot);
-    if (lane == 0) to[n] = (add ? to[n] : 0) - inverse * dot;
+    if (lane == 0) to[n] = (add ? to[n] : 0) - lunacu_quotient(dot, last);
   }
 }
 static luna_status lunacu_ratio_forward(luna_op *op) {

@@ -205,6 +205,12 @@ static void check_values_broadcast(luna_ctx *ctx) {
   const int64_t none[2] = {0, 3}, three = 3;
   luna_tensor *empty = luna_add(luna_tensor_new(ctx, NULL, 2, none), luna_tensor_new(ctx, NULL, 1, &three));
   CHECK(empty && luna_count(empty) == 0 && empty->shape[1] == 3, "a sum of no rows: %s", luna_error(ctx));
+  const int64_t quotients[2] = {3, 3};
+  const float parts[9] = {1e-40f, 3e-40f, 1e-40f, INFINITY, 1, 0, 2, 6, 2}, quotient[6] = {1, 3, 0, 0, 1, 3};
+  luna_tensor *ratio = luna_ratio(luna_tensor_new(ctx, parts, 2, quotients));
+  for (int i = 0; i < 6; i++)
+    CHECK(ratio && fabs((double)(ratio->data[i] - quotient[i])) < 1e-4, "a ratio of %g, not %g",
+          ratio ? (double)ratio->data[i] : NAN, (double)quotient[i]);
   const int64_t narrow[2] = {3, 0};
   const int32_t ignored[3] = {-1, -1, -1};
   luna_begin_step(ctx);

@@ -346,6 +346,27 @@ static void check_no_keys(void) {
   CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention over no keys fails");
   for (int i = 0; i < 8; i++) CHECK(out[i] == 0, "attention over no keys: %g", (double)out[i]);
 }
+/* scores below LUNAI_HIDDEN are scores, and Inf times -1 is no hidden key: as the reference has them */
+static void check_low_scores(void) {
+  const luna_attention_pattern self = {.window = true};
+  for (int i = 0; i < COMMON_ISAS * 2; i++) {
+    const bool low = i % 2;
+    const float q[2] = {low ? 1e19f : INFINITY, 1}, k[2] = {low ? -2e19f : -1, -1}, v[2] = {5, 7};
+    float out[2], sums[2];
+    luna_attention_args a = {.q = q, .k = k, .v = v, .out = out, .log_sum_exp = sums, .batch = 1, .heads = 1,
+                             .queries = 2, .keys = 2, .head_dim = 1, .scale = 1, .patterns = &self,
+                             .pattern_count = 1, .run = {.isa = common_isas[i / 2]}};
+    if (!luna_isa_available(common_isas[i / 2])) continue;
+    const size_t size = luna_softmax_attention_scratch(&a);
+    a.run.scratch = common_alloc(size), a.run.scratch_size = size;
+    CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "low scores: the call fails");
+    CHECK(low ? out[0] == 5 && fabs((double)sums[0] / -2e38 - 1) < 1e-6 : out[0] != out[0] && sums[0] != sums[0],
+          "%s: a score of %g gives %g, log-sum-exp %g", luna_isa_name(common_isas[i / 2]), (double)(q[0] * k[0]),
+          (double)out[0], (double)sums[0]);
+    CHECK(out[1] == 7 && fabs((double)sums[1] + 1) < 1e-6, "the query beside it: %g", (double)out[1]);
+    free(a.run.scratch);
+  }
+}
 static void check_failures(void) {
   static const int32_t falling[3] = {0, 5, 3}, past[3] = {0, 2, 9}, good[3] = {0, 2, 4};
   static const luna_key_run runs[4] = {{0, 4, false}, {3, 2, false}, {-1, 1, false}, {0, 4, false}};
@@ -376,6 +397,7 @@ int main(void) {
   check_dense(true);
   check_one_tensor();
   check_no_keys();
+  check_low_scores();
   check_failures();
   static const int kinds[] = {0, WINDOW, WINDOW | CAUSAL, WINDOW | NOT_SELF, WINDOW | LENGTHS, WINDOW | DROPOUT,
                                WINDOW | SHARED, LISTS, LISTS | LENGTHS,

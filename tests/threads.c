@@ -209,6 +209,36 @@ static void check_feed_forward(void) {
   }
 }
 
+/* one tensor as queries and keys, values, or both: its gradient has the same bits for any number of threads */
+static float *same_input_of(int threads, int form, int64_t *count) {
+  const luna_options options = {.threads = threads};
+  const luna_attention_config config = {.heads = 2, .causal = form == 3};
+  luna_ctx *ctx = luna_open(&options);
+  luna_begin_step(ctx);
+  luna_tensor *x = luna_require_grad(common_tensor(ctx, 1, 2, 700, 8, 0)), *z = common_tensor(ctx, 2, 2, 700, 8, 0);
+  luna_tensor *y = luna_softmax_attention(x, form == 1 ? z : x, form == 2 ? z : x, &config);
+  CHECK(luna_backward(common_loss(y, 3)) == LUNA_OK, "attention of one tensor: %s", luna_error(ctx));
+  *count = luna_count(x);
+  float *grad = common_floats(*count);
+  luna_read_grad(x, grad);
+  luna_close(ctx);
+  return grad;
+}
+static void check_same_input(void) {
+  static const int threads[] = {2, 5, 16};
+  for (int form = 0; form < 4; form++) {
+    int64_t count;
+    float *one = same_input_of(1, form, &count);
+    for (int i = 0; i < 3; i++) {
+      float *many = same_input_of(threads[i], form, &count);
+      CHECK(memcmp(one, many, (size_t)count * sizeof(float)) == 0,
+            "attention of one tensor, form %d: other bits with %d threads than with one", form, threads[i]);
+      free(many);
+    }
+    free(one);
+  }
+}
+
 /* ---- many readers of one set of parameters ---- */
 typedef struct reader {
   const luna_params *shared;
@@ -428,6 +458,7 @@ int main(void) {
   check_training(false, LUNA_FORM_FOLDED, LUNA_ISA_BEST);
   if (luna_isa_available(LUNA_ISA_SSE2)) check_training(true, LUNA_FORM_CHEAPEST, LUNA_ISA_SSE2);
   check_feed_forward();
+  check_same_input();
   check_sharing();
   return test_report("threads");
 }
