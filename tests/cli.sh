@@ -80,8 +80,8 @@ printf 'a text shorter than any window, but not too short' >short
 check "a short text is trained on in shorter windows" lm train short --out short.safetensors --steps 2 $small \
   --window 4096 --save-every 1
 check "and it says so" grep -q 'windows cut to' out
-check "the same command goes on" sh -c "'$build/lm' train short --out short.safetensors --steps 4 --save-every 3 $small \
-  --window 4096 && '$build/lm' train short --resume short.safetensors --window 4096 2>&1 \
+check "the same command goes on" sh -c "'$build/lm' train short --out short.safetensors --steps 4 --save-every 3 \
+  $small --window 4096 && '$build/lm' train short --resume short.safetensors --window 4096 2>&1 \
   | grep -q 'made all its 4 steps'"
 
 # ---- wrong use: exit 2, a sentence, and nothing is overwritten
