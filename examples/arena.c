@@ -315,6 +315,8 @@ static int table_command(luna_ctx *ctx, const char **words) {
   const double begun = seconds(), end = begun + 60 * own.minutes;
   double tokens = tokens_of(classifiers, COUNT(classifiers)) + tokens_of(writers, COUNT(writers));
   (void)ctx;
+  if (!words[0] && own.svg && same_file(own.svg, set.out))
+    return fail("--svg %s would overwrite the text itself", own.svg);
   memset(first, 0, sizeof first), memset(second, 0, sizeof second);
   if (read_file(words[0] ? words[0] : set.out, &text)) return 2;
   int status = run_rows(classifiers, COUNT(classifiers), &text, false, end, &tokens, first);

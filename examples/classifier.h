@@ -188,11 +188,13 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
   return finish_training(ctx, &model, s, &bar);
 }
 
-/* Loads a classifier that this program wrote, and looks that it has this vocabulary. */
-TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, const char *path, int64_t vocab) {
+/* Loads a classifier that this program wrote, and looks that it has this vocabulary and these classes. */
+TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, const char *path, int64_t vocab,
+                         int64_t classes) {
   if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
   const luna_classifier_config *config = &model->classifier.config;
-  if (model->kind == LUNA_MODEL_CLASSIFIER && config->vocab == vocab && !config->pair) return 0;
+  if (model->kind == LUNA_MODEL_CLASSIFIER && config->vocab == vocab && config->classes == classes && !config->pair &&
+      !config->per_step) return 0;
   return fail("%s is not a model that %s made", path, program);
 }
 

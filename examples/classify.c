@@ -30,7 +30,7 @@ static struct { int64_t tokens, vocab, longest; } own = { .vocab = 20000, .longe
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--tokens", "t", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
-  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart" },
+  { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart; bytes are 256" },
   { "--longest", "t", WHOLE(own.longest, 1, 1e6), "tokens of a text that are read, at most" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
@@ -92,6 +92,8 @@ static int read_lines(const char *path, bool training, int64_t *held) {
     number++;
     if (length == 0) continue;
     if (!tab || tab == next) return fail("%s: line %lld is not a label, a tab and a text", path, (long long)number);
+    if (memchr(next, 0, (size_t)(tab - next)))
+      return fail("%s: line %lld has a label with a zero byte", path, (long long)number);
     int32_t label = label_of(next, tab - next, training);
     if (label < 0 && training) return fail("%s has more than %d labels", path, LABELS);
     if (label < 0) return fail("%s: line %lld has a label that the model does not know", path, (long long)number);
@@ -127,7 +129,7 @@ static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   const char *tokens = luna_params_get(params, "classify.tokens"),
       *longest = luna_params_get(params, "classify.longest");
   bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&
-      model->classifier.config.classes <= LABELS && tokens && longest;
+      !model->classifier.config.per_step && model->classifier.config.classes <= LABELS && tokens && longest;
   own.tokens = tokens && strcmp(tokens, "bytes") == 0;
   own.longest = longest ? atoll(longest) : 0;
   own.vocab = model->classifier.config.vocab;
@@ -191,6 +193,7 @@ static int predict(luna_ctx *ctx, const char **words) {
   for (int c = getchar(); c != EOF && !status; c = getchar()) {
     int64_t size = 0;
     for (; c != EOF && c != '\n'; c = getchar()) if (size < (int64_t)sizeof typed) typed[size++] = (unsigned char)c;
+    if (size > 0 && typed[size - 1] == '\r') size--;       /* as next_line() */
     length = cut(typed, size, tokens);
     luna_begin_inference(ctx);
     luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier,

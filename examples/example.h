@@ -30,8 +30,11 @@ TOOL bool on_terminal(void) { return _isatty(1) != 0; }
 TOOL int terminal_width(void) { return 80; }
 TOOL double seconds(void) { return (double)clock() / CLOCKS_PER_SEC; } /* wall time there */
 TOOL int move(const char *from, const char *to) { return remove(to), rename(from, to); }
+TOOL bool same_file(const char *a, const char *b) { return strcmp(a, b) == 0; }
+TOOL bool is_special(const char *path) { return (void)path, false; }
 #else
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
 TOOL bool on_terminal(void) { return isatty(1) != 0; }
@@ -45,6 +48,15 @@ TOOL double seconds(void) {
   return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
 }
 TOOL int move(const char *from, const char *to) { return rename(from, to); }
+TOOL bool same_file(const char *a, const char *b) { /* by other paths too, and through links */
+  struct stat of_a, of_b;
+  return strcmp(a, b) == 0 || (stat(a, &of_a) == 0 && stat(b, &of_b) == 0 && of_a.st_dev == of_b.st_dev &&
+                               of_a.st_ino == of_b.st_ino);
+}
+TOOL bool is_special(const char *path) { /* a device, a pipe: no place for a file */
+  struct stat of;
+  return stat(path, &of) == 0 && !S_ISREG(of.st_mode) && !S_ISDIR(of.st_mode);
+}
 #endif
 
 #ifdef EXAMPLE_MPI
@@ -162,7 +174,7 @@ typedef struct flag {
 #define FLAGS_RESUME \
   { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), \
    "steps between checkpoints of the training in --out; 0 for none" }, \
-  { "--resume", "t", STRING(set.resume), "such a checkpoint to go on from; its settings hold" }
+  { "--resume", "t", READS(set.resume), "such a checkpoint to go on from; its settings hold" }
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) \
   { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
@@ -283,6 +295,7 @@ TOOL int set_flag(const flag *f, const char *value) {
 
 /* Whether the file could be written, to its place from one beside it; leaves everything as it is. */
 TOOL bool writable(const char *path) {
+  if (is_special(path)) return errno = EINVAL, false;      /* opening a pipe would wait for its reader */
   char *probe = (char *)malloc(strlen(path) + 7);
   const char *paths[2] = { path, probe ? strcat(strcpy(probe, path), ".probe") : path };
   bool fine = probe != NULL;
@@ -298,15 +311,16 @@ TOOL bool writable(const char *path) {
 }
 
 /* Before hours of training begin: what the command will write must be possible, and no file that it reads or writes
-   otherwise. */
+   otherwise; but --out may be the checkpoint to go on from. */
 TOOL int check_files(const command *c, const flag *flags, const char **words) {
   for (const flag *f = flags; f->name; f++) {
     if (!f->text || !*f->text || !f->kind || strcmp(f->kind, "out") != 0 || !takes(c, f)) continue;
     for (int i = 0; words[i]; i++)
-      if (strcmp(words[i], *f->text) == 0)
+      if (same_file(words[i], *f->text))
         return fail("%s %s would overwrite the %s itself", f->name, *f->text, file_name(c, i).text);
     for (const flag *g = flags; g->name; g++)
-      if (g != f && g->text && *g->text && g->kind && strcmp(*g->text, *f->text) == 0)
+      if (g != f && g->text && *g->text && g->kind && !(f->text == &set.out && g->text == &set.resume) &&
+          takes(c, g) && same_file(*g->text, *f->text))
         return fail("%s and %s are both %s", f->name, g->name, *f->text);
     if (!writable(*f->text)) return fail("cannot write %s: %s", *f->text, strerror(errno));
   }

@@ -40,7 +40,7 @@ static const flag flags[] = {
   { "--longest", "tew", WHOLE(own.longest, 1, 1e5), "and at most" },
   { "--depth", "tew", WHOLE(own.depth, 2, 100), "how deep lists are nested, at most" },
   { "--args", "tew", WHOLE(own.args, 2, 1000), "members of a list, at most" },
-  { "--held", "te", WHOLE(own.held, 1, 1e6), "lists to validate on" },
+  { "--held", "te", WHOLE(own.held, 1, 1e6), "lists to validate on; eval --data measures on all of the file" },
   { "--count", "w", WHOLE(own.count, 1, 1e9), "lists to write" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
@@ -58,6 +58,10 @@ static list_file file;
 static list_sizes sizes(void) { return (list_sizes){ own.shortest, own.longest, own.depth, own.args }; }
 static int32_t fetch_made(int64_t index, int32_t *tokens, int32_t *length) {
   return list_make(sizes(), draw(1, index, 0), INT64_MAX, tokens, length);
+}
+/* Lists that eval does not measure on, for a model may learn from them. */
+static int32_t fetch_to_write(int64_t index, int32_t *tokens, int32_t *length) {
+  return list_make(sizes(), draw(2, index, 0), INT64_MAX, tokens, length);
 }
 static int32_t fetch_read(int64_t index, int32_t *tokens, int32_t *length) {
   return list_fetch(&file, index, tokens, length);
@@ -100,7 +104,7 @@ static int train(luna_ctx *ctx, const char **words) {
 static int eval(luna_ctx *ctx, const char **words) {
   luna_model model;
   samples s;
-  int status = load_classifier(&model, ctx, luna_params_open(ctx), words[0], SYMBOLS);
+  int status = load_classifier(&model, ctx, luna_params_open(ctx), words[0], SYMBOLS, 10);
   if (!status) status = open_lists(&s);
   if (!status && !own.data) s.training = 0;
   if (!status) status = eval_classifier(ctx, &model.classifier, &s);
@@ -115,7 +119,7 @@ static int write_lists(luna_ctx *ctx, const char **words) {
   if (open_lists(&s)) return 2;
   int32_t *tokens = (int32_t *)malloc((size_t)own.longest * sizeof(int32_t));
   for (int64_t i = 0; tokens && i < own.count && !ferror(stdout); i++) {
-    printf("%d\t", (int)fetch_made(i, tokens, &length));
+    printf("%d\t", (int)fetch_to_write(i, tokens, &length));
     for (int32_t k = 0; k < length; k++) printf("%s%s", symbols[tokens[k]], k + 1 < length ? " " : "\n");
   }
   if (!tokens) return fail("out of memory");

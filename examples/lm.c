@@ -33,6 +33,7 @@ static struct settings set = {
 static struct {
   const char *prompt;
   int64_t window, convolution, bytes, top_k, graph;
+  int64_t cut;                       /* window, or less where a text to learn is short */
   double temperature;
 } own = { .prompt = "\n", .window = 256, .convolution = 4, .bytes = 1000, .temperature = 0.8 };
 
@@ -144,22 +145,31 @@ static progress bar = { .bits = true };
 /* Fills the step's batch with windows that begin anywhere in the text. */
 static void pick_windows(text t, int64_t step, int32_t *bytes, int32_t *next) {
   for (int64_t row = 0; row < set.batch; row++) {
-    const int32_t *from = t.bytes + draw(0, step, row) % (uint64_t)(t.size - own.window);
-    memcpy(bytes + row * own.window, from, (size_t)own.window * sizeof(int32_t));
-    memcpy(next + row * own.window, from + 1, (size_t)own.window * sizeof(int32_t));
+    const int32_t *from = t.bytes + draw(0, step, row) % (uint64_t)(t.size - own.cut);
+    memcpy(bytes + row * own.cut, from, (size_t)own.cut * sizeof(int32_t));
+    memcpy(next + row * own.cut, from + 1, (size_t)own.cut * sizeof(int32_t));
   }
 }
 
-/* The model, or with --save-every all of the training, which is a model as well. */
+/* Size and FNV-1a of a text: a training goes on with the one that it began with. */
+static phrase text_mark(text t) {
+  uint64_t hash = 14695981039346656037u;
+  phrase out;
+  for (int64_t i = 0; i < t.size; i++) hash = (hash ^ (uint64_t)t.bytes[i]) * 1099511628211u;
+  snprintf(out.text, sizeof out.text, "%lld bytes, %016llx", (long long)t.size, (unsigned long long)hash);
+  return out;
+}
+
+/* The model, or with --save-every or --resume all of the training, which is a model as well. */
 static bool save(const luna_optimizer *adam, luna_params *params) {
   if (ranks.rank > 0) return true;
-  if (!set.save_every) return luna_save(params, set.out) == LUNA_OK;
+  if (!set.save_every && !set.resume) return luna_save(params, set.out) == LUNA_OK;
   return keep_settings(params, flags, bar.step) == LUNA_OK && luna_save_training(adam, set.out) == LUNA_OK;
 }
 
 /* The loss of the text kept back, in the progress line and the plot; NaN on failure. */
 static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t max) {
-  double since = seconds(), loss = mean_loss(ctx, model, held, own.window, max);
+  double since = seconds(), loss = mean_loss(ctx, model, held, own.cut, max);
   progress_validated(&bar, since, loss);
   snprintf(bar.note, sizeof bar.note, "validation %.3f", loss);
   return loss;
@@ -174,10 +184,10 @@ static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, tex
     pick_windows(t, bar.step, bytes, next);
     luna_graph_begin(graph);
     luna_begin_step(ctx);
-    luna_tensor *loss = loss_of(model, bytes, next, set.batch, own.window);
+    luna_tensor *loss = loss_of(model, bytes, next, set.batch, own.cut);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK || luna_graph_end(graph) != LUNA_OK) return false;
-    progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));
+    progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.cut));
     if (set.save_every && bar.step % set.save_every == 0 && !save(adam, model->params)) return false;
   }
   progress_end(&bar);
@@ -201,14 +211,24 @@ static text some_lines(text t) {
   return (text){ t.bytes + start, t.size - start < PROMPT ? t.size - start : PROMPT };
 }
 
+/* As take_settings(), of a training that began with this text. */
+static int take_training(luna_ctx *ctx, const char *path, const char *mark, int64_t *begin) {
+  const luna_params *pairs = kept_pairs(ctx, set.resume);
+  const char *before = pairs ? luna_params_get(pairs, "lm.text") : NULL;
+  if (!pairs) return 2;
+  if (before && strcmp(before, mark) != 0) return fail("%s began with another text than %s", set.resume, path);
+  return take_settings(ctx, flags, begin);
+}
+
 static int train_on(luna_ctx *ctx, const char *path, text all) {
   text held = { all.bytes + (all.size - all.size / 10), all.size / 10 }, t = { all.bytes, all.size - held.size },
       prompt = some_lines(held);
   if (held.size < 2) return fail("%s has %lld bytes; to train and validate takes 20", path, (long long)all.size);
+  const phrase mark = text_mark(all);
   int64_t begin = 0;
-  if (set.resume && take_settings(ctx, flags, &begin)) return 2;
-  if (own.window >= t.size)
-    printf("windows cut to %lld bytes: the text is short\n", (long long)(own.window = t.size - 1));
+  if (set.resume && take_training(ctx, path, mark.text, &begin)) return 2;
+  own.cut = own.window < t.size ? own.window : t.size - 1;
+  if (own.cut < own.window) printf("windows cut to %lld bytes: the text is short\n", (long long)own.cut);
 
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
@@ -226,16 +246,17 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size,
          (long long)held.size, (long long)luna_params_element_count(params));
   if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);
+  if ((set.save_every || set.resume) && luna_params_set(params, "lm.text", mark.text) != LUNA_OK) return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
-  double first = mean_loss(ctx, &model, held, own.window, LAST_VALIDATION);
+  double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
   if (!adam || !(first >= 0) || !show_sample("before the first step", &model, &prompt)) return failed(ctx);
 
-  int32_t *bytes = (int32_t *)malloc((size_t)(2 * set.batch * own.window) * sizeof(int32_t));
+  int32_t *bytes = (int32_t *)malloc((size_t)(2 * set.batch * own.cut) * sizeof(int32_t));
   if (!bytes) return fail("out of memory");
-  int64_t windows = held.size / own.window;
+  int64_t windows = held.size / own.cut;
   if (windows > VALIDATION) bar.last = (double)(windows < LAST_VALIDATION ? windows : LAST_VALIDATION) / VALIDATION;
   progress_start(&bar, begin);
-  bool fine = learn(ctx, &model, adam, t, held, bytes, bytes + set.batch * own.window);
+  bool fine = learn(ctx, &model, adam, t, held, bytes, bytes + set.batch * own.cut);
   free(bytes);
   if (fine && bar.step == begin) return fail("stopped before the first step: nothing learnt, nothing written");
   if (!fine || !save(adam, params)) return failed(ctx);
@@ -263,6 +284,9 @@ static int train(luna_ctx *ctx, const char **words) {
 
 static int load(luna_ctx *ctx, luna_lm *model, const char *path) {
   if (luna_lm_load(model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
+  const int64_t outputs = model->config.outputs;
+  if (model->config.vocab == 256 && outputs != 0 && outputs != 256)
+    return fail("%s has %lld outputs; lm foretells bytes, 256", path, (long long)outputs);
   if (model->config.vocab == 256) return 0;
   return fail("%s has a vocabulary of %lld tokens; lm works on bytes, 256", path, (long long)model->config.vocab);
 }

@@ -263,7 +263,7 @@ static int name_run(void) {
     const path file = run_file(endings[i]);
     const char *const others[] = { own.data, own.valid, set.plot };
     for (int k = 0; k < 3; k++)
-      if (others[k] && strcmp(others[k], file.text) == 0)
+      if (others[k] && same_file(others[k], file.text))
         return fail("the run's file %s is that of %s; --out gives the run another name", file.text,
                     k == 0 ? "--data" : k == 1 ? "--valid" : "--plot");
     if (!writable(file.text)) return cannot_write(file);

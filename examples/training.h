@@ -49,6 +49,9 @@ typedef struct progress {
 static volatile sig_atomic_t interrupted;
 TOOL void interrupt(int number) {
   interrupted = 1;
+#ifdef SIGPIPE
+  signal(SIGPIPE, SIG_IGN);                                /* Ctrl-C ends what reads the output too: "| tee log" */
+#endif
   signal(number, SIG_DFL);                                 /* a second Ctrl-C ends the program at once */
 }
 
@@ -245,8 +248,10 @@ TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char 
 /* Sets the flags as the checkpoint --resume says, and *step. */
 TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   char key[80];
+  const int64_t device = set.device;                       /* the context is open on it */
   const luna_params *pairs = kept_pairs(ctx, set.resume);
   if (!pairs || set_kept_flags(pairs, flags, set.resume)) return 2;
+  if (set.device != device) return fail("%s is a training on a GPU; say --device cuda again", set.resume);
   snprintf(key, sizeof key, "%s.step", program);
   const char *value = luna_params_get(pairs, key);
   *step = value ? atoll(value) : 0;

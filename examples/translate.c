@@ -290,6 +290,7 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
   if (learn(ctx, &model, adam, d, held)) return 2;
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
+  if (!progress_due(&bar) && validate(ctx, &model, d, held)) return 2; /* of what has been saved */
   printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
          interrupted ? ", stopped early" : "");
   return plot(&bar, "translation");
@@ -383,16 +384,25 @@ static void say(const pair *p, span t) { printf("%.*s\n", (int)t.size, (const ch
 static int run(luna_ctx *ctx, const char **words) {
   luna_model model;
   data d = { .v = { .end = 256 } };
-  unsigned char text[65536];
+  unsigned char *text = NULL;
+  int64_t room = 0;
   int status = load(ctx, &model, &d.v, words[0]);
-  while (!status && fgets((char *)text, sizeof text, stdin) && !ferror(stdout)) {
+  for (int c = 0; !status && (c = getchar()) != EOF && !ferror(stdout);) {
+    int64_t size = 0;
+    for (;; c = getchar()) {
+      if (size == room) text = (unsigned char *)grow(text, room = 2 * room + 1024, 1);
+      if (c == EOF || c == '\n') break;
+      text[size++] = (unsigned char)c;
+    }
+    if (size > 0 && text[size - 1] == '\r') size--;        /* as next_line() */
     d.count = d.tokens.size = 0;
-    add(&d, (span){ text, (int64_t)strcspn((const char *)text, "\r\n") }, (span){ text, 0 });
+    add(&d, (span){ text, size }, (span){ text, 0 });
     encode_pairs(&d, INT32_MAX, 0);
     status = translate(ctx, &model.seq2seq, &d, 0, 1, say);
   }
   if (!status && (fflush(stdout) != 0 || ferror(stdout)))
     status = fail("cannot write the translations: %s", strerror(errno));
+  free(text);
   return done(&d, status);
 }
 

@@ -41,6 +41,9 @@ for system in transformer luna performer "rfa gate=true" "local pattern=sliding 
   check "$system reports its speed" \
     grep -q "^$system, 40 tokens: [0-9.]* steps per second, [0-9.]* MB, loss [0-9.]*$" out
 done
+cp short luna.h
+refuses "overwrite the text" table --svg ./luna.h
+check "the text is as it was" same short luna.h
 refuses "no such system" one dance short
 refuses "no such option" one "rfa dance=3" short
 refuses "cannot read missing" table missing

@@ -61,6 +61,12 @@ for attention in softmax linear linformer; do
     --pooling mean
   check "its model loads" run eval b.safetensors $lists
 done
+check "lists that eval measures on are not written" \
+  sh -c "'$build/listops' eval a.safetensors $lists --held 300 | cut -d : -f 2- >made; cp lists written; \
+    '$build/listops' eval a.safetensors --data written | cut -d : -f 2- >file; ! cmp -s made file"
+awk 'BEGIN { for (i = 0; i < 200; i++) print (i % 2 ? "good" : "bad") "\ttext " i }' >two_labels
+"$build/classify" train two_labels --vocab 15 --steps 1 $small --out two.safetensors >out 2>err
+refuses "not a model that listops made" eval two.safetensors
 cp a.safetensors before
 head -c 300 a.safetensors >cut.safetensors
 printf '3\t[MAX 3 1 ]\n4 [MIN 4 5 ]\n' >notab
@@ -113,6 +119,10 @@ check "classify predict succeeds" "$build/classify" predict a.safetensors <lines
 check "a label and a probability for each line" [ "$(grep -c '^\(good\|bad\|so so\)	[01]\.[0-9]*$' out)" = 4 ]
 check "they are right" [ "$(sed -n '1p;3p;4p' out | cut -f 1 | tr '\n' ,)" = "good,bad,so so," ]
 check "no lines, no labels" sh -c "'$build/classify' predict a.safetensors <empty | cmp - empty"
+awk '{ print $0 "\r" }' lines >crlf
+check "line ends of two bytes are no text" \
+  sh -c "'$build/classify' predict a.safetensors <crlf >crlf.out; '$build/classify' predict a.safetensors <lines \
+    | cmp - crlf.out"
 head -c 20000 /dev/urandom | "$build/classify" predict a.safetensors >out 2>err
 check "any bytes can be read" [ $? = 0 ]
 check "bytes as tokens" run train reviews --tokens bytes --longest 60 --steps 3 $small --out b.safetensors
@@ -133,6 +143,8 @@ refuses "line 1 is not a label" train text --out a.safetensors
 refuses "it takes more" train two --out a.safetensors
 refuses "it takes more" train one --out a.safetensors
 refuses "more than 1000 labels" train many --out a.safetensors
+printf 'a\0b\ttext\n' >zero
+refuses "zero byte" train zero --out a.safetensors
 refuses "is empty" train empty --out a.safetensors
 refuses "cannot read missing" train missing --out a.safetensors
 refuses "overwrite the text" train reviews --out reviews

@@ -78,8 +78,11 @@ check "all of it" grep -q '^a=b' out
 # ---- texts that are short
 printf 'a text shorter than any window, but not too short' >short
 check "a short text is trained on in shorter windows" lm train short --out short.safetensors --steps 2 $small \
-  --window 4096
+  --window 4096 --save-every 1
 check "and it says so" grep -q 'windows cut to' out
+check "the same command goes on" sh -c "'$build/lm' train short --out short.safetensors --steps 4 --save-every 3 \
+  $small --window 4096 && '$build/lm' train short --resume short.safetensors --window 4096 2>&1 \
+  | grep -q 'made all its 4 steps'"
 
 # ---- wrong use: exit 2, a sentence, and nothing is overwritten
 cp a.safetensors before
@@ -115,6 +118,14 @@ refuses "has 4 bytes" train tiny --out a.safetensors
 refuses "cannot write" train text --out nowhere/a.safetensors
 refuses "cannot write" train text --out folder
 refuses "overwrite the text" train text --out text
+refuses "overwrite the text" train text --out ./text
+ln -s text link 2>/dev/null && refuses "overwrite the text" train text --out link
+refuses "both" train text --out b.safetensors --plot a.safetensors --resume ./a.safetensors
+if mkfifo pipe 2>/dev/null; then
+  refuses "cannot write pipe" train text --out pipe
+  refuses "cannot write pipe" train text --plot pipe
+  check "the pipe is as it was" [ -p pipe ]
+fi
 refuses "[0-9]" train text --dim 10 --heads 3 --out a.safetensors
 refuses "missing.safetensors" generate missing.safetensors
 refuses "[a-z]" generate not.safetensors
@@ -138,6 +149,25 @@ check "an interrupted training ends well" [ $? = 0 ]
 check "it says what it did" grep -q '^stopped at step .* stopped.safetensors' out
 check "the model is saved" lm eval stopped.safetensors text
 check "and has learnt something" sh -c "sed 's/.*: \([0-9.]*\) bits.*/\1/' out | awk '{ exit !(\$1 < 6) }'"
+
+# ---- also when Ctrl-C ends the reader of its output
+if mkfifo log 2>/dev/null; then
+  cat log >out &
+  reader=$!
+  "$build/lm" train text --out piped.safetensors --steps 100000000 $small >log 2>err &
+  pid=$! tries=0
+  while ! grep -q '^---- before' out && [ $tries -lt 300 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1))
+  done
+  sleep 1
+  kill -STOP $pid
+  kill -KILL $reader
+  wait $reader 2>/dev/null
+  kill -INT $pid
+  kill -CONT $pid
+  wait $pid
+  check "without a reader an interrupted training ends well" [ $? = 0 ]
+  check "and the model is saved" lm eval piped.safetensors text
+fi
 
 # ---- a training that goes on: killed in the middle, to the same bits as one that was never stopped
 long="$small --steps 1500 --dropout 0.1"
@@ -184,6 +214,12 @@ check "to the same weights" same first second
 rm -f b.safetensors c.safetensors
 refuses "has made all its 1500 steps" train text --resume on.safetensors
 refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
+refuses "began with another text" train other.text --resume middle.safetensors
+LC_ALL=C sed 's/"lm.device":"cpu"/"lm.device":"cuda"/; s/"lm.lr":"0.005"/"lm.lr":".005"/' middle.safetensors >gpu
+refuses "say --device cuda" train text --resume gpu --out b.safetensors
+cp middle.safetensors on.safetensors
+check "it goes on without --save-every" lm train text --resume on.safetensors --out on.safetensors
+check "and is saved as a training" same on.safetensors whole.safetensors
 refuses "was 4 in the training of middle.safetensors" train text --resume middle.safetensors --batch 8
 refuses "holds no training" train text --resume a.safetensors
 refuses "[a-z]" train text --resume missing.safetensors

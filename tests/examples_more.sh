@@ -44,6 +44,11 @@ check "line for line" [ "$(wc -l <out)" = 4 ]
 check "a source in both files is a pair" run train pairs.tsv --out b.safetensors --steps 300 --batch 32 --lr 0.01 \
   --vocab 400 --dropout 0 $small --threads 1
 check "the same pairs give the same model, for any number of threads" same a.safetensors b.safetensors
+printf 'one\0two\r\n%65536sone two\n' '' >long
+check "long lines and zero bytes are read whole" \
+  sh -c "'$build/translate' run a.safetensors --beam 1 <long >out; [ \$(wc -l <out) = 2 ]"
+run train en de --out b.safetensors --steps 25 $small
+check "the last validation is of the model saved" grep -q '^step 25: validation loss' out
 run train en de --out b.safetensors --steps 5 $small
 run train en de --out c.safetensors --steps 5 $small --seed 2
 check "another seed gives another one" differ b.safetensors c.safetensors

@@ -90,6 +90,7 @@ rm -f stop.*
 # ---- names of runs
 cp texts t.txt && cp texts t.csv
 refuses "is that of --data" train text --data t.txt $small --out t
+refuses "is that of --data" train text --data ./t.txt $small --out t
 refuses "is that of --valid" train text --data texts --valid t.csv $small --out t
 refuses "is that of --plot" train text --data texts $small --plot t.safetensors --out t
 check "files that are read stay" sh -c 'cmp texts t.txt && cmp texts t.csv'
