@@ -59,15 +59,16 @@ static const flag flags[] = {
 
 /* ---- the data: rows of k numbers; a series is some of them in a row ---------------------------------------------- */
 
+enum { NONE = -1, UNKNOWN = -2 };    /* labels: not given; given, but not one that the model knows */
 typedef struct series { int64_t at, n; int32_t label; } series;
 static struct {
   contents text;
   float *rows;                       /* [size,k], NaN where a number is missing */
-  int32_t *labels;                   /* [size], -1: none */
+  int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
   int64_t size, k;
   series *list;                      /* those to learn from, then those held back */
   int64_t count, training;
-  bool csv;
+  bool csv, classless;               /* .ts: the last part is a dimension too */
 } data;
 static struct word { const unsigned char *at; int64_t size; } labels[CLASSES], columns[COLUMNS];
 static int32_t label_count;
@@ -78,18 +79,26 @@ static float *mean, *deviation, *change;
 static bool is_word(struct word w, const char *text) {
   return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0;
 }
+static bool same_word(struct word a, struct word b) {
+  return a.size == b.size && memcmp(a.at, b.at, (size_t)a.size) == 0;
+}
 static bool begins(struct word w, const char *text) { /* in capitals or small letters */
   int64_t i = 0;
   while (text[i] && i < w.size && tolower(w.at[i]) == tolower((unsigned char)text[i])) i++;
   return text[i] == 0;
 }
 
-/* The number of a label, which is made when it is new and may be; -1 when not. */
+static bool is_missing(struct word w) {
+  return w.size == 0 || is_word(w, "?") || is_word(w, "NA") || (w.size == 3 && begins(w, "NaN"));
+}
+
+/* The number of a label, which is made when it is new and may be; UNKNOWN when not. */
 static int32_t label_of(struct word w, bool add) {
   int32_t i = 0;
-  while (i < label_count && (labels[i].size != w.size || memcmp(labels[i].at, w.at, (size_t)w.size) != 0)) i++;
+  if (is_missing(w)) return NONE;
+  while (i < label_count && !same_word(labels[i], w)) i++;
   if (i < label_count) return i;
-  if (!add || label_count == CLASSES) return -1;
+  if (!add || label_count == CLASSES) return UNKNOWN;
   labels[label_count] = w;
   return label_count++;
 }
@@ -101,23 +110,24 @@ static struct word trimmed(const unsigned char *at, const unsigned char *end) {
   return (struct word){ at, end - at };
 }
 
-/* Reads a number; NaN: it is missing, as "", "?", "NaN" and "NA" say. False: it is none, or too large for a float. */
+/* Reads a number; NaN: it is missing, as "", "?", "NaN" and "NA" say. False: it is none, or so large that floats of a
+   model could overflow. */
 static bool number_of(struct word w, float *out) {
   char text[64], *end;
   *out = NAN;
-  if (w.size == 0 || is_word(w, "?") || is_word(w, "NA") || (w.size == 3 && begins(w, "NaN"))) return true;
+  if (is_missing(w)) return true;
   if (w.size >= (int64_t)sizeof text) return false;
   for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
   memcpy(text, w.at, (size_t)w.size);
   text[w.size] = 0;
   double value = strtod(text, &end);
-  if (*end || end == text || !(fabs(value) < 3e38)) return false;
+  if (*end || end == text || !(fabs(value) <= 1e30)) return false;
   *out = (float)value;
   return true;
 }
 
-/* Cuts a line where the character is, but not between quotes, into at most COLUMNS + 1 words; more are not told
-   apart. */
+/* Cuts a line where the character is, but not between quotes, into words, of which out gets the first
+   COLUMNS + 1; returns how many there are. */
 static int64_t cut(const unsigned char *line, int64_t length, unsigned char by, struct word *out) {
   const unsigned char *from = line, *end = line + length;
   int64_t count = 0;
@@ -125,7 +135,8 @@ static int64_t cut(const unsigned char *line, int64_t length, unsigned char by, 
   for (const unsigned char *at = line; at <= end; at++) {
     if (at < end && *at == '"') quoted = !quoted;
     if (at < end && (*at != by || quoted)) continue;
-    if (count <= COLUMNS) out[count++] = trimmed(from, at);
+    if (count <= COLUMNS) out[count] = trimmed(from, at);
+    count++;
     from = at + 1;
   }
   return count;
@@ -139,7 +150,7 @@ static void add_rows(int64_t n) {
     data.labels = (int32_t *)grow(data.labels, room, sizeof(int32_t));
   }
   for (int64_t i = data.size * data.k; i < (data.size + n) * data.k; i++) data.rows[i] = NAN;
-  for (int64_t i = data.size; i < data.size + n; i++) data.labels[i] = -1;
+  for (int64_t i = data.size; i < data.size + n; i++) data.labels[i] = NONE;
   data.size += n;
 }
 static void add_series(int64_t at, int64_t n, int32_t label) {
@@ -147,15 +158,17 @@ static void add_series(int64_t at, int64_t n, int32_t label) {
   data.list[data.count++] = (series){ at, n, label };
 }
 
-/* A case: dimensions between ":", the class last. */
+/* A case: dimensions between ":", the class, if any, last. */
 static int read_case(const char *path, const unsigned char *line, int64_t length, int64_t number, bool learns) {
   static struct word parts[COLUMNS + 1];
-  int64_t count = cut(line, length, ':', parts), at = data.size, longest = 0;
-  if (count < 2)
+  int64_t count = cut(line, length, ':', parts) - !data.classless, at = data.size, longest = 0;
+  if (count < 1)
     return fail("%s: line %lld is not a case, dimensions and a class with ':' between", path, (long long)number);
-  if (data.k == 0) data.k = count - 1;
-  if (count - 1 != data.k)
-    return fail("%s: line %lld has %lld dimensions, not %lld", path, (long long)number, (long long)count - 1,
+  if (count > COLUMNS)
+    return fail("%s: line %lld has more than %d dimensions", path, (long long)number, COLUMNS);
+  if (data.k == 0) data.k = count;
+  if (count != data.k)
+    return fail("%s: line %lld has %lld dimensions, not %lld", path, (long long)number, (long long)count,
                 (long long)data.k);
   for (int64_t d = 0; d < data.k; d++) {
     int64_t n = 1;
@@ -174,11 +187,16 @@ static int read_case(const char *path, const unsigned char *line, int64_t length
       from = to + 1;
     }
   }
-  int32_t label = own.forecast ? -1 : label_of(parts[data.k], learns);
-  if (label < 0 && learns && !own.forecast) return fail("%s has more than %d classes", path, CLASSES);
+  int32_t label = own.forecast || data.classless ? NONE : label_of(parts[data.k], learns);
+  if (label == UNKNOWN && learns) return fail("%s has more than %d classes", path, CLASSES);
+  if (label == NONE && learns && !own.forecast) return fail("%s: line %lld has no class", path, (long long)number);
   for (int64_t i = at; i < data.size; i++) data.labels[i] = label;
   add_series(at, longest, label);
   return 0;
+}
+static bool says(struct word w, const char *name, const char *value) { /* a line before @data */
+  const int64_t size = (int64_t)strlen(name);
+  return begins(w, name) && begins(trimmed(w.at + size, w.at + w.size), value);
 }
 static int read_ts(const char *path, bool learns) {
   int64_t at = 0, length, number = 0;
@@ -187,7 +205,9 @@ static int read_ts(const char *path, bool learns) {
   while ((line = next_line(data.text, &at, &length)) != NULL) {
     struct word w = trimmed(line, line + length);
     number++;
-    if (!begun && begins(w, "@timeStamps true")) return fail("%s has time stamps, which are not read", path);
+    if (!begun && says(w, "@timeStamps", "true")) return fail("%s has time stamps, which are not read", path);
+    data.classless = data.classless || (!begun && says(w, "@classLabel", "false"));
+    if (data.classless && learns && !own.forecast) return fail("%s has no classes to learn (@classLabel false)", path);
     if (begun && w.size > 0 && *w.at != '#' && read_case(path, w.at, w.size, number, learns)) return 2;
     begun = begun || begins(w, "@data");
   }
@@ -199,7 +219,7 @@ static int read_ts(const char *path, bool learns) {
 static int read_csv(const char *path, bool learns) {
   static struct word names[COLUMNS + 1], parts[COLUMNS + 1];
   static char numbers[COLUMNS][8];
-  static struct { bool words, varies; float first; int64_t at; } is[COLUMNS];
+  static struct { bool varies; float first; int64_t at, word; } is[COLUMNS]; /* word: the first row of no number */
   int64_t at = 0, length, number = 1, count, label = -1, begin = 0;
   float value;
   bool header = true;
@@ -217,6 +237,9 @@ static int read_csv(const char *path, bool learns) {
     };
     if (own.label && (is_word(names[c], own.label) || strcmp(numbers[c], own.label) == 0)) label = c;
     is[c].first = NAN;
+    for (int64_t other = 0; other < c; other++)
+      if (same_word(names[c], names[other]))
+        return fail("%s has two columns '%.*s'", path, (int)names[c].size, (const char *)names[c].at);
   }
   if (own.label && label < 0 && learns) return fail("%s has no column '%s'", path, own.label);
   int64_t rows = 0;
@@ -225,19 +248,24 @@ static int read_csv(const char *path, bool learns) {
     if (cut(line, length, by, parts) != count)
       return fail("%s: row %lld has not %lld columns", path, (long long)rows + 1 + header, (long long)count);
     for (int64_t c = 0; c < count; c++) {
-      if (!number_of(parts[c], &value)) is[c].words = true;
+      if (!number_of(parts[c], &value) && !is[c].word) is[c].word = rows + 1 + header;
       if (is[c].first != is[c].first) is[c].first = value;
       else if (value == value && value != is[c].first) is[c].varies = true;
     }
   }
-  if (learns)
-    for (int64_t c = 0; c < count; c++)
-      if (c != label && !is[c].words && is[c].varies) columns[column_count++] = names[c];
+  for (int64_t c = 0; c < count && learns; c++) {
+    if (c == label) continue;
+    if (!is[c].word && is[c].varies) columns[column_count++] = names[c];
+    else if (ranks.rank == 0) {
+      printf("%s: column '%.*s' is left out: ", path, (int)names[c].size, (const char *)names[c].at);
+      if (is[c].word) printf("row %lld is not a number\n", (long long)is[c].word);
+      else printf("it never changes\n");
+    }
+  }
   if (column_count == 0) return fail("%s has no column of numbers that change", path);
   for (int64_t i = 0; i < column_count; i++) {
     int64_t c = 0;
-    while (c < count && (names[c].size != columns[i].size ||
-                         memcmp(names[c].at, columns[i].at, (size_t)names[c].size) != 0)) c++;
+    while (c < count && !same_word(names[c], columns[i])) c++;
     if (c == count) return fail("%s has no column '%.*s'", path, (int)columns[i].size, (const char *)columns[i].at);
     is[i].at = c;
   }
@@ -250,7 +278,7 @@ static int read_csv(const char *path, bool learns) {
       if (!number_of(parts[is[i].at], &data.rows[rows * data.k + i]))
         return fail("%s: row %lld: '%.*s' is not a number", path, (long long)rows + 1 + header,
                     (int)(parts[is[i].at].size < 40 ? parts[is[i].at].size : 40), (const char *)parts[is[i].at].at);
-    if (label >= 0 && (data.labels[rows] = label_of(parts[label], learns)) < 0 && learns)
+    if (label >= 0 && (data.labels[rows] = label_of(parts[label], learns)) == UNKNOWN && learns)
       return fail("%s has more than %d classes", path, CLASSES);
   }
   (void)number;
@@ -282,6 +310,9 @@ static void hold_back(void) {
 
 static int read_data(const char *path, bool learns) {
   if (read_file(path, &data.text)) return 2;
+  if (data.text.size >= 3 && memcmp(data.text.data, "\xEF\xBB\xBF", 3) == 0) /* a byte order mark */
+    data.text.size -= 3, memmove(data.text.data, data.text.data + 3, (size_t)data.text.size + 1);
+  if (data.text.size == 0) return fail("%s is empty", path);
   int64_t at = 0, length;
   const unsigned char *line;
   for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)
@@ -538,8 +569,8 @@ static void count_score(const series *s, int64_t row, const float *y) {
     return;
   }
   int32_t label = own.per_step ? data.labels[s->at + row] : s->label;
-  if (own.per_step && label < 0 && data.csv) return;       /* a row whose class is not given */
-  score.count++, score.right += label == best_of(y);
+  if (label == NONE) return;
+  score.count++, score.right += label == best_of(y);       /* UNKNOWN is never right */
 }
 /* Measures the model on series first .. last - 1, and prints it, after `begin`; only without that must there be
    something to measure on. */
@@ -679,6 +710,21 @@ static int score_held(luna_ctx *ctx, luna_params *params) {
   return status;
 }
 
+/* Refuses what was given on the command line but changes nothing in this task. */
+static int check_flags(void) {
+  const bool windows = own.forecast || data.csv;
+  const struct { const void *place; bool idle; } all[] = {
+    { &own.noise, own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
+    { &own.window, !windows && !own.per_step }, { &set.positions, own.causal },
+    { &set.pooling, own.causal || own.per_step }
+  };
+  for (int i = 0; flags[i].name; i++)
+    for (size_t j = 0; j < sizeof all / sizeof *all && flags_given >> i & 1; j++)
+      if (all[j].idle && (flags[i].whole == all[j].place || flags[i].real == all[j].place))
+        return fail("%s changes nothing in this task; leave it out", flags[i].name);
+  return 0;
+}
+
 static int train(luna_ctx *ctx, const char **words) {
   luna_params *params = luna_params_open(ctx);
   double start = seconds();
@@ -690,6 +736,7 @@ static int train(luna_ctx *ctx, const char **words) {
   if (data.csv && !own.label && !own.forecast)
     return fail("%s is a table: say what to learn by --label COLUMN or --forecast", words[0]);
   if (!data.csv && own.label) return fail("%s has cases with a class each; --label is for tables (CSV)", words[0]);
+  if (check_flags()) return 2;
   if (!own.forecast && label_count < 2) return fail("%s has %d classes; it takes two", words[0], (int)label_count);
   if (data.training == 0) return fail("%s has too few series to hold a fifth back", words[0]);
   if (make_model(params) != LUNA_OK) return failed(ctx);

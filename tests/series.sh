@@ -109,11 +109,44 @@ wrong "has 1 classes" '@data\n1,2:a\n'
 wrong "time stamps" '@timeStamps true\n@data\n(1,2):a\n'
 wrong "time stamps" '@timestamps true\n@data\n(1,2):a\n'
 wrong "UTF-8" '@data\n1,2:\377\n1,3:b\n'
-awk 'BEGIN { printf "@data\n"; for (i = 0; i < 5000; i++) printf "1:"; print "a" }' >wrong.ts
-refuses "[a-z]" train wrong.ts --out a.safetensors
+awk 'BEGIN { printf "@data\n"; for (i = 0; i < 4097; i++) printf "1:"; print "a" }' >wrong.ts
+refuses "more than 4096 dimensions" train wrong.ts --out a.safetensors
 wrong "row 3 has not 2 columns" 'a,b\n1,2\n1,2,3\n'
 wrong "no column of numbers" 'a,b\nx,y\nz,w\n'
 refuses "no column of numbers" train wrong.ts --forecast --out a.safetensors
+wrong "line 3 has no class" '@data\n1,2:a\n1,2:?\n'
+wrong "no classes to learn" '@classLabel  false\n@data\n1,2:3\n1,3:4\n'
+wrong "two columns 'x'" 'x,y,x\n1,a,2\n3,b,4\n'
+refuses "--noise changes nothing" train waves.csv --forecast --noise 1 --out a.safetensors
+refuses "--pooling changes nothing" train waves.csv --forecast --pooling cls --out a.safetensors
+refuses "--positions changes nothing" train waves.csv --forecast --positions learned --out a.safetensors
+refuses "--stretch changes nothing" train waves.csv --label state --stretch 0 --out a.safetensors
+refuses "--scale changes nothing" train waves.csv --label state --scale 0 --out a.safetensors
+printf '@classLabel false\n@data\n1,2,4:3,5,4\n1,3:4,1\n' >odd.ts
+check "without classes the last part is a dimension" run train odd.ts --forecast --out n.safetensors --steps 3 $small
+check "of two" grep -q 'steps of 2 numbers' out
+awk 'BEGIN { print "x,state"
+  for (t = 0; t < 60; t++) print t % 7 ",", t % 6 == 5 ? (t % 4 ? "?" : "") : t % 2 ? "odd" : "even" }' >some.csv
+check "rows without a class" run train some.csv --label state --out n.safetensors --steps 3 $small
+check "make no class" grep -q '2 classes' out
+check "the model predicts" run predict n.safetensors some.csv
+awk -F, -v first="$(head -n 1 out | cut -f 1)" 'NR > 1 { $0 = $1 "," (NR == 2 ? first : "zzz") } { print }' some.csv >zzz.csv
+check "a class that the model does not know" run eval n.safetensors zzz.csv
+check "is an error of it there too" grep -q '^accuracy 1.67%' out
+awk 'BEGIN { printf "\357\273\277"; for (t = 0; t < 40; t++) print t % 7 "," t % 3 }' >mark.csv
+check "a byte order mark" run train mark.csv --forecast --out n.safetensors --steps 3 $small
+check "is not of the first number" grep -q 'steps of 2 numbers' out
+awk 'BEGIN { printf "\357\273\277state,x\n"; for (t = 0; t < 40; t++) print t % 2 ? "odd," t : "even," t }' >mark.csv
+check "nor of the first name" run train mark.csv --label state --out n.safetensors --steps 3 $small
+printf '\357\273\277' >mark.csv
+refuses "is empty" train mark.csv --forecast --out a.safetensors
+awk 'BEGIN { print "big,typo,huge,same"; for (t = 0; t < 60; t++)
+  print (t % 2 ? "" : "-") "1e30," (t == 8 ? "1e999" : t) "," (t == 9 ? "2e38" : t) ",5" }' >big.csv
+check "large numbers" run train big.csv --forecast --out n.safetensors --steps 3 $small
+check "give a finite error" grep -q 'absolute error [0-9.e+]*, of the last value [0-9.e+]*$' out
+check "what is no number is said" grep -q "column 'typo' is left out: row 10 is not a number" out
+check "or is too large" grep -q "column 'huge' is left out: row 11 is not a number" out
+check "or never changes" grep -q "column 'same' is left out: it never changes" out
 printf '@data\n?:a\n,,:b\n?,?:a\n1:b\n' >odd.ts
 check "missing numbers alone, and a series of one step" run train odd.ts --out o.safetensors --steps 3 $small
 check "are measured" run eval o.safetensors odd.ts
