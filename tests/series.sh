@@ -117,11 +117,11 @@ refuses "no column of numbers" train wrong.ts --forecast --out a.safetensors
 wrong "line 3 has no class" '@data\n1,2:a\n1,2:?\n'
 wrong "no classes to learn" '@classLabel  false\n@data\n1,2:3\n1,3:4\n'
 wrong "two columns 'x'" 'x,y,x\n1,a,2\n3,b,4\n'
-refuses "--noise changes nothing" train waves.csv --forecast --noise 1 --out a.safetensors
-refuses "--pooling changes nothing" train waves.csv --forecast --pooling cls --out a.safetensors
-refuses "--positions changes nothing" train waves.csv --forecast --positions learned --out a.safetensors
-refuses "--stretch changes nothing" train waves.csv --label state --stretch 0 --out a.safetensors
-refuses "--scale changes nothing" train waves.csv --label state --scale 0 --out a.safetensors
+refuses "--noise changes nothing" train waves.csv --forecast --noise 1 --steps 3 --out a.safetensors
+refuses "--pooling changes nothing" train waves.csv --forecast --pooling cls --steps 3 --out a.safetensors
+refuses "--positions changes nothing" train waves.csv --forecast --positions learned --steps 3 --out a.safetensors
+refuses "--stretch changes nothing" train waves.csv --label state --stretch 0 --steps 3 --out a.safetensors
+refuses "--scale changes nothing" train waves.csv --label state --scale 0 --steps 3 --out a.safetensors
 printf '@classLabel false\n@data\n1,2,4:3,5,4\n1,3:4,1\n' >odd.ts
 check "without classes the last part is a dimension" run train odd.ts --forecast --out n.safetensors --steps 3 $small
 check "of two" grep -q 'steps of 2 numbers' out
@@ -130,7 +130,8 @@ awk 'BEGIN { print "x,state"
 check "rows without a class" run train some.csv --label state --out n.safetensors --steps 3 $small
 check "make no class" grep -q '2 classes' out
 check "the model predicts" run predict n.safetensors some.csv
-awk -F, -v first="$(head -n 1 out | cut -f 1)" 'NR > 1 { $0 = $1 "," (NR == 2 ? first : "zzz") } { print }' some.csv >zzz.csv
+awk -F, -v first="$(head -n 1 out | cut -f 1)" \
+  'NR > 1 { $0 = $1 "," (NR == 2 ? first : "zzz") } { print }' some.csv >zzz.csv
 check "a class that the model does not know" run eval n.safetensors zzz.csv
 check "is an error of it there too" grep -q '^accuracy 1.67%' out
 awk 'BEGIN { printf "\357\273\277"; for (t = 0; t < 40; t++) print t % 7 "," t % 3 }' >mark.csv
@@ -147,6 +148,8 @@ check "give a finite error" grep -q 'absolute error [0-9.e+]*, of the last value
 check "what is no number is said" grep -q "column 'typo' is left out: row 10 is not a number" out
 check "or is too large" grep -q "column 'huge' is left out: row 11 is not a number" out
 check "or never changes" grep -q "column 'same' is left out: it never changes" out
+sed 's/1e30/2e38/' big.csv | cut -d , -f 1 >huge.csv
+refuses "no column of numbers" train huge.csv --forecast --steps 3 --out a.safetensors
 printf '@data\n?:a\n,,:b\n?,?:a\n1:b\n' >odd.ts
 check "missing numbers alone, and a series of one step" run train odd.ts --out o.safetensors --steps 3 $small
 check "are measured" run eval o.safetensors odd.ts
