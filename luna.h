@@ -405,7 +405,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
   X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
   X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
-  X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s contradict each other: %d attempts, %d updates, %d skipped, of " \
+  X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s are out of range: %d attempts, %d updates, %d skipped, of " \
     "these %d in a row") \
   X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
     "luna_load_model take it from the file") \
@@ -17886,13 +17886,13 @@ struct lunai_reading {
   void *into;                        /* the reader's */
   luna_params *params;
 };
-/* Chunks of the step that a file needed, those after `last` (null: all), go back to the allocator: no step may ever be
-   as large. */
 LUNAI_FN lunai_chunk *lunai_last_chunk(const luna_ctx *ctx) {
   lunai_chunk *last = ctx->arena[0].steps;
   while (last && last->next) last = last->next;
   return last;
 }
+/* Chunks of the step that a file needed, those after `last` (null: all), go back to the allocator: no step may ever be
+   as large. */
 LUNAI_FN void lunai_chunks_after(luna_ctx *ctx, lunai_chunk *last) {
   for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
     lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
