@@ -18761,7 +18761,7 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
       x = lunai_causal_layer(&layer->of.causal, x, &layer->past);
     x = lunai_result_so_far(scope, x);
   }
-  s->body = s->bump.count;
+  if (LUNAI_RECORDS(&s->bump)) s->body = s->bump.count;
   if (!last) return x;
   s->bump.single = true;
   if (rows > 1) x = luna_slice(x, 1, rows - 1, 1);
@@ -18771,13 +18771,12 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
 /* the same, of single rows by the ops that the first of them has recorded */
 LUNAI_FN luna_tensor *lunai_stream_rows(luna_stream *s, int64_t rows, bool last) {
   lunai_bump *b = &s->bump;
-  if (!LUNAI_REPLAYS) return lunai_stream_forward(s, rows, last);
-  if (rows > 1 || b->count == 0) {
-    lunai_bump_forget(b);
-    b->records = rows == 1;
-    luna_tensor *y = lunai_stream_forward(s, rows, last || b->records);
-    if (b->records) b->kept = b->part[0].used;
+  if (!LUNAI_REPLAYS || rows > 1) return lunai_stream_forward(s, rows, last);
+  if (b->count == 0) {
+    b->records = true;
+    luna_tensor *y = lunai_stream_forward(s, rows, true);
     b->records = false;
+    b->kept = b->part[0].used;
     if (!y) lunai_bump_forget(b);
     return y;
   }
@@ -18999,28 +18998,26 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   bool good = lunai_stream_model_open(s, NULL);
   size_t each = b->part[0].used;
   good = good && lunai_stream_layer_open(s, 0, from, NULL);
-  b->floor = b->kept = b->part[0].used;
-  each = b->floor - each;
+  size_t stays = b->floor = b->kept = b->part[0].used;
+  each = stays - each;
   s->sizes.layers = 1;
-  for (int64_t rows = s->chunk; good && rows > 0; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
-    good = lunai_stream_rows(s, rows, true) != NULL;
-  size_t kept = b->kept;
   if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
+    good = good && lunai_stream_rows(s, 1, true) != NULL;
     const size_t ops = b->count;
+    stays = b->kept;
     lunai_bump_forget(b);
     s->sizes.layers = 0;
     good = good && lunai_stream_rows(s, 1, true) != NULL;
     b->room = b->count + (ops - b->count) * layers;
-    kept = b->kept + (kept - b->kept) * layers;
+    each += stays - b->kept;
     lunai_bump_forget(b);
     s->sizes.layers = 1;
+    b->part[0].peak = b->floor;      /* the rest is beside what is recorded */
   }
-  good = good && lunai_stream_fold(s, &layer, NULL);
-  const size_t peak = b->part[0].peak;
-  b->part[0].peak = b->floor;        /* beside what is recorded: */
-  good = good && lunai_stream_reorder_all(s);
-  kept += b->part[0].peak - b->floor;
-  b->part[0].peak = (kept > peak ? kept : peak) + each * (layers - 1);
+  for (int64_t rows = s->chunk; good && rows > LUNAI_REPLAYS; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
+    good = lunai_stream_forward(s, rows, true) != NULL;
+  good = good && lunai_stream_fold(s, &layer, NULL) && lunai_stream_reorder_all(s);
+  b->part[0].peak += stays - b->floor + each * (layers - 1);
   b->part[0].used = 0;
   s->ctx.reserving = false;
   s->sizes.layers = (int64_t)layers;
