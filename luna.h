@@ -19594,23 +19594,19 @@ LUNAI_FN bool lunai_beam_step(lunai_beam *s, int64_t b, const float *logits, int
       s->best[b];
 }
 
-LUNAI_FN bool lunai_beam_memory(luna_ctx *ctx, lunai_beam *s) {
-  const size_t rows = (size_t)(s->batch * s->search.beam), max = (size_t)s->search.max_length, batch = (size_t)s->batch;
-  void *at[8];
-  size_t size[8];
-  size[0] = rows * sizeof(double); size[1] = batch * sizeof(double);
-  size[2] = size[3] = rows * max * sizeof(int32_t);
-  size[4] = size[5] = rows * sizeof(int32_t); size[6] = batch * sizeof(int32_t);
-  size[7] = (size_t)(2 * s->search.beam) * sizeof(lunai_candidate);
-  for (int i = 0; i < 8; i++) {
-    if (!lunai_step(ctx, size[i], false, &at[i])) return false;
-    memset(at[i], 0, size[i]);
-  }
-  s->score = (double *)at[0]; s->best = (double *)at[1];
-  s->tokens = (int32_t *)at[2]; s->next = (int32_t *)at[3];
-  s->last = (int32_t *)at[4]; s->from = (int32_t *)at[5]; s->finished = (int32_t *)at[6];
-  s->candidates = (lunai_candidate *)at[7];
-  return true;
+/* lays its arrays out from `base` (null: only counts) and returns their bytes */
+LUNAI_FN size_t lunai_beam_lay_out(lunai_beam *s, char *base) {
+  const int64_t rows = s->batch * s->search.beam, tokens = rows * s->search.max_length;
+  size_t used = 0;
+  s->score = (double *)lunai_stream_take(base, &used, rows, sizeof(double));
+  s->best = (double *)lunai_stream_take(base, &used, s->batch, sizeof(double));
+  s->tokens = (int32_t *)lunai_stream_take(base, &used, tokens, sizeof(int32_t));
+  s->next = (int32_t *)lunai_stream_take(base, &used, tokens, sizeof(int32_t));
+  s->last = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
+  s->from = (int32_t *)lunai_stream_take(base, &used, rows, sizeof(int32_t));
+  s->finished = (int32_t *)lunai_stream_take(base, &used, s->batch, sizeof(int32_t));
+  s->candidates = (lunai_candidate *)lunai_stream_take(base, &used, 2 * s->search.beam, sizeof(lunai_candidate));
+  return used;
 }
 
 LUNAI_FN bool lunai_beam_good(luna_ctx *ctx, const lunai_beam *s, const luna_input *source) {
@@ -19651,9 +19647,12 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
       !lunai_beam_good(ctx, &s, source)) return ctx->last_status;
   luna_stream *stream = lunai_seq2seq_stream(model, source, s.search.beam, "luna_seq2seq_generate");
   if (!stream) return ctx->status == LUNA_OK ? LUNA_OUT_OF_MEMORY : ctx->status;
-  if (!lunai_beam_memory(ctx, &s))
-    status = lunai_fail_memory(ctx, "luna_seq2seq_generate",
-                               (size_t)(batch * s.search.beam * s.search.max_length) * sizeof(int32_t));
+  const size_t bytes = lunai_beam_lay_out(&s, NULL);
+  char *memory = (char *)lunai_step_host(ctx, "luna_seq2seq_generate", false, bytes);
+  if (memory) {
+    memset(memory, 0, bytes);
+    (void)lunai_beam_lay_out(&s, memory);
+  } else status = LUNA_OUT_OF_MEMORY;
   for (int64_t i = 0; i < batch * s.search.beam && status == LUNA_OK; i++) s.last[i] = s.search.begin;
   for (b = 0; b < batch && status == LUNA_OK; b++) out_lengths[b] = 0;
   for (int64_t going = batch, length = 0; status == LUNA_OK && going > 0 && length <= s.search.max_length; length++) {
