@@ -48,6 +48,8 @@ ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
 CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
 HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && echo cuda cuda_host_check)
+# the longest tests, which need not run again with a second compiler: compile.sh itself takes all that are here
+ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
 # machine code for 8.x and 9.0; PTX, which the driver compiles, for newer devices
 NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90
@@ -116,13 +118,13 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/run.sh $(PROGRAMS) $(HOST:%=$(BUILD)/tests/%) $(SCRIPTS) tests/convert.sh \
-	  tests/torch.sh tests/install.sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(PROGRAMS) $(SCRIPTS) tests/convert.sh \
+	  tests/torch.sh tests/install.sh
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
-	@BUILD=$(BUILD)/asan sh tests/run.sh $(NAMES:%=$(BUILD)/asan/tests/%) $(HOST:%=$(BUILD)/asan/tests/%) \
+	@BUILD=$(BUILD)/asan JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 cross:

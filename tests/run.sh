@@ -1,20 +1,34 @@
 #!/bin/sh
-# run.sh PROGRAM...: runs each, shows what it prints, and adds up the last lines, "name: N passed, N failed". A program
-# that ends without such a line counts as one failed and is named. RUNNER: what runs a program of another machine.
+# run.sh PROGRAM...: runs them, JOBS at a time (at most four; without it as many as there are cores), shows what each has
+# printed when it ends, and adds up the last lines, "name: N passed, N failed". A program that ends without such a line
+# counts as one failed and is named. RUNNER: what runs a program of another machine.
 build=${BUILD:-build}
+log_of() { echo "$build/logs/$(echo "$1" | tr / _).log"; }
+
+if [ "$1" = --one ]; then
+  log=$(log_of "$2")
+  case $2 in
+    *.sh) sh "$2" ;;
+    /*) "$2" ;;
+    *) $RUNNER "./$2" ;;
+  esac >"$log" 2>&1 </dev/null
+  echo "$?" >"$log.status"
+  { echo "== $2"; cat "$log"; }
+  exit 0
+fi
+
+jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}
+[ "$jobs" -le 4 ] || jobs=4
+xargs -P 1 true </dev/null 2>/dev/null || jobs=           # this xargs knows no -P: one at a time
+rm -rf "$build/logs"
 mkdir -p "$build/logs"
+printf '%s\n' "$@" | xargs ${jobs:+-P "$jobs"} -I '{}' sh "$0" --one '{}'
+
 passed=0 failed=0 named=
 for program; do
-  log=$build/logs/$(basename "$program").log
-  echo "== $program"
-  case $program in
-    *.sh) sh "$program" ;;
-    /*) "$program" ;;
-    *) $RUNNER "./$program" ;;
-  esac >"$log" 2>&1 </dev/null
-  status=$?
-  cat "$log"
-  counts=$(tail -n 1 "$log" | tr -d '\r' \
+  log=$(log_of "$program")
+  status=$(cat "$log.status" 2>/dev/null)
+  counts=$(tail -n 1 "$log" 2>/dev/null | tr -d '\r' \
     | sed -n 's/^\(.*[^0-9]\)\{0,1\}\([0-9][0-9]*\) passed, \([0-9][0-9]*\) failed$/\2 \3/p')
   good=${counts% *} bad=${counts#* }
   if [ -z "$counts" ]; then
