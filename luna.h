@@ -13784,7 +13784,7 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (params->ctx->open_status != LUNA_OK) return false;
   return lunai_is_given(params->ctx, name, "the layer or model", made != NULL);
 }
-/* zeroes the struct but for its config, its first member */
+/* the struct becomes what of it comes first, often its config, and zeros */
 LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_t size) {
   memset(s->made, 0, s->size);
   memcpy(s->made, config, size);
@@ -15348,9 +15348,11 @@ LUNAI_FN bool lunai_fields_good(luna_ctx *ctx, const lunai_field *fields, int co
 }
 
 #define LUNAI_MAX_NAME 192
-/* prefix + name as one parameter name; false when too long */
+/* prefix + name as one parameter name, with one dot between "fc1." and ".weight"; false when too long */
 LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const char *prefix, const char *name) {
-  const size_t a = prefix ? strlen(prefix) : 0, b = strlen(name);
+  const size_t a = prefix ? strlen(prefix) : 0;
+  if (a && prefix[a - 1] == '.' && *name == '.') name++;
+  const size_t b = strlen(name);
   if (a + b >= LUNAI_MAX_NAME) {
     lunai_fail_status(params->ctx, LUNA_ERROR_NAME_LENGTH, params->ctx->call, (int64_t)(a + b),
                       (int64_t)LUNAI_MAX_NAME - 1, prefix ? prefix : "", name);
@@ -15389,12 +15391,10 @@ LUNAI_FN lunai_part lunai_norm_part(bool has, luna_norm_layer *norm, const char 
 }
 LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lunai_part *parts, int count) {
   char name[LUNAI_MAX_NAME];
-  int64_t shape[2];
   for (const lunai_part *p = parts; p < parts + count; p++) {
+    const int64_t shape[] = { p->rows, p->columns };
     if (!p->has) continue;
     if (!lunai_name(params, name, prefix, p->name)) return false;
-    shape[0] = p->rows;
-    shape[1] = p->columns;
     *p->weight = luna_param(params, name, p->columns == LUNAI_VECTOR ? 1 : 2, shape, p->init);
     if (!*p->weight) return false;
     if (!p->bias) continue;
@@ -15404,15 +15404,6 @@ LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lu
   }
   return true;
 }
-/* "layers.0.fc1." and "layers.0.fc1" name the same layer */
-LUNAI_FN const char *lunai_undotted(const char *prefix, char out[LUNAI_MAX_NAME]) {
-  const size_t size = prefix ? strlen(prefix) : 0;
-  if (size == 0 || size >= LUNAI_MAX_NAME) return prefix ? prefix : "";
-  memcpy(out, prefix, size + 1);
-  if (out[size - 1] == '.') out[size - 1] = 0;
-  return out;
-}
-
 /* A layer's public init: its config with defaults, of which there is a copy `c`, then its parameters: all, or none */
 #define LUNAI_LAYER_INIT(layer_type, config_type, defaults, parameters) \
   LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
@@ -15434,13 +15425,11 @@ LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, co
 
 LUNA_API luna_status luna_linear_layer_init(luna_linear_layer *layer, luna_params *params, const char *prefix,
                                             int64_t in, int64_t out, luna_init init) {
-  char name[LUNAI_MAX_NAME];
+  luna_linear_layer made = { NULL, NULL };
+  const lunai_part part = { true, LUNAI_BOTH(made), ".weight", out, in, init };
   lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer);
-  if (good) {
-    const lunai_part part = { true, LUNAI_BOTH(*layer), ".weight", out, in, init };
-    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
-  }
+  const bool good = lunai_setup_begin(&s, "luna_linear_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_parts_init(params, prefix, &part, 1) && lunai_setup_config(&s, &made, sizeof made);
   return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, luna_tensor *x) {
@@ -15450,18 +15439,15 @@ LUNA_API luna_tensor *luna_linear_layer_forward(const luna_linear_layer *layer, 
 
 LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *params, const char *prefix, int64_t dim,
                                           luna_norm_kind kind) {
-  char name[LUNAI_MAX_NAME];
+  luna_norm_layer made = { NULL, NULL };
   luna_layer_config c;
+  c.dim = dim;
+  c.norm = kind;
+  const lunai_part part = lunai_norm_part(true, &made, ".weight", &c);
   lunai_setup s;
-  bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
-              lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS);
-  if (good) {
-    memset(layer, 0, sizeof *layer);
-    c.dim = dim;
-    c.norm = kind;
-    lunai_part part = lunai_norm_part(true, layer, ".weight", &c);
-    good = lunai_parts_init(params, lunai_undotted(prefix, name), &part, 1);
-  }
+  const bool good = lunai_setup_begin(&s, "luna_norm_layer_init", params, prefix, layer, sizeof *layer) &&
+                    lunai_in(params->ctx, params->ctx->call, "kind", (int64_t)kind, 0, LUNA_NORM_RMS) &&
+                    lunai_parts_init(params, prefix, &part, 1) && lunai_setup_config(&s, &made, sizeof made);
   return lunai_setup_end(&s, good);
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
@@ -15481,11 +15467,12 @@ LUNAI_FN int lunai_input_parts(luna_input_layer *layer, int64_t features, int64_
 }
 LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params *params, const char *prefix,
                                            int64_t features, int64_t dim, luna_init init) {
+  luna_input_layer made = { params, NULL, NULL, { NULL, NULL } };
   lunai_part parts[LUNAI_MAX_PARTS];
+  const int count = lunai_input_parts(&made, features, dim, init, parts);
   lunai_setup s;
   const bool good = lunai_setup_begin(&s, "luna_input_layer_init", params, prefix, layer, sizeof *layer) &&
-                    lunai_parts_init(params, prefix, parts, lunai_input_parts(layer, features, dim, init, parts));
-  if (good) layer->params = params;
+                    lunai_parts_init(params, prefix, parts, count) && lunai_setup_config(&s, &made, sizeof made);
   return lunai_setup_end(&s, good);
 }
 LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
