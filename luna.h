@@ -15404,12 +15404,18 @@ LUNAI_FN bool lunai_parts_init(luna_params *params, const char *prefix, const lu
   }
   return true;
 }
-/* A layer's public init: its config with defaults, of which there is a copy `c`, then its parameters: all, or none */
+/* a caller's config, or zeros for the defaults */
+LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
+  if (config) memcpy(own, config, size);
+  else memset(own, 0, size);
+}
+/* A layer's public init: `defaults` completes and checks c, a copy of the config; then its parameters: all, or none */
 #define LUNAI_LAYER_INIT(layer_type, config_type, defaults, parameters) \
   LUNA_API luna_status layer_type##_init(layer_type *layer, luna_params *params, const char *prefix, \
                                          const config_type *config) { \
-    config_type c; \
     lunai_setup s; \
+    config_type c; \
+    lunai_config_of(&c, config, sizeof c); \
     const bool good = lunai_setup_begin(&s, #layer_type "_init", params, prefix, layer, sizeof *layer) && \
                       (defaults) && lunai_setup_config(&s, &c, sizeof c) && parameters(layer, params, prefix); \
     return lunai_setup_end(&s, good); \
@@ -15599,12 +15605,6 @@ LUNAI_FN void lunai_default_sizes(int64_t *dim, int64_t *heads) {
   if (*heads == 0) *heads = 4;
 }
 
-/* a caller's config, or zeros for the defaults */
-LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
-  if (config) memcpy(own, config, size);
-  else memset(own, 0, size);
-}
-
 /* --- Luna attention, eqs. 3-5 --- */
 LUNAI_FN bool lunai_divides(luna_ctx *ctx, const char *field, int64_t heads, int64_t dim) {
   if (heads >= 1 && dim % heads == 0) return true;
@@ -15655,9 +15655,7 @@ LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, lu
   if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
   return true;
 }
-LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_attention_layer_config *config,
-                                              luna_nested_attention_layer_config *c) {
-  lunai_config_of(c, config, sizeof *c);
+LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, luna_nested_attention_layer_config *c) {
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
@@ -15665,7 +15663,7 @@ LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_a
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_QK);
 }
 LUNAI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
-                 lunai_nested_attention_defaults(params->ctx, config, &c), lunai_nested_attention_init)
+                 lunai_nested_attention_defaults(params->ctx, &c), lunai_nested_attention_init)
 
 LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
   int64_t shape[4] = { a, b, c, d };
@@ -15873,9 +15871,7 @@ LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lu
   memcpy(parts, all, sizeof all);
   return LUNAI_LENGTH(all);
 }
-LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, const luna_causal_attention_layer_config *config,
-                                              luna_causal_attention_layer_config *c) {
-  lunai_config_of(c, config, sizeof *c);
+LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, luna_causal_attention_layer_config *c) {
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
@@ -15889,7 +15885,7 @@ LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, lu
   return true;
 }
 LUNAI_LAYER_INIT(luna_causal_attention_layer, luna_causal_attention_layer_config,
-                 lunai_causal_attention_defaults(params->ctx, config, &c), lunai_causal_attention_init)
+                 lunai_causal_attention_defaults(params->ctx, &c), lunai_causal_attention_init)
 
 /* pq = (P Wpq + bpq) / sqrt(d_h) of p [b, l, d] or [l, d] -> [b, h, l, d_h] */
 LUNAI_FN luna_tensor *lunai_causal_queries(const luna_causal_attention_layer *layer, luna_tensor *p) {
@@ -16017,10 +16013,8 @@ LUNAI_FN bool lunai_attention_init(luna_attention_layer *layer, luna_params *par
   if (!f) layer->f = layer->e;
   return true;
 }
-LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer_config *config,
-                                       luna_attention_layer_config *c) {
-  lunai_config_of(c, config, sizeof *c);
-  if (!config) c->kind = LUNA_ATTENTION_SOFTMAX;
+LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, luna_attention_layer_config *c, bool given) {
+  if (!given) c->kind = LUNA_ATTENTION_SOFTMAX;
   lunai_default_sizes(&c->dim, &c->heads);
   if (!lunai_attention_good(ctx, c->dim, c->heads, c->dropout) ||
       !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
@@ -16029,8 +16023,8 @@ LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, const luna_attention_layer
   if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
   return lunai_linformer_config(ctx, &c->linformer);
 }
-LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config, lunai_attention_defaults(params->ctx, config, &c),
-                 lunai_attention_init)
+LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config,
+                 lunai_attention_defaults(params->ctx, &c, config != NULL), lunai_attention_init)
 
 /* elu+1 features; a column of ones beside each head's values gives the normaliser: out = phi(q) sum phi(k)^T [v 1],
    divided by its last column */
@@ -16149,11 +16143,16 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
 #else
 LUNAI_FN bool lunai_is_luna(const luna_layer_config *c) { return c->attention == LUNA_ATTENTION_LUNA && !c->hook; }
 #endif
-/* Rejects a config's number that contradicts the one it derives from; 0 = unset */
-LUNAI_FN bool lunai_agrees(luna_ctx *ctx, const char *name, int64_t value, const char *from, int64_t expected) {
-  if (value == 0 || value == expected) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, name, value, from, expected) == LUNA_OK;
+/* A number that a model's config and the config inside it both have: where one is 0 the other counts */
+LUNAI_FN bool lunai_same(luna_ctx *ctx, const char *name, int64_t *value, const char *inner_name, int64_t *inner) {
+  if (*value == 0) *value = *inner;
+  if (*inner == 0) *inner = *value;
+  return *inner == *value ||
+         lunai_fail_status(ctx, LUNA_ERROR_FIELD_DIFFERS, ctx->call, inner_name, *inner, name, *value) == LUNA_OK;
 }
+/* of c and its layers' config; `where`, "" or "encoder.", goes before both names */
+#define LUNAI_SAME(ctx, c, where, field) \
+  lunai_same(ctx, where #field, &(c)->field, where "layer." #field, &(c)->layer.field)
 /* Rejects a number other than 0 of what there is not; why: "with ...", "in ..." */
 LUNAI_FN bool lunai_is_unused(luna_ctx *ctx, const char *name, int64_t value, const char *why) {
   return value == 0 || lunai_fail_status(ctx, LUNA_ERROR_FIELD_UNUSED, ctx->call, name, value, why) == LUNA_OK;
@@ -16169,16 +16168,6 @@ LUNAI_FN bool lunai_layer_agrees(luna_ctx *ctx, const luna_layer_config *c, luna
          (encoder || lunai_is_unused(ctx, "layer.own_memory", c->own_memory, "in a causal or decoder layer")) &&
          (!tied || lunai_is_unused(ctx, "layer.sharing", c->sharing, "or LUNA_SHARING_FULL in a causal layer"));
 }
-/* The layers' sizes, which a model's config has in two places: where one is 0 the other counts */
-LUNAI_FN void lunai_layer_sizes(int64_t *dim, int64_t *heads, int64_t *ffn, luna_layer_config *layer) {
-  if (*dim == 0) *dim = layer->dim;
-  if (*heads == 0) *heads = layer->heads;
-  if (*ffn == 0) *ffn = layer->ffn;
-  lunai_default_sizes(dim, heads);
-  layer->dim = *dim;
-  layer->heads = *heads;
-  layer->ffn = *ffn;
-}
 #define LUNAI_DROPOUTS 3                /* the rows of lunai_layer_fields that are in every model's metadata */
 static const lunai_field lunai_layer_fields[] = {
   LUNAI_FRACTION_OF(luna_layer_config, dropout) LUNAI_FRACTION_OF(luna_layer_config, attention_dropout)
@@ -16191,10 +16180,7 @@ static const lunai_field lunai_layer_fields[] = {
 #undef LUNAI_LAYER_FIELD
 };
 /* fills in the defaults; false with a sentence when the config is invalid */
-LUNAI_FN bool lunai_layer_config(luna_ctx *ctx, const luna_layer_config *config, lunai_layer_kind kind,
-                                 luna_layer_config *c) {
-  if (config) *c = *config;
-  else memset(c, 0, sizeof *c);
+LUNAI_FN bool lunai_layer_defaults(luna_ctx *ctx, luna_layer_config *c, lunai_layer_kind kind) {
   if (!lunai_layer_agrees(ctx, c, kind)) return false;
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
@@ -16311,8 +16297,8 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
                     lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
-LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config,
-                 lunai_layer_config(params->ctx, config, LUNAI_ENCODER_LAYER, &c), lunai_encoder_layer_init)
+LUNAI_LAYER_INIT(luna_encoder_layer, luna_layer_config, lunai_layer_defaults(params->ctx, &c, LUNAI_ENCODER_LAYER),
+                 lunai_encoder_layer_init)
 
 /* Luna attention with both residuals */
 LUNAI_FN bool lunai_nested_half(const luna_layer_config *c, const luna_nested_attention_layer *attention,
@@ -16387,8 +16373,8 @@ LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *p
          lunai_parts_init(params, prefix, parts + 1, count - 1);
 }
 LUNAI_LAYER_INIT(luna_decoder_layer, luna_layer_config,
-                 (!config || lunai_is_luna(config) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
-                 lunai_layer_config(params->ctx, config, LUNAI_DECODER_LAYER, &c), lunai_decoder_layer_init)
+                 (lunai_is_luna(&c) || lunai_is_luna_only(params->ctx, "a decoder layer")) &&
+                 lunai_layer_defaults(params->ctx, &c, LUNAI_DECODER_LAYER), lunai_decoder_layer_init)
 
 /* -> X', also in f->x */
 LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai_flow *f) {
@@ -16443,13 +16429,14 @@ LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *par
 }
 LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                             int64_t memory, const luna_layer_config *config) {
-  luna_layer_config c;
   lunai_setup s;
+  luna_layer_config c;
+  lunai_config_of(&c, config, sizeof c);
   const int64_t slots = memory == 0 ? 16 : memory;
   const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
-                    ((config && !lunai_is_luna(config)) ||
+                    (!lunai_is_luna(&c) ||
                      lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
-                    lunai_layer_config(params->ctx, config, LUNAI_CAUSAL_LAYER, &c) &&
+                    lunai_layer_defaults(params->ctx, &c, LUNAI_CAUSAL_LAYER) &&
                     lunai_setup_config(&s, &c, sizeof c) && lunai_causal_layer_init(layer, params, prefix, slots);
   return lunai_setup_end(&s, good);
 }
@@ -16686,14 +16673,11 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
-  luna_layer_config layer = c->layer;
-  lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
-  if (!lunai_layer_config(ctx, &layer, LUNAI_CAUSAL_LAYER, &layer) || !lunai_is_omega(ctx, layer.omega) ||
-      !lunai_agrees(ctx, "layer.dim", c->layer.dim, "dim", layer.dim) ||
-      !lunai_agrees(ctx, "layer.heads", c->layer.heads, "heads", layer.heads) ||
-      !lunai_agrees(ctx, "layer.ffn", c->layer.ffn, "ffn", layer.ffn)) return false;
-  c->layer = layer;
-  c->ffn = layer.ffn;
+  if (!LUNAI_SAME(ctx, c, "", dim) || !LUNAI_SAME(ctx, c, "", heads) || !LUNAI_SAME(ctx, c, "", ffn) ||
+      !lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) || !lunai_is_omega(ctx, c->layer.omega)) return false;
+  c->dim = c->layer.dim;
+  c->heads = c->layer.heads;
+  c->ffn = c->layer.ffn;
   return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
 }
 
@@ -16830,7 +16814,8 @@ LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t voc
 }
 
 /* --- encoder --- */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
+/* features: of the model whose encoder it is */
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c, int64_t *features) {
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -16838,30 +16823,19 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c) {
   if (c->embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->embedding_scale = c->positions == LUNA_POSITIONS_LEARNED ? LUNA_EMBEDDING_SCALE_ONE :
         LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  luna_layer_config layer = c->layer;
-  lunai_layer_sizes(&c->dim, &c->heads, &c->ffn, &layer);
-  layer.own_memory = c->own_memory && lunai_is_luna(&layer) ? c->memory : 0;
-  layer.linformer.max_length = c->max_length;
-  if (!lunai_layer_config(ctx, &layer, LUNAI_ENCODER_LAYER, &layer)) return false;
-  if (!lunai_agrees(ctx, "encoder.layer.dim", c->layer.dim, "encoder.dim", layer.dim) ||
-      !lunai_agrees(ctx, "encoder.layer.heads", c->layer.heads, "encoder.heads", layer.heads) ||
-      !lunai_agrees(ctx, "encoder.layer.ffn", c->layer.ffn, "encoder.ffn", layer.ffn) ||
-      !(layer.own_memory ?
-        lunai_agrees(ctx, "encoder.layer.own_memory", c->layer.own_memory, "encoder.memory", layer.own_memory) :
+  if (!lunai_same(ctx, "features", features, "encoder.features", &c->features) ||
+      !LUNAI_SAME(ctx, c, "encoder.", dim) || !LUNAI_SAME(ctx, c, "encoder.", heads) ||
+      !LUNAI_SAME(ctx, c, "encoder.", ffn) ||
+      !(c->own_memory && lunai_is_luna(&c->layer) ?
+        lunai_same(ctx, "encoder.memory", &c->memory, "encoder.layer.own_memory", &c->layer.own_memory) :
         lunai_is_unused(ctx, "encoder.layer.own_memory", c->layer.own_memory, "without encoder.own_memory")) ||
-      !lunai_agrees(ctx, "encoder.layer.linformer.max_length", c->layer.linformer.max_length, "encoder.max_length",
-                    c->max_length)) return false;
-  c->layer = layer;
-  c->ffn = layer.ffn;
+      !lunai_same(ctx, "encoder.max_length", &c->max_length, "encoder.layer.linformer.max_length",
+                  &c->layer.linformer.max_length) ||
+      !lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER)) return false;
+  c->dim = c->layer.dim;
+  c->heads = c->layer.heads;
+  c->ffn = c->layer.ffn;
   return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
-}
-
-/* A model's features are its encoder's. */
-LUNAI_FN bool lunai_model_features(luna_ctx *ctx, int64_t *features, luna_encoder_config *encoder) {
-  if (*features == 0) *features = encoder->features;
-  if (!lunai_agrees(ctx, "encoder.features", encoder->features, "features", *features)) return false;
-  encoder->features = *features;
-  return true;
 }
 
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
@@ -16913,7 +16887,7 @@ LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, con
   bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e);
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
-  good = good && lunai_encoder_defaults(params->ctx, &m.encoder) &&
+  good = good && lunai_encoder_defaults(params->ctx, &m.encoder, &m.encoder.features) &&
          lunai_model_good(params->ctx, &m, vocab ? vocab : 256, &m.encoder) &&
          lunai_setup_config(&s, &m.encoder, sizeof m.encoder) && lunai_encoder_init(e, params, prefix, m.vocab);
   return lunai_setup_end(&s, good);
@@ -17036,9 +17010,8 @@ LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_con
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
   if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
-  return lunai_model_features(ctx, &c->features, &c->encoder) &&
-         (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
-         lunai_encoder_defaults(ctx, &c->encoder) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
+  return (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
+         lunai_encoder_defaults(ctx, &c->encoder, &c->features) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
 LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
   const luna_classifier_config *c = &model->config;
@@ -17139,7 +17112,7 @@ LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, const luna_masked_lm_confi
   memset(m, 0, sizeof *m);
   if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 257;
-  return lunai_model_features(ctx, &c->features, &c->encoder) && lunai_encoder_defaults(ctx, &c->encoder) &&
+  return lunai_encoder_defaults(ctx, &c->encoder, &c->features) &&
          lunai_model_good(ctx, m, c->vocab, &c->encoder);
 }
 LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
@@ -17247,7 +17220,7 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *c
     return lunai_is_luna_only(ctx, "an encoder-decoder");
   if (c->share_embeddings && c->vocab != c->target_vocab)
     return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
-  if (!lunai_model_features(ctx, &c->features, &c->encoder) || !lunai_encoder_defaults(ctx, &c->encoder) ||
+  if (!lunai_encoder_defaults(ctx, &c->encoder, &c->features) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
