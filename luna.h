@@ -16662,11 +16662,62 @@ LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t si
   return lunai_persist_host(params->ctx, params->ctx->call, (size_t)count * size);
 }
 
-/* --- the causal language model --- */
+/* a model's config; vocab and encoder are those of classifier, masked_lm or seq2seq */
+typedef struct lunai_model_config {
+  int64_t vocab;
+  luna_encoder_config encoder;
+  luna_classifier_config classifier;
+  luna_masked_lm_config masked_lm;
+  luna_seq2seq_config seq2seq;
+  luna_lm_config lm;
+} lunai_model_config;
+/* the metadata of all models with an encoder alike: a field of another model is 0 */
+static const lunai_field lunai_model_fields[] = {
+#define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
+  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
+  LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
+  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
+  LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
+  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
+  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
+  LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
+  LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
+  LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
+  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
+  LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
+  LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
+  LUNAI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
+  LUNAI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
+  LUNAI_F(classes, classifier.classes, 0, 1 << 24) LUNAI_F(pooling, classifier.pooling, 0, 4)
+  LUNAI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LUNAI_F(pair, classifier.pair, 0, 1)
+  LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
+  LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
+  LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
+  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
+#undef LUNAI_F
+};
+/* A model's public init. `name`: its kind in metadata, `layer`: its layers' config, `described`: whose `fields` are
+   checked and become metadata, all of the config m */
+#define LUNAI_MODEL_INIT(kind, name, layer, described, fields) \
+  LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
+                                          const luna_##kind##_config *config) { \
+    lunai_setup s; \
+    lunai_model_config m; \
+    memset(&m, 0, sizeof m); \
+    if (config) m.kind = *config; \
+    const bool good = lunai_setup_begin(&s, "luna_" #kind "_init", params, NULL, model, sizeof *model) && \
+                      lunai_##kind##_defaults(params->ctx, &m) && \
+                      lunai_fields_good(params->ctx, fields, LUNAI_LENGTH(fields), &described) && \
+                      lunai_setup_config(&s, &m.kind, sizeof m.kind) && lunai_##kind##_init(model, params) && \
+                      lunai_fields_describe(params, name, &layer, fields, LUNAI_LENGTH(fields), &described); \
+    return lunai_setup_end(&s, good); \
+  }
+#define LUNAI_ENCODER_MODEL_INIT(kind) LUNAI_MODEL_INIT(kind, #kind, m.encoder.layer, m, lunai_model_fields)
 
-LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, luna_lm_config *c) {
-  if (config) *c = *config;
-  else memset(c, 0, sizeof *c);
+/* --- the causal language model --- */
+LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
+  luna_lm_config *c = &m->lm;
   if (c->vocab == 0) c->vocab = 256;
   if (c->outputs == 0) c->outputs = c->features;
   if (c->layers == 0) c->layers = 2;
@@ -16678,9 +16729,8 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, const luna_lm_config *config, lun
   c->dim = c->layer.dim;
   c->heads = c->layer.heads;
   c->ffn = c->layer.ffn;
-  return lunai_fields_good(ctx, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), c);
+  return true;
 }
-
 LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   const luna_lm_config *c = &model->config;
   lunai_part parts[LUNAI_MAX_PARTS];
@@ -16696,16 +16746,7 @@ LUNAI_FN bool lunai_lm_init(luna_lm *model, luna_params *params) {
   }
   return lunai_parts_init(params, "", parts + LUNAI_LM_BEFORE, count - LUNAI_LM_BEFORE);
 }
-LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config) {
-  luna_lm_config c;
-  lunai_setup s;
-  const bool good = lunai_setup_begin(&s, "luna_lm_init", params, NULL, model, sizeof *model) &&
-                    lunai_lm_defaults(params->ctx, config, &c) && lunai_setup_config(&s, &c, sizeof c) &&
-                    lunai_lm_init(model, params) &&
-                    lunai_fields_describe(params, LUNAI_LM_KIND, &c.layer, lunai_lm_fields,
-                                          LUNAI_LENGTH(lunai_lm_fields), &c);
-  return lunai_setup_end(&s, good);
-}
+LUNAI_MODEL_INIT(lm, LUNAI_LM_KIND, m.lm.layer, m.lm, lunai_lm_fields)
 
 /* what a model's embedding reads: tokens by a table, or features; `first` positions stand before the first token's */
 LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tensor *table,
@@ -16758,64 +16799,10 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
 
-/* --- the models with an encoder: what their metadata holds, alike for all: a field of another model is 0 --- */
-typedef struct lunai_model_config {
-  int64_t vocab;
-  luna_encoder_config encoder;       /* of the model below */
-  luna_classifier_config classifier;
-  luna_masked_lm_config masked_lm;
-  luna_seq2seq_config seq2seq;
-  luna_lm_config lm;                 /* whose fields are others */
-} lunai_model_config;
-static const lunai_field lunai_model_fields[] = {
-#define LUNAI_F(name, field, min, max) LUNAI_FIELD_OF(lunai_model_config, name, field, min, max)
-  LUNAI_F(vocab, vocab, 1, 1 << 24) LUNAI_F(layers, encoder.layers, 1, 1024) LUNAI_F(dim, encoder.layer.dim, 1, 1 << 20)
-  LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
-  LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
-  LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
-  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
-  LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
-  LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
-  LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
-  LUNAI_F(embedding_scale, encoder.embedding_scale, 0, 2) LUNAI_F(norm_embedding, encoder.norm_embedding, 0, 1)
-  LUNAI_F(tied_layers, encoder.tied_layers, 0, 1) LUNAI_F(own_memory, encoder.own_memory, 0, 1)
-  LUNAI_F(keep_padding, encoder.keep_padding, 0, 1) LUNAI_F(linformer_k, encoder.layer.linformer.k, 0, 1 << 26)
-  LUNAI_F(linformer_k_last_layer, encoder.layer.linformer.k_last_layer, 0, 1 << 26)
-  LUNAI_F(linformer_k_last_head, encoder.layer.linformer.k_last_head, 0, 1 << 26)
-  LUNAI_F(linformer_sharing, encoder.layer.linformer.sharing, 0, 2)
-  LUNAI_F(linformer_projection, encoder.layer.linformer.projection, 0, 3)
-  LUNAI_F(classes, classifier.classes, 0, 1 << 24) LUNAI_F(pooling, classifier.pooling, 0, 4)
-  LUNAI_F(pre_logits, classifier.pre_logits, 0, 1 << 22) LUNAI_F(pair, classifier.pair, 0, 1)
-  LUNAI_F(target_vocab, seq2seq.target_vocab, 0, 1 << 24) LUNAI_F(share_embeddings, seq2seq.share_embeddings, 0, 1)
-  LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
-  LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
-  LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
-#undef LUNAI_F
-};
-/* the public init of a model with an encoder, whose config is of the same name in m */
-#define LUNAI_MODEL_INIT(kind) \
-  LUNA_API luna_status luna_##kind##_init(luna_##kind *model, luna_params *params, \
-                                          const luna_##kind##_config *config) { \
-    lunai_model_config m; \
-    lunai_setup s; \
-    const bool good = lunai_setup_begin(&s, "luna_" #kind "_init", params, NULL, model, sizeof *model) && \
-                      lunai_##kind##_defaults(params->ctx, config, &m) && \
-                      lunai_setup_config(&s, &m.kind, sizeof m.kind) && lunai_##kind##_init(model, params) && \
-                      lunai_fields_describe(params, #kind, &m.encoder.layer, lunai_model_fields, \
-                                            LUNAI_LENGTH(lunai_model_fields), &m); \
-    return lunai_setup_end(&s, good); \
-  }
-/* whether a model's config is good, its encoder's defaults filled in */
-LUNAI_FN bool lunai_model_good(luna_ctx *ctx, lunai_model_config *m, int64_t vocab,
-                               const luna_encoder_config *encoder) {
-  m->vocab = vocab;
-  m->encoder = *encoder;
-  return lunai_fields_good(ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), m);
-}
-
 /* --- encoder --- */
-/* features: of the model whose encoder it is */
-LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c, int64_t *features) {
+/* c: of m's model, which has vocab and features too */
+LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_encoder_config *c, int64_t vocab,
+                                     int64_t *features) {
   if (c->layers == 0) c->layers = 2;
   if (c->memory == 0) c->memory = 16;
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_SINUSOIDAL;
@@ -16831,11 +16818,15 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, luna_encoder_config *c, int6
         lunai_is_unused(ctx, "encoder.layer.own_memory", c->layer.own_memory, "without encoder.own_memory")) ||
       !lunai_same(ctx, "encoder.max_length", &c->max_length, "encoder.layer.linformer.max_length",
                   &c->layer.linformer.max_length) ||
-      !lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER)) return false;
+      !lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER) ||
+      (c->layer.attention == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(ctx, &c->layer.linformer)))
+    return false;
   c->dim = c->layer.dim;
   c->heads = c->layer.heads;
   c->ffn = c->layer.ffn;
-  return c->layer.attention != LUNA_ATTENTION_LINFORMER || lunai_linformer_config(ctx, &c->layer.linformer);
+  m->vocab = vocab;
+  m->encoder = *c;
+  return true;
 }
 
 LUNAI_FN bool lunai_encoder_layers(luna_encoder *e, luna_params *params, const char *prefix) {
@@ -16881,15 +16872,16 @@ LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const cha
          lunai_parts_init(params, prefix, parts + 5, 2);
 }
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
-    const luna_encoder_config *config) {
+                                       const luna_encoder_config *config) {
   lunai_setup s;
   lunai_model_config m;
-  bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e);
   memset(&m, 0, sizeof m);
   if (config) m.encoder = *config;
-  good = good && lunai_encoder_defaults(params->ctx, &m.encoder, &m.encoder.features) &&
-         lunai_model_good(params->ctx, &m, vocab ? vocab : 256, &m.encoder) &&
-         lunai_setup_config(&s, &m.encoder, sizeof m.encoder) && lunai_encoder_init(e, params, prefix, m.vocab);
+  const bool good = lunai_setup_begin(&s, "luna_encoder_init", params, prefix, e, sizeof *e) &&
+                    lunai_encoder_defaults(params->ctx, &m, &m.encoder, vocab ? vocab : 256, &m.encoder.features) &&
+                    lunai_fields_good(params->ctx, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m) &&
+                    lunai_setup_config(&s, &m.encoder, sizeof m.encoder) &&
+                    lunai_encoder_init(e, params, prefix, m.vocab);
   return lunai_setup_end(&s, good);
 }
 
@@ -17001,17 +16993,15 @@ LUNA_API luna_tensor *luna_encoder_forward(const luna_encoder *e, const luna_inp
 LUNAI_FN bool lunai_pools_memory(luna_pooling pooling) {
   return pooling == LUNA_POOLING_MEMORY || pooling == LUNA_POOLING_MEMORY_BATCH;
 }
-LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, const luna_classifier_config *config, lunai_model_config *m) {
+LUNAI_FN bool lunai_classifier_defaults(luna_ctx *ctx, lunai_model_config *m) {
   luna_classifier_config *c = &m->classifier;
-  memset(m, 0, sizeof *m);
-  if (config) *c = *config;
   const bool is_luna = lunai_is_luna(&c->encoder.layer);
   if (c->vocab == 0) c->vocab = 256;
   if (c->classes == 0) c->classes = 2;
   if (c->pooling == LUNA_POOLING_DEFAULT) c->pooling = is_luna ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN;
   if (!is_luna && lunai_pools_memory(c->pooling)) return lunai_fail_status(ctx, LUNA_ERROR_POOLING_MEMORY) == LUNA_OK;
   return (!c->per_step || lunai_is_unused(ctx, "pair", c->pair, "with per_step")) &&
-         lunai_encoder_defaults(ctx, &c->encoder, &c->features) && lunai_model_good(ctx, m, c->vocab, &c->encoder);
+         lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features);
 }
 LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params) {
   const luna_classifier_config *c = &model->config;
@@ -17024,7 +17014,7 @@ LUNAI_FN bool lunai_classifier_init(luna_classifier *model, luna_params *params)
   return luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) == LUNA_OK &&
          lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNAI_MODEL_INIT(classifier)
+LUNAI_ENCODER_MODEL_INIT(classifier)
 
 /* mean over the first min(lengths[b], n) of each sequence's n rows, [batch, n, d] -> [batch, d]; 0 of none */
 LUNAI_FN luna_tensor *lunai_mean_rows(luna_tensor *x, const int32_t *lengths) {
@@ -17107,13 +17097,10 @@ LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model,
   return lunai_classifier_logits(model, luna_concat(part, 4, 1));
 }
 
-LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, const luna_masked_lm_config *config, lunai_model_config *m) {
+LUNAI_FN bool lunai_masked_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
   luna_masked_lm_config *c = &m->masked_lm;
-  memset(m, 0, sizeof *m);
-  if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 257;
-  return lunai_encoder_defaults(ctx, &c->encoder, &c->features) &&
-         lunai_model_good(ctx, m, c->vocab, &c->encoder);
+  return lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features);
 }
 LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   const luna_masked_lm_config *c = &model->config;
@@ -17130,7 +17117,7 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
   model->output = model->encoder.embedding;
   return lunai_parts_init(params, "", parts, LUNAI_LENGTH(parts));
 }
-LUNAI_MODEL_INIT(masked_lm)
+LUNAI_ENCODER_MODEL_INIT(masked_lm)
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
   if (!x) return NULL;
@@ -17208,10 +17195,8 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   return count;
 }
 
-LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *config, lunai_model_config *m) {
+LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
   luna_seq2seq_config *c = &m->seq2seq;
-  memset(m, 0, sizeof *m);
-  if (config) *c = *config;
   if (c->vocab == 0) c->vocab = 256;
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
@@ -17220,11 +17205,11 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, const luna_seq2seq_config *c
     return lunai_is_luna_only(ctx, "an encoder-decoder");
   if (c->share_embeddings && c->vocab != c->target_vocab)
     return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
-  if (!lunai_encoder_defaults(ctx, &c->encoder, &c->features) ||
+  if (!lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features) ||
       (c->features && !lunai_is_unused(ctx, "share_embeddings", c->share_embeddings, "with features"))) return false;
   if (c->decoder_layers == 0) c->decoder_layers = c->encoder.layers;
   if (c->max_target_length == 0) c->max_target_length = c->encoder.max_length;
-  return lunai_model_good(ctx, m, c->vocab, &c->encoder);
+  return true;
 }
 LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   const luna_seq2seq_config *c = &model->config;
@@ -17252,7 +17237,7 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
-LUNAI_MODEL_INIT(seq2seq)
+LUNAI_ENCODER_MODEL_INIT(seq2seq)
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
