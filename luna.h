@@ -15484,10 +15484,6 @@ LUNA_API luna_status luna_input_layer_init(luna_input_layer *layer, luna_params 
 LUNAI_FN bool lunai_is_real(const luna_input *input, int64_t step) {
   return !input->lengths || step % input->n < input->lengths[step / input->n];
 }
-/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
-typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
-/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
-   feature may be Inf */
 LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_list values;
   va_start(values, id);
@@ -15495,17 +15491,20 @@ LUNAI_FN bool lunai_input_wrong(luna_ctx *ctx, bool op, int id, ...) {
   va_end(values);
   return false;
 }
+/* What reads an input: tokens below vocab or, of vocab 0, `features` a step; no more steps than `longest`, 0 = any */
+typedef struct lunai_reader { luna_ctx *ctx; int64_t vocab, features, longest; } lunai_reader;
+/* Whether it can; `what` and `name`: the argument and the call, for the sentence; op: a failure is an op's, and no
+   feature may be Inf */
 LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, bool op, const char *name,
                                const char *what) {
-  const int64_t k = r->vocab ? 1 : r->features;
   const luna_collective *c = lunai_ranks(r->ctx);
   const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
   char field[100];
-  int64_t count;
   if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
-  int64_t shape[3] = { input->batch, input->n, k };
-  luna_tensor like = lunai_like(r->ctx, 3, shape);
-  if ((count = lunai_shape_count(3, shape)) < 0)
+  const int64_t k = r->vocab ? 1 : r->features, shape[] = { input->batch, input->n, k };
+  const int64_t count = lunai_shape_count(3, shape);
+  const luna_tensor like = lunai_like(r->ctx, 3, shape);
+  if (count < 0)
     return lunai_input_wrong(r->ctx, op, LUNA_ERROR_SHAPE, name, what, &like, (int64_t)3, LUNAI_MAX_COUNT);
   lunai_print(field, sizeof field, r->vocab ? "%s.tokens, which it reads in place of features," :
                                               "%s.features, which it reads in place of tokens,", what);
@@ -15538,11 +15537,7 @@ LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_i
 }
 /* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
    missing, or 1 where one is there and 0 where not */
-typedef struct lunai_features {
-  const luna_input *input;
-  int64_t k;
-  bool second;
-} lunai_features;
+typedef struct lunai_features { const luna_input *input; int64_t k; bool second; } lunai_features;
 LUNAI_FN void lunai_features_fit(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
   const luna_input *input = w->input;
@@ -15675,29 +15670,27 @@ LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) 
 }
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
-  if (x && x->shape[1] == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, x->shape[2] / heads);
-  return x ? lunai_permute(lunai_reshape(x, 4, x->shape[0], x->shape[1], heads, x->shape[2] / heads), 0, 2, 1, 3) :
-      NULL;
+  if (!x) return NULL;
+  const int64_t n = x->shape[1], d_h = x->shape[2] / heads;
+  if (n == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, d_h);
+  return lunai_permute(lunai_reshape(x, 4, x->shape[0], n, heads, d_h), 0, 2, 1, 3);
 }
 LUNAI_FN luna_tensor *lunai_merge_heads(luna_tensor *x) {
-  if (x && x->shape[2] == 1) return lunai_reshape(x, 3, x->shape[0], 1, x->shape[1] * x->shape[3], 1);
-  return x ? lunai_reshape(lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], x->shape[2], x->shape[1] * x->shape[3], 1) :
-      NULL;
+  if (!x) return NULL;
+  const int64_t n = x->shape[2], d = x->shape[1] * x->shape[3];
+  return lunai_reshape(n == 1 ? x : lunai_permute(x, 0, 2, 1, 3), 3, x->shape[0], n, d, 1);
 }
 /* the weight of a projection by heads, [h, d_h, d]; of no projection, the identity */
 LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer *layer, int64_t dim, int64_t heads) {
   const float one = 1;
-  int64_t shape[2];
-  luna_tensor *w = layer->weight;
+  const int64_t shape[] = { heads, dim / heads, dim };
   luna_status status = LUNA_OK;
-  shape[0] = shape[1] = dim;
-  if (!w) w = luna_tensor_new(ctx, NULL, 2, shape);
-  for (int64_t i = 0; w && !layer->weight && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
+  if (layer->weight) return luna_reshape(layer->weight, 3, shape);
+  luna_tensor *w = luna_tensor_new(ctx, NULL, 3, shape);
+  for (int64_t i = 0; w && lunai_computes(ctx) && i < dim && status == LUNA_OK; i++)
     status = ctx->backend->copy(ctx, w->data + i * dim + i, &one, sizeof one, 1);
-  if (status != LUNA_OK) return lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
-  return lunai_reshape(w, 3, heads, dim / heads, dim, 1);
+  return status == LUNA_OK ? w : lunai_fail_backend(ctx, false, "luna_nested_attention_layer_forward", status);
 }
-
 LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
@@ -15711,17 +15704,15 @@ LUNAI_FN const int32_t *lunai_lengths(luna_ctx *ctx, const int32_t *lengths, int
   return out;
 }
 
-/* The same where other ranks have rows of the context: each projects what it packs, which is linear, and all merge
-   that; their weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] */
+/* Where other ranks have rows of the context: each projects what it packs, which is linear, and all merge that; their
+   weights' sum is 1, and so each adds the bias. No dropout. g [b,h,l,d] as below */
 LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *layer, luna_tensor *g,
                                             luna_tensor *context, const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = g ? g->shape[0] : 0, l = g ? g->shape[2] : 0;
-  luna_attention_config c;
+  if (!g) return NULL;
+  const int64_t b = g->shape[0], h = g->shape[1], l = g->shape[2], d = g->shape[3];
+  luna_attention_config c = lunai_attention_config(1, 0, lengths);
   luna_tensor *lse = NULL;
   const int32_t *own;
-  if (!g) return NULL;
-  memset(&c, 0, sizeof c);
-  c.lengths = lengths;
   c.scale = 1;
   luna_tensor *z = lunai_attention_part(lunai_reshape(g, 3, b, h * l, d, 1), context, context, &c, &lse, &own);
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
@@ -15733,10 +15724,9 @@ LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *l
    bpv_h */
 LUNAI_FN luna_tensor *lunai_pack_folded(const luna_nested_attention_layer *layer, luna_tensor *pq, luna_tensor *context,
                                         const int32_t *lengths) {
-  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq ? pq->shape[0] : 0,
-      l = pq ? pq->shape[1] : 0;
-  luna_tensor *sums = NULL;
   if (!pq) return NULL;
+  const int64_t d = layer->config.dim, h = layer->config.pack_heads, b = pq->shape[0], l = pq->shape[1];
+  luna_tensor *sums = NULL;
   luna_tensor *g = luna_matmul(lunai_split_heads(luna_scale(pq, (float)(1.0 / sqrt((double)(d / h)))), h),
                                lunai_weight_heads(pq->ctx, &layer->pk, d, h), false, false);
   if (lunai_rows_cut(context)) return lunai_pack_folded_cut(layer, g, context, lengths);
@@ -15832,8 +15822,7 @@ LUNAI_FN bool lunai_nested_attention(const luna_nested_attention_layer *layer, l
   luna_tensor *x = f->x, *context = f->context ? f->context : x, *y = NULL;
   if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return false;
   if (!f->p) return lunai_fail_null(x->ctx, name, "p") != NULL;
-  const int64_t batch = x->shape[0];
-  const int64_t d = layer->config.dim;
+  const int64_t batch = x->shape[0], d = layer->config.dim;
   if (!lunai_is_sequence(name, "x", x, batch, d) || !lunai_is_sequence(name, "p", f->p, batch, d) ||
       !lunai_is_sequence(name, "context", context, batch, d)) return false;
   const luna_scope scope = luna_scope_begin(x->ctx);
@@ -15917,9 +15906,8 @@ LUNAI_FN luna_tensor *lunai_scores_past(const luna_causal_attention_layer *layer
   return lunai_result(scope, s);
 }
 LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *layer, luna_tensor *x, luna_tensor *p) {
-  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2], shared = p->rank == 2 ||
-      p->shape[0] == 1;
-  const int64_t b = shared ? 1 : p->shape[0];
+  const int64_t d = layer->config.dim, h = layer->config.heads, l = p->shape[p->rank - 2];
+  const bool shared = p->rank == 2 || p->shape[0] == 1;
   luna_tensor *pq = lunai_causal_queries(layer, p), *bias;
   if (!lunai_fold(x->ctx, lunai_whole_rows(x) * (shared ? x->shape[0] : 1), d, h, l, 1)) {
     luna_tensor *k = lunai_split_heads(luna_linear_layer_forward(&layer->pc, x), h);
@@ -15928,6 +15916,7 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   }
   luna_tensor *g = lunai_causal_folded(layer, pq, &bias);
   if (shared) return luna_linear(x, lunai_reshape(g, 2, h * l, d, 1, 1), lunai_reshape(bias, 1, h * l, 1, 1, 1));
+  const int64_t b = p->shape[0];
   g = luna_matmul(x, lunai_reshape(g, 3, b, h * l, d, 1), false, true);
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
@@ -15935,26 +15924,24 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
 /* y of x after f->p, + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                              luna_tensor *residual, float dropout, const lunai_flow *f) {
+  static const char name[] = "luna_causal_attention_layer_forward";
   luna_tensor *p = f->p;
-  const int32_t *lengths = f->lengths;
-  luna_tensor *in[4];
-  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, "luna_causal_attention_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->pq.weight : NULL, name)) return NULL;
   const luna_causal_attention_layer_config *c = &layer->config;
-  if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, "luna_causal_attention_layer_forward", "p");
-  if (!lunai_is_sequence("luna_causal_attention_layer_forward", "x", x, x->shape[0], c->dim)) return NULL;
-  if (LUNAI_BUMPS(x->ctx)) lengths = f->past->slots;
-  else if (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
-      (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1))
-    return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, "luna_causal_attention_layer_forward", p, c->dim, x->shape[0],
-                      c->dim);
+  if (!p && !LUNAI_BUMPS(x->ctx)) return lunai_fail_null(x->ctx, name, "p");
+  if (!lunai_is_sequence(name, "x", x, x->shape[0], c->dim)) return NULL;
+  if (!LUNAI_BUMPS(x->ctx) && (p->rank < 2 || p->rank > 3 || lunai_last(p) != c->dim ||
+                               (p->rank == 3 && p->shape[0] != x->shape[0] && p->shape[0] != 1)))
+    return lunai_fail(x->ctx, LUNA_ERROR_MEMORY_SHAPE, name, p, c->dim, x->shape[0], c->dim);
   const luna_scope scope = luna_scope_begin(x->ctx);
+  const int32_t *lengths = LUNAI_BUMPS(x->ctx) ? f->past->slots : f->lengths;
   if (!LUNAI_BUMPS(x->ctx) && lengths &&
       (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, p->shape[p->rank - 2])) == NULL) return NULL;
   luna_tensor *s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  in[0] = q, in[1] = k, in[2] = v, in[3] = s;
+  luna_tensor *const in[] = { q, k, v, s };
   v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
@@ -16031,19 +16018,17 @@ LUNAI_LAYER_INIT(luna_attention_layer, luna_attention_layer_config,
 LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t heads, bool causal,
                                              const int32_t *lengths) {
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
-  luna_tensor *parts[2];
   if (!q || !k || !v) return NULL;
-  int64_t shape[4] = { v->shape[0], v->shape[1], heads, 1 };
-  parts[0] = lunai_reshape(v, 4, v->shape[0], v->shape[1], heads, v->shape[2] / heads);
+  const int64_t batch = v->shape[0], n = v->shape[1], width = v->shape[2], shape[] = { batch, n, heads, 1 };
+  luna_tensor *parts[2] = { lunai_reshape(v, 4, batch, n, heads, width / heads), NULL };
   parts[1] = luna_elu1(luna_tensor_new(v->ctx, NULL, 4, shape)); /* elu(0) + 1 */
-  v = luna_mask(lunai_reshape(luna_concat(parts, 2, 3), 3, v->shape[0], v->shape[1], v->shape[2] + heads, 1), lengths);
+  v = luna_mask(lunai_reshape(luna_concat(parts, 2, 3), 3, batch, n, width + heads, 1), lengths);
   q = luna_elu1(q);
   k = luna_mask(luna_elu1(k), lengths);
   if (causal) {
     luna_tensor *y = luna_causal_product(q, k, v, heads);
-    if (!y) return NULL;
-    y = luna_ratio(lunai_reshape(y, 4, y->shape[0], y->shape[1], heads, y->shape[2] / heads));
-    return y ? lunai_reshape(y, 3, y->shape[0], y->shape[1], heads * y->shape[3], 1) : NULL;
+    y = luna_ratio(lunai_reshape(y, 4, batch, n, heads, width / heads + 1));
+    return lunai_reshape(y, 3, batch, n, width, 1);
   }
   luna_tensor *y = luna_matmul(lunai_split_heads(k, heads), lunai_split_heads(v, heads), true, false);
   if (lunai_rows_cut(k)) y = luna_rank_sum(y);
@@ -16053,22 +16038,19 @@ LUNAI_FN luna_tensor *lunai_linear_attention(luna_tensor *const qkv[3], int64_t 
 /* Keys or values [batch, n, c] shortened to [batch, k, c], or [batch, windows, c] */
 LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor *x, luna_tensor *e, int64_t k,
                                     const int32_t *lengths) {
-  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2], w = lunai_window(c, k),
-      windows = lunai_divide_up(n, w);
+  const int64_t batch = x->shape[0], n = x->shape[1], width = x->shape[2];
+  const int64_t w = lunai_window(c, k), windows = lunai_divide_up(n, w), rest = windows * w - n;
   const float fill = c->projection == LUNA_LINFORMER_PROJECTION_MAX ? -3.402823466e+38f : 0;
-  luna_tensor *parts[2];
-  int64_t shape[3];
   if (c->projection == LUNA_LINFORMER_PROJECTION_LINEAR) {
     x = luna_matmul(luna_mask(x, lengths), luna_slice(luna_slice(e, 0, 0, k), 1, 0, n), true, true);
     return lunai_permute(x, 0, 2, 1, 3);
   }
-  if (windows * w > n) {
-    shape[0] = batch; shape[1] = windows * w - n; shape[2] = width;
-    parts[0] = x;
-    parts[1] = luna_tensor_new(x->ctx, NULL, 3, shape);
+  if (rest > 0) {
+    const int64_t shape[] = { batch, rest, width };
+    luna_tensor *const parts[] = { x, luna_tensor_new(x->ctx, NULL, 3, shape) };
     x = luna_concat(parts, 2, 1);
   }
-  if (x && (lengths || windows * w > n) &&
+  if (x && (lengths || rest > 0) &&
       (lengths = lunai_lengths(x->ctx, lengths, batch, n, 1, INT32_MAX)) == NULL) return NULL;
   x = lunai_reshape(x ? lunai_mask(x, lengths, fill) : NULL, 4, batch, windows, w, width);
   if (c->projection == LUNA_LINFORMER_PROJECTION_MAX) return luna_max(x, 2);
@@ -16080,15 +16062,14 @@ LUNAI_FN luna_tensor *lunai_shorten(const luna_linformer_config *c, luna_tensor 
 LUNAI_FN luna_tensor *lunai_linformer_heads(const luna_attention_layer *layer, luna_tensor *const qkv[3], int64_t first,
                                             int64_t heads, const int32_t *lengths) {
   const luna_linformer_config *c = &layer->config.linformer;
-  const int64_t width = layer->config.dim / layer->config.heads * heads,
-      from = first * (layer->config.dim / layer->config.heads);
+  const int64_t d_h = layer->config.dim / layer->config.heads;
   const int64_t size = lunai_taper(c->k, c->k_last_head, first, layer->config.heads), n = qkv[1]->shape[1];
   luna_tensor *q = qkv[0], *k = qkv[1], *v = qkv[2];
   luna_attention_config a = lunai_attention_config(heads, layer->config.dropout, NULL);
   if (heads < layer->config.heads) {
-    q = luna_slice(q, 2, from, width);
-    k = luna_slice(k, 2, from, width);
-    v = luna_slice(v, 2, from, width);
+    q = luna_slice(q, 2, first * d_h, heads * d_h);
+    k = luna_slice(k, 2, first * d_h, heads * d_h);
+    v = luna_slice(v, 2, first * d_h, heads * d_h);
   }
   if (!q || !k || !v) return NULL;
   if (c->projection != LUNA_LINFORMER_PROJECTION_LINEAR && lengths &&
@@ -16117,14 +16098,14 @@ LUNAI_FN luna_tensor *lunai_linformer(const luna_attention_layer *layer, luna_te
 
 LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *layer, luna_tensor *x,
                                                    luna_tensor *context, const int32_t *lengths) {
+  static const char name[] = "luna_attention_layer_forward";
   luna_tensor *qkv[3];
-  if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, "luna_attention_layer_forward")) return NULL;
+  if (!lunai_layer_made(x, layer ? layer->q.weight : NULL, name)) return NULL;
   const luna_attention_layer_config *c = &layer->config;
   if (!context) context = x;
-  if (!lunai_is_sequence("luna_attention_layer_forward", "x", x, x->shape[0], c->dim) ||
-      !lunai_is_sequence("luna_attention_layer_forward", "context", context, x->shape[0], c->dim)) return NULL;
-  if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context))
-    return lunai_cannot_cut(x, "luna_attention_layer_forward", "Linformer");
+  if (!lunai_is_sequence(name, "x", x, x->shape[0], c->dim) ||
+      !lunai_is_sequence(name, "context", context, x->shape[0], c->dim)) return NULL;
+  if (c->kind == LUNA_ATTENTION_LINFORMER && lunai_rows_cut(context)) return lunai_cannot_cut(x, name, "Linformer");
   const luna_scope scope = luna_scope_begin(x->ctx);
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
@@ -16227,13 +16208,17 @@ LUNAI_FN luna_tensor *lunai_normed(const luna_layer_config *c, luna_tensor *x, c
   return c->pre_norm && x ? luna_norm_layer_forward(norm, x) : x;
 }
 
-/* x + FFN(x), not normed when post-norm */
-LUNAI_FN luna_tensor *lunai_ffn(const luna_layer_config *c, luna_tensor *x, const luna_feed_forward_layer *layer) {
+/* a layer's second half, at the end of its scope: x + FFN(x), of which p, unless null, stays beside */
+LUNAI_FN luna_tensor *lunai_ffn_half(luna_scope scope, const luna_layer_config *c, const luna_feed_forward_layer *layer,
+                                     luna_tensor *x, luna_tensor *p) {
+  x = lunai_results_so_far(scope, x, p);
   /* recomputed also in a layer that is computed again as a whole: it need not hold a hidden layer then either */
   const luna_feed_forward_config f = { c->activation, c->activation_dropout, c->dropout, x,
                                        c->recompute != LUNA_RECOMPUTE_NONE, layer->fc3.weight, layer->fc3.bias };
-  return luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
-                           layer->fc2.bias, &f);
+  x = luna_feed_forward(lunai_normed(c, x, &layer->norm), layer->fc1.weight, layer->fc1.bias, layer->fc2.weight,
+                        layer->fc2.bias, &f);
+  x = lunai_results_so_far(scope, x, p);
+  return lunai_results(scope, lunai_sum_normed(c, x, &layer->norm), p);
 }
 
 /* --- the attention of an encoder or causal layer that is not Luna's --- */
@@ -16253,14 +16238,8 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
 LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attention_layer *other_attention,
                                   void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
-  luna_attention_call call;
-  memset(&call, 0, sizeof call);
-  call.x = x;
-  call.input = f->x;
-  call.norm = c->pre_norm ? norm : NULL;
-  call.p = f->p;
-  call.lengths = f->lengths;
-  call.causal = f->causal;
+  luna_attention_call call = { x, f->x, c->pre_norm ? norm : NULL, f->p, f->lengths, f->causal,
+                               NULL, { NULL, NULL, NULL, NULL } };
   f->p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
@@ -16335,11 +16314,8 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
     if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
   }
   if (!f->wants_p) f->p = NULL;
-  if (f->wants_x) {
-    f->x = lunai_results_so_far(scope, f->x, f->p);
-    f->x = lunai_results_so_far(scope, lunai_ffn(c, f->x, &layer->feed_forward), f->p);
-    f->x = lunai_results(scope, lunai_sum_normed(c, f->x, &layer->feed_forward.norm), f->p);
-  } else (void)lunai_result(scope, f->p);
+  if (f->wants_x) f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->p);
+  else (void)lunai_result(scope, f->p);
   if (!f->p) f->p = p;
   return f->x != NULL;
 }
@@ -16390,10 +16366,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai
     x = lunai_unpack_past(&layer->cross_attention, lunai_normed(c, x, &layer->cross_norm), x, f->past);
     f->x = lunai_sum_normed(c, x, &layer->cross_norm);
   } else if (!lunai_nested_half(c, &layer->cross_attention, &layer->cross_norm, &layer->memory_norm, f)) return NULL;
-  luna_tensor *p = f->wants_p ? f->p : NULL;
-  x = lunai_results_so_far(scope, f->x, p);
-  x = lunai_results_so_far(scope, lunai_ffn(c, x, &layer->feed_forward), p);
-  return f->x = lunai_results(scope, lunai_sum_normed(c, x, &layer->feed_forward.norm), p);
+  return f->x = lunai_ffn_half(scope, c, &layer->feed_forward, f->x, f->wants_p ? f->p : NULL);
 }
 LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer, luna_tensor *x, luna_tensor **p,
                                                  luna_tensor *context, const int32_t *lengths) {
@@ -16457,9 +16430,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
     y = lunai_other(c, &layer->other_attention, layer->hook_state, y, &layer->attention_norm, &f);
     y = lunai_residual(c, x, y, &layer->attention_norm);
   }
-  y = lunai_result_so_far(scope, y);
-  y = lunai_result_so_far(scope, lunai_ffn(c, y, &layer->feed_forward));
-  return lunai_result(scope, lunai_sum_normed(c, y, &layer->feed_forward.norm));
+  return lunai_ffn_half(scope, c, &layer->feed_forward, y, NULL);
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
   return lunai_causal_layer(layer, x, NULL);
