@@ -15423,8 +15423,7 @@ LUNAI_FN void lunai_config_of(void *own, const void *config, size_t size) {
 
 /* whether a forward has its input and a layer whose init succeeded; `made`: a tensor that every such layer has */
 LUNAI_FN bool lunai_layer_made(const luna_tensor *x, const luna_tensor *made, const char *name) {
-  if (x && !made)
-    lunai_fail(x->ctx, LUNA_ERROR_NOT_INITIALIZED, name);
+  if (x && !made) lunai_fail(x->ctx, LUNA_ERROR_NOT_INITIALIZED, name);
   if (made && !x) lunai_fail_null(made->ctx, name, "the input");
   return x && made;
 }
@@ -16614,19 +16613,18 @@ LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positio
 
 LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, int count, const void *config) {
   char text[24];
-  bool good = true;
-  for (int f = 0; f < count && good; f++) {
-    lunai_print(text, sizeof text, "%d", lunai_field_get(&fields[f], config));
-    good = lunai_params_put(params, fields[f].key, text) == LUNA_OK;
+  for (const lunai_field *f = fields; f < fields + count; f++) {
+    lunai_print(text, sizeof text, "%d", lunai_field_get(f, config));
+    if (lunai_params_put(params, f->key, text) != LUNA_OK) return false;
   }
-  return good;
+  return true;
 }
-/* the model's pairs: its kind, its sizes, its dropouts */
+/* the model's pairs: its kind, its sizes, its dropouts; none with a hook, which cannot be stored */
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
                                     const lunai_field *fields, int count, const void *config) {
-  if (layer->hook) return true;      /* a hook cannot be stored */
-  return lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
-         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer);
+  return layer->hook || (lunai_params_put(params, "luna.kind", kind) == LUNA_OK &&
+                         lunai_fields_put(params, fields, count, config) &&
+                         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer));
 }
 /* memory for a model's layers, zeroed; null with a sentence */
 LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
@@ -16726,13 +16724,25 @@ LUNAI_FN lunai_reader lunai_reader_of(const luna_params *params, const luna_tens
                            positions ? positions->shape[0] - first : 0 };
   return r;
 }
-LUNAI_FN lunai_reader lunai_lm_reader(const luna_lm *m) {
-  if (!m) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
-  return lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0);
-}
 /* the context of a model whose init succeeded and whose input fits; else null */
 LUNAI_FN luna_ctx *lunai_model_ctx(lunai_reader r, const luna_input *input, const char *name, const char *what) {
   return r.ctx && lunai_input_fits(&r, input, true, name, what) ? r.ctx : NULL;
+}
+LUNAI_FN luna_ctx *lunai_lm_ctx(const luna_lm *m, const luna_input *input, const char *name) {
+  if (!m) return NULL;
+  return lunai_model_ctx(lunai_reader_of(m->params, m->embedding, &m->input, m->positions, 0), input, name, "input");
+}
+/* how many of `all` labels are not ignored; -1 with a sentence */
+LUNAI_FN int64_t lunai_labels_count(luna_ctx *ctx, const char *name, const int32_t *labels, int64_t all,
+                                    int64_t classes) {
+  int64_t count = 0;
+  if (!labels && all > 0) return lunai_fail_null(ctx, name, "labels"), -1;
+  for (int64_t i = 0; i < all; i++) {
+    if (labels[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, name, i, (int64_t)labels[i], classes), -1;
+    count += labels[i] >= 0;
+  }
+  return count;
 }
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
@@ -16752,20 +16762,16 @@ LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of t
   return model->output.weight ? model->output.weight : model->embedding;
 }
 LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_forward", "input");
+  luna_ctx *ctx = lunai_lm_ctx(model, input, "luna_lm_forward");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
   return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_lm_reader(model), input, "luna_lm_loss", "input");
+  luna_ctx *ctx = lunai_lm_ctx(model, input, "luna_lm_loss");
   const luna_scope scope = luna_scope_begin(ctx);
-  const int64_t classes = ctx ? lunai_lm_output(model)->shape[0] : 0;
-  if (!ctx) return NULL;
-  if (!labels && input->batch > 0 && input->n > 0) return lunai_fail_null(ctx, "luna_lm_loss", "labels");
-  for (int64_t i = 0; i < input->batch * input->n; i++)
-    if (labels[i] >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_lm_loss", i, (int64_t)labels[i], classes);
+  if (!ctx || lunai_labels_count(ctx, "luna_lm_loss", labels, input->batch * input->n,
+                                 lunai_lm_output(model)->shape[0]) < 0) return NULL;
   luna_tensor *x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -16875,35 +16881,35 @@ LUNAI_FN luna_tensor *lunai_embed(const luna_encoder *e, const luna_input *input
   x = lunai_result_so_far(scope, luna_dropout(x, c->layer.dropout));
   return lunai_result(scope, c->keep_padding ? x : luna_mask(x, input->lengths));
 }
-LUNAI_FN lunai_reader lunai_encoder_reader(const luna_encoder *e) {
-  if (!e) return lunai_reader_of(NULL, NULL, NULL, NULL, 0);
+LUNAI_FN luna_ctx *lunai_encoder_ctx(const luna_encoder *e, const luna_input *input, const char *name,
+                                     const char *what) {
+  if (!e) return NULL;
   lunai_reader r = lunai_reader_of(e->params, e->embedding, &e->input, e->positions, e->config.first_position);
   if (e->config.layer.attention == LUNA_ATTENTION_LINFORMER && !e->config.layer.hook && !r.longest)
     r.longest = e->config.max_length;
-  return r;
+  return lunai_model_ctx(r, input, name, what);
 }
 LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
-  const int64_t n = part && part->rows ? part->whole : input->n;
-  int64_t longest = input->lengths ? 1 : lunai_max(n, 1);
   if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
+  const int64_t n = lunai_max(part ? part->whole : input->n, 1);
+  int64_t longest = input->lengths ? 1 : n;
   for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
-  return lunai_min(longest, lunai_max(n, 1));
+  return lunai_min(longest, n);
 }
 
 /* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real (a rank may have none of
    rows that others have); false: no memory */
 LUNAI_FN bool lunai_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
-  void *memory;
   const size_t bytes = (size_t)input->batch * sizeof(int32_t);
   *own = *input;
   if (input->lengths || input->n > 0 || input->batch == 0 || lunai_ranks(ctx)) return true;
-  if ((memory = lunai_step_host(ctx, name, true, bytes)) == NULL) return false;
-  own->lengths = (const int32_t *)memset(memory, 0, bytes);
-  return true;
+  void *zeros = lunai_step_host(ctx, name, true, bytes);
+  own->lengths = zeros ? (const int32_t *)memset(zeros, 0, bytes) : NULL;
+  return zeros != NULL;
 }
 
 LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input *input, luna_tensor **p) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_embed", "input");
+  luna_ctx *ctx = lunai_encoder_ctx(e, input, "luna_encoder_embed", "input");
   const lunai_cut *part;
   luna_input own;
   if (!ctx || !lunai_cut_input(ctx, "luna_encoder_embed", input, &own, &part)) return NULL;
@@ -16931,7 +16937,7 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
    null where its result is not wanted, and what only that needs is not computed. */
 LUNAI_FN bool lunai_encoder(const luna_encoder *e, const luna_input *input, luna_tensor *p, luna_tensor **last_x,
                             luna_tensor **last_p) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(e), input, "luna_encoder_forward", "input");
+  luna_ctx *ctx = lunai_encoder_ctx(e, input, "luna_encoder_forward", "input");
   luna_input own;
   if (!ctx || !lunai_empty_input(ctx, "luna_encoder_forward", input, &own)) return false;
   const luna_encoder_config *c = &e->config;
@@ -17037,30 +17043,24 @@ LUNAI_FN luna_tensor *lunai_classifier_logits(const luna_classifier *model, luna
   return luna_linear(luna_dropout(features, model->config.encoder.layer.dropout), model->projection, NULL);
 }
 LUNA_API luna_tensor *luna_classifier_forward(const luna_classifier *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
-                                  "luna_classifier_forward", "input");
+  luna_ctx *ctx = lunai_encoder_ctx(model ? &model->encoder : NULL, input, "luna_classifier_forward", "input");
   if (!ctx) return NULL;
-  if (model->config.pair)
-    return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
+  if (model->config.pair) return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_PAIR);
   return lunai_classifier_logits(model, lunai_classifier_features(model, input));
 }
-/* ctx: null when the first input does not fit */
-LUNAI_FN luna_ctx *lunai_pair_ctx(luna_ctx *ctx, const luna_input *first, lunai_reader r, const luna_input *second,
-                                  const char *name, const char *what) {
-  if (!ctx || !lunai_model_ctx(r, second, name, what)) return NULL;
-  if (first->batch == second->batch) return ctx;
-  lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch);
-  return NULL;
+LUNAI_FN bool lunai_is_one_batch(luna_ctx *ctx, const luna_input *first, const luna_input *second, const char *name) {
+  return first->batch == second->batch ||
+         lunai_fail(ctx, LUNA_ERROR_BATCHES_DIFFER, name, first->batch, second->batch) != NULL;
 }
 LUNA_API luna_tensor *luna_classifier_forward_pair(const luna_classifier *model, const luna_input *first,
                                                    const luna_input *second) {
-  const char *name = "luna_classifier_forward_pair";
-  const lunai_reader r = lunai_encoder_reader(model ? &model->encoder : NULL);
-  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(r, first, name, "first"), first, r, second, name, "second");
+  static const char name[] = "luna_classifier_forward_pair";
+  const luna_encoder *e = model ? &model->encoder : NULL;
+  luna_ctx *ctx = lunai_encoder_ctx(e, first, name, "first");
   luna_tensor *part[4];
-  if (!ctx) return NULL;
-  if (!model->config.pair)
-    return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_SINGLE);
+  if (!ctx || !lunai_encoder_ctx(e, second, name, "second") || !lunai_is_one_batch(ctx, first, second, name))
+    return NULL;
+  if (!model->config.pair) return lunai_fail(ctx, LUNA_ERROR_CLASSIFIER_SINGLE);
   part[0] = lunai_classifier_features(model, first);
   part[1] = lunai_classifier_features(model, second);
   part[2] = luna_mul(part[0], part[1]);
@@ -17096,34 +17096,24 @@ LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_ten
                                                                       LUNA_ACTIVATION_GELU));
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
-                                  "luna_masked_lm_forward", "input");
+  luna_ctx *ctx = lunai_encoder_ctx(model ? &model->encoder : NULL, input, "luna_masked_lm_forward", "input");
   luna_tensor *x = ctx ? lunai_masked_lm_head(model, luna_encoder_forward(&model->encoder, input, NULL)) : NULL;
   return x ? luna_linear(x, model->output, model->bias) : NULL;
 }
 LUNA_API luna_tensor *luna_masked_lm_loss(const luna_masked_lm *model, const luna_input *input, const int32_t *labels) {
-  luna_ctx *ctx = lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), input,
-                                  "luna_masked_lm_loss", "input");
+  static const char name[] = "luna_masked_lm_loss";
+  luna_ctx *ctx = lunai_encoder_ctx(model ? &model->encoder : NULL, input, name, "input");
   luna_tensor *x = ctx ? luna_encoder_forward(&model->encoder, input, NULL) : NULL;
-  const int64_t vocab = model ? model->config.vocab : 0;
-  int64_t i, count = 0;
-  void *memory;
   if (!x) return NULL;
   const int64_t all = input->batch * input->n;
-  if (!labels && all > 0) return lunai_fail_null(ctx, "luna_masked_lm_loss", "labels");
-  for (i = 0; i < all; i++) {
-    count += labels[i] >= 0;
-    if (labels[i] >= vocab)
-      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, "luna_masked_lm_loss", i, (int64_t)labels[i], vocab);
-  }
-  int64_t counted = count;
-  if (!lunai_rank_count(ctx, "luna_masked_lm_loss", &counted)) return NULL;
+  int64_t count = lunai_labels_count(ctx, name, labels, all, model->config.vocab), counted = count;
+  if (count < 0 || !lunai_rank_count(ctx, name, &counted)) return NULL;
   if (counted == 0) return lunai_fail(ctx, LUNA_ERROR_NO_LABELS, all);
-  if (!lunai_step(ctx, (size_t)lunai_max(1, 2 * count) * sizeof(int32_t), false, &memory))
-    return lunai_fail_op_memory(ctx, "luna_masked_lm_loss", (size_t)(2 * count) * sizeof(int32_t));
-  int32_t *places = (int32_t *)memory;
+  int32_t *places = (int32_t *)lunai_step_host(ctx, name, true, (size_t)(2 * count) * sizeof(int32_t));
+  if (!places) return NULL;
   int32_t *chosen = places + count;
-  for (count = 0, i = 0; i < all; i++)
+  count = 0;
+  for (int64_t i = 0; i < all; i++)
     if (labels[i] >= 0) {
       places[count] = (int32_t)i;
       chosen[count++] = labels[i];
@@ -17212,17 +17202,17 @@ LUNAI_ENCODER_MODEL_INIT(seq2seq)
 
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target) {
-  const char *name = "luna_seq2seq_forward";
-  const lunai_reader to = lunai_reader_of(model ? model->params : NULL, model ? model->embedding : NULL, NULL,
-      model ? model->positions : NULL, model ? model->config.encoder.first_position : 0);
-  luna_ctx *ctx = lunai_pair_ctx(lunai_model_ctx(lunai_encoder_reader(model ? &model->encoder : NULL), source, name,
-                                                 "source"), source, to, target, name, "target");
+  static const char name[] = "luna_seq2seq_forward";
+  luna_ctx *ctx = lunai_encoder_ctx(model ? &model->encoder : NULL, source, name, "source");
+  if (!ctx) return NULL;
+  const lunai_reader to = lunai_reader_of(model->params, model->embedding, NULL, model->positions,
+                                          model->config.encoder.first_position);
   luna_tensor *p = NULL;
   luna_encoder e;                    /* what embeds the target */
   const lunai_cut *part;
   luna_input own, from;
-  if (!ctx || !lunai_cut_input(ctx, name, target, &own, &part) || !lunai_empty_input(ctx, name, source, &from))
-    return NULL;
+  if (!lunai_model_ctx(to, target, name, "target") || !lunai_is_one_batch(ctx, source, target, name) ||
+      !lunai_cut_input(ctx, name, target, &own, &part) || !lunai_empty_input(ctx, name, source, &from)) return NULL;
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *context = luna_encoder_forward(&model->encoder, &from, &p);
   memset(&e, 0, sizeof e);
@@ -19400,7 +19390,7 @@ LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna
   luna_lm_config sizes;
   luna_tensor *p = NULL;
   luna_begin_inference(ctx);
-  if (!lunai_model_ctx(lunai_encoder_reader(&model->encoder), source, name, "source") ||
+  if (!lunai_encoder_ctx(&model->encoder, source, name, "source") ||
       !lunai_in(ctx, name, "source->batch", source->batch, 1, LUNAI_MAX_COUNT) ||
       !lunai_in(ctx, name, "beam", beam, 1, LUNAI_MAX_COUNT / source->batch)) return NULL;
   luna_tensor *context = luna_encoder_forward(&model->encoder, source, &p);
