@@ -16250,26 +16250,17 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
   return lunai_fail(x->ctx, LUNA_ERROR_HOOK_SHAPE, name, y, x);
 }
 
-LUNAI_FN luna_scope lunai_layer_scope(const luna_layer_config *c, luna_ctx *ctx, const char *name) {
-  return luna_scope_open(ctx, name, c->recompute == LUNA_RECOMPUTE_LAYER);
-}
-/* a learned P */
-LUNAI_FN lunai_part lunai_memory_part(bool has, luna_tensor **memory, int64_t slots, int64_t dim) {
-  const lunai_part part = { has, memory, NULL, "projected_embeddings", slots, dim,
-                            lunai_embedding_init(dim, false) };
-  return part;
-}
 LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *params, const char *prefix) {
   const luna_layer_config *c = &layer->config;
   const luna_nested_attention_layer_config attention = lunai_nested_config(c);
   const bool is_luna = lunai_is_luna(c);
-  lunai_part parts[LUNAI_MAX_PARTS];
+  const luna_init init = lunai_embedding_init(c->dim, false);
+  lunai_part parts[LUNAI_MAX_PARTS] = {
+    { is_luna && c->own_memory, LUNAI_ALONE(layer->memory), "projected_embeddings", c->own_memory, c->dim, init },
+    lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c),
+    lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c) };
+  const int count = 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
   char name[LUNAI_MAX_NAME];
-  int count = 0;
-  parts[count++] = lunai_memory_part(is_luna && c->own_memory, &layer->memory, c->own_memory, c->dim);
-  parts[count++] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
-  parts[count++] = lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c);
-  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
   return lunai_name(params, name, prefix, "self_attn.") && lunai_parts_init(params, prefix, parts, 1) &&
          (is_luna ? luna_nested_attention_layer_init(&layer->attention, params, name, &attention) == LUNA_OK :
                     lunai_other_init(&layer->other_attention, &layer->hook_state, params, name, c, false)) &&
@@ -16334,13 +16325,12 @@ LUNAI_FN bool lunai_decoder_layer_init(luna_decoder_layer *layer, luna_params *p
   const luna_layer_config *c = &layer->config;
   const luna_nested_attention_layer_config cross = lunai_nested_config(c);
   const luna_causal_attention_layer_config self = lunai_causal_config(c);
-  lunai_part parts[LUNAI_MAX_PARTS];
+  lunai_part parts[LUNAI_MAX_PARTS] = {
+    lunai_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c),
+    lunai_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c),
+    lunai_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c) };
+  const int count = 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
   char name[LUNAI_MAX_NAME];
-  int count = 0;
-  parts[count++] = lunai_norm_part(true, &layer->self_norm, "self_attn_layer_norm.weight", c);
-  parts[count++] = lunai_norm_part(true, &layer->cross_norm, "encoder_attn_layer_norm.weight", c);
-  parts[count++] = lunai_norm_part(true, &layer->memory_norm, "encoder_atten_proj_layer_norm.weight", c);
-  count += lunai_feed_forward_parts(&layer->feed_forward, c, parts + count);
   return lunai_name(params, name, prefix, "self_attn.") &&
          luna_causal_attention_layer_init(&layer->self_attention, params, name, &self) == LUNA_OK &&
          lunai_parts_init(params, prefix, parts, 1) && lunai_name(params, name, prefix, "encoder_attn.") &&
@@ -16358,7 +16348,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai
   if (!f->past && (!f->p || !f->context))
     return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   const luna_layer_config *c = &layer->config;
-  const luna_scope scope = lunai_layer_scope(c, x->ctx, __func__);
+  const luna_scope scope = luna_scope_open(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
   f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
@@ -16380,12 +16370,14 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
 /* its own parameters, in front of the attention's memory and kernel */
 LUNAI_FN int lunai_causal_layer_parts(luna_causal_layer *layer, int64_t memory, lunai_part *parts) {
   const luna_layer_config *c = &layer->config;
-  const lunai_part kernel = { c->convolution != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", c->dim,
-                              c->convolution, lunai_init(LUNA_INIT_IDENTITY, 0.1f) };
-  parts[0] = lunai_memory_part(lunai_is_luna(c), &layer->memory, memory, c->dim);
-  parts[1] = kernel;
-  parts[2] = lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c);
-  return 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
+  const int64_t d = c->dim, width = c->convolution;
+  const luna_init init = lunai_embedding_init(d, false), last = lunai_init(LUNA_INIT_IDENTITY, 0.1f);
+  const lunai_part own[] = {
+    { lunai_is_luna(c), LUNAI_ALONE(layer->memory), "projected_embeddings", memory, d, init },
+    { width != 0, &layer->kernel, &layer->kernel_bias, "conv.weight", d, width, last },
+    lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c) };
+  memcpy(parts, own, sizeof own);
+  return LUNAI_LENGTH(own) + lunai_feed_forward_parts(&layer->feed_forward, c, parts + LUNAI_LENGTH(own));
 }
 LUNAI_FN bool lunai_causal_layer_init(luna_causal_layer *layer, luna_params *params, const char *prefix,
                                       int64_t memory) {
@@ -16416,7 +16408,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
 LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   const luna_layer_config *c = &layer->config;
-  const luna_scope scope = lunai_layer_scope(c, x->ctx, __func__);
+  const luna_scope scope = luna_scope_open(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   lunai_flow f = lunai_flow_of(x, layer->memory, NULL);
   f.causal = true;
   f.past = past;
@@ -16476,7 +16468,6 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
 #endif
 #define LUNAI_NO_LAYERS "its tensors are not those of luna.layers layers"
 #define LUNAI_NO_HEADS "luna.dim is not a multiple of luna.heads"
-#define LUNAI_NO_LM "it holds no causal language model of luna.h"
 typedef struct lunai_lm_sizes {
 #define LUNAI_LM_SIZE(name, field, min, max) int64_t name;
   LUNAI_LM_FIELDS(LUNAI_LM_SIZE)
@@ -16568,7 +16559,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   lunai_st_text kind;
   memset(&config, 0, sizeof config);
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
-  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return LUNAI_NO_LM;
+  if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
   lunai_lm_to_sizes(&config, sizes);
@@ -17127,8 +17118,7 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
                                   int32_t *labels) {
   luna_masking m;
   int64_t count = 0;
-  memset(&m, 0, sizeof m);
-  if (masking) m = *masking;
+  lunai_config_of(&m, masking, sizeof m);
   if (m.mask == 0 && m.vocab == 0) m.mask = 256;
   if (m.vocab <= 0) m.vocab = m.mask;
   const double p = m.probability != 0 ? (double)m.probability : 0.15;
@@ -17139,11 +17129,10 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
     for (int64_t i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
       const int32_t token = input->tokens[at];
-      uint32_t counter[4], word[4];
-      counter[0] = (uint32_t)at;
-      counter[1] = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(m.step >> 32) << 16;
-      counter[2] = 0x4D61736Bu;      /* distinct from other uses of the seed */
-      counter[3] = (uint32_t)m.step;
+      const uint32_t high = (uint32_t)((uint64_t)at >> 32) ^ (uint32_t)(m.step >> 32) << 16;
+      const uint32_t use = 0x4D61736Bu; /* distinct from other uses of the seed */
+      const uint32_t counter[] = { (uint32_t)at, high, use, (uint32_t)m.step };
+      uint32_t word[4];
       lunai_philox(counter, m.seed, word);
       masked[at] = token;
       labels[at] = -1;
@@ -17236,16 +17225,13 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
    >>trainer: schedules and optimisers. Guarded by tests/trainer.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_NO_TRAIN
-LUNA_API float luna_schedule_at(const luna_schedule *schedule, int64_t step) {
-  static const luna_schedule constant = { LUNA_DECAY_CONSTANT, 0, 0, 0, 0, { 0, 0, 0, 0 }, 0 };
-  const luna_schedule *s = schedule ? schedule : &constant;
-  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor,
-      from = (double)s->warmup_from;
-  const double gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
-  double factor = 1;
+LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
+  if (!s) return 1;
+  const double t = (double)step, warmup = (double)s->warmup, total = (double)s->total, floor = (double)s->floor;
+  const double from = (double)s->warmup_from, gamma = s->gamma == 0 ? 0.1 : (double)s->gamma;
   if (step < s->warmup) return (float)(from + (1 - from) * t / warmup);
-  double done = total > warmup ? (t - warmup) / (total - warmup) : 1;
-  if (done > 1) done = 1;
+  const double done = t < total && total > warmup ? (t - warmup) / (total - warmup) : 1;
+  double factor = 1;
   if (s->decay == LUNA_DECAY_INVERSE_SQRT) factor = sqrt((warmup > 1 ? warmup : 1) / (t > 1 ? t : 1));
   if (s->decay == LUNA_DECAY_LINEAR) factor = 1 - done * (1 - floor);
   if (s->decay == LUNA_DECAY_COSINE) factor = floor + (1 - floor) * 0.5 * (1 + cos(3.14159265358979323846 * done));
@@ -17427,7 +17413,7 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group)
   kept->group = *group;
   kept->group.name = name;             /* "" is in every name */
   kept->next = NULL;
-  for (at = &o->groups; *at; at = &(*at)->next);
+  while (*at) at = &(*at)->next;
   *at = kept;
   return true;
 }
@@ -17452,11 +17438,6 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
 LUNAI_FN luna_status lunai_optimizer_stopped(const luna_optimizer *o) {
   const luna_status status = o->params->ctx->status;
   return status == LUNA_NOT_FINITE ? LUNA_OK : status;
-}
-LUNAI_FN luna_status lunai_optimizer_finite(luna_optimizer *o) {
-  const int64_t max = o->config.max_skips == 0 ? 10 : o->config.max_skips;
-  if (max < 0 || o->skipped_in_row < (uint64_t)max) return LUNA_OK;
-  return lunai_fail_status(o->params->ctx, LUNA_ERROR_SKIPPED_STEPS, (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
   for (luna_optimizer *o = ctx->optimizers; o; o = o->next)
@@ -17586,31 +17567,25 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   return status;
 }
 LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
-  luna_rule rule;
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
+  const luna_optimizer_config *c = &o->config;
   luna_status status = lunai_optimizer_stopped(o);
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
   if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
-  memset(&rule, 0, sizeof rule);
-  rule.kind = o->kind;
-  rule.nesterov = o->config.nesterov;
-  rule.momentum = o->config.momentum;
-  rule.beta1 = o->config.beta1;
-  rule.beta2 = o->config.beta2;
-  rule.epsilon = o->config.epsilon;
-  rule.clip = o->config.clip;
-  rule.state = o->state;
+  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, o->state };
   status = lunai_optimizer_parts(o);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);
   ctx->stepped = ctx->unread = true;
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_optimizer_step", status);
   if (!lunai_on_device(ctx)) o->skipped_in_row = o->state->skipped_in_row;
-  return lunai_optimizer_finite(o);
+  const int64_t max_skips = c->max_skips == 0 ? 10 : c->max_skips;
+  if (max_skips < 0 || o->skipped_in_row < (uint64_t)max_skips) return LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_ERROR_SKIPPED_STEPS, (int64_t)o->skipped_in_row, o->attempts);
 }
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
