@@ -16823,21 +16823,20 @@ LUNAI_FN bool lunai_encoder_init(luna_encoder *e, luna_params *params, const cha
   const bool is_luna = lunai_is_luna(&c->layer), memory = is_luna && !c->own_memory;
   const bool learned = c->positions == LUNA_POSITIONS_LEARNED, normed = c->norm_embedding;
   const luna_init init = lunai_embedding_init(c->dim, c->layer.bert_init);
+  const luna_init projection = lunai_projection_init(c->layer.bert_init, true);
+  lunai_part inputs[LUNAI_MAX_PARTS] = {
+    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init } };
+  const int count = 1 + lunai_input_parts(&e->input, c->features, c->dim, projection, inputs + 1);
   const lunai_part parts[] = {
-    { memory, LUNAI_ALONE(e->memory), "projected_embeddings", c->memory, c->dim, init },
     { !c->features, LUNAI_ALONE(e->embedding), "embed_tokens.weight", vocab, c->dim, init },
     { learned, LUNAI_ALONE(e->positions), "embed_positions.weight", c->first_position + c->max_length, c->dim, init },
     lunai_norm_part(normed, &e->embedding_norm, "emb_layer_norm.weight", &c->layer),
     lunai_norm_part(normed && memory, &e->memory_embedding_norm, "proj_emb_layer_norm.weight", &c->layer),
     lunai_norm_part(c->layer.pre_norm, &e->norm, "layer_norm.weight", &c->layer),
     lunai_norm_part(c->layer.pre_norm && is_luna, &e->memory_norm, "proj_layer_norm.weight", &c->layer) };
-  lunai_part input[LUNAI_MAX_PARTS];
-  const int inputs = lunai_input_parts(&e->input, c->features, c->dim,
-                                       lunai_projection_init(c->layer.bert_init, true), input);
   e->params = e->input.params = params;
-  return lunai_parts_init(params, prefix, parts, 1) && lunai_parts_init(params, prefix, input, inputs) &&
-         lunai_parts_init(params, prefix, parts + 1, 4) && lunai_encoder_layers(e, params, prefix) &&
-         lunai_parts_init(params, prefix, parts + 5, 2);
+  return lunai_parts_init(params, prefix, inputs, count) && lunai_parts_init(params, prefix, parts, 4) &&
+         lunai_encoder_layers(e, params, prefix) && lunai_parts_init(params, prefix, parts + 4, 2);
 }
 LUNA_API luna_status luna_encoder_init(luna_encoder *e, luna_params *params, const char *prefix, int64_t vocab,
                                        const luna_encoder_config *config) {
@@ -16908,9 +16907,9 @@ LUNA_API luna_tensor *luna_encoder_embed(const luna_encoder *e, const luna_input
   const luna_encoder_config *c = &e->config;
   const int64_t slots = lunai_min(c->memory, lunai_longest(input, part));
   const float factor = lunai_embedding_factor(c);
-  luna_tensor *memory = p && *p ? *p : e->memory;
-  if (e->memory && !(p && *p)) {
-    memory = luna_slice(memory, 0, 0, slots);
+  luna_tensor *memory = p ? *p : NULL;
+  if (e->memory && !memory) {
+    memory = luna_slice(e->memory, 0, 0, slots);
     if (factor != 1) memory = luna_scale(memory, factor);
     if (c->positions == LUNA_POSITIONS_SINUSOIDAL) memory = luna_add(memory, lunai_sinusoids(ctx, 0, slots, c->dim));
     if (e->memory_embedding_norm.weight) memory = luna_norm_layer_forward(&e->memory_embedding_norm, memory);
@@ -17123,8 +17122,7 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   if (m.vocab <= 0) m.vocab = m.mask;
   const double p = m.probability != 0 ? (double)m.probability : 0.15;
   if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) ||
-      lunai_checked(input->batch, input->n) <= 0)
-    return 0;
+      lunai_checked(input->batch, input->n) <= 0) return 0;
   for (int64_t b = 0; b < input->batch; b++)
     for (int64_t i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
@@ -17151,8 +17149,7 @@ LUNAI_FN bool lunai_seq2seq_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->target_vocab == 0) c->target_vocab = c->vocab;
   if (c->encoder.embedding_scale == LUNA_EMBEDDING_SCALE_DEFAULT)
     c->encoder.embedding_scale = LUNA_EMBEDDING_SCALE_SQRT_DIM;
-  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory)
-    return lunai_is_luna_only(ctx, "an encoder-decoder");
+  if (!lunai_is_luna(&c->encoder.layer) || c->encoder.own_memory) return lunai_is_luna_only(ctx, "an encoder-decoder");
   if (c->share_embeddings && c->vocab != c->target_vocab)
     return lunai_fail_status(ctx, LUNA_ERROR_SHARED_VOCAB, ctx->call, c->vocab, c->target_vocab) == LUNA_OK;
   if (!lunai_encoder_defaults(ctx, m, &c->encoder, c->vocab, &c->features) ||
@@ -17266,8 +17263,7 @@ struct luna_optimizer {
 };
 
 LUNAI_FN bool lunai_group_fits(const luna_param_group *group, const lunai_trained *t) {
-  return (!group->name || strstr(t->name, group->name)) &&
-         (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
+  return (!group->name || strstr(t->name, group->name)) && (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
 }
 LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
   if (!lunai_group_fits(group, t)) return;
@@ -17453,7 +17449,7 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   luna_status status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  float lr = lunai_scheduled_lr(o, o->attempts++);
+  const float lr = lunai_scheduled_lr(o, o->attempts++);
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
@@ -17490,13 +17486,12 @@ LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float
   int64_t moved = 0;
   for (int64_t i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
     const luna_tensor *t = o->trained[i].tensor;
-    const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0, n = lunai_min(count - at, room - moved);
-    const size_t bytes = n > 0 ? (size_t)n * sizeof(float) : 0;
-    if (n > 0) {
-      *status = ctx->backend->copy(ctx, back ? t->grad + at : bucket + moved, back ? bucket + moved : t->grad + at,
-                                   bytes, back ? 1 : 2);
-      moved += n;
-    }
+    const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0;
+    const int64_t n = lunai_max(0, lunai_min(count - at, room - moved));
+    const size_t bytes = (size_t)n * sizeof(float);
+    if (n > 0 && back) *status = ctx->backend->copy(ctx, t->grad + at, bucket + moved, bytes, 1);
+    if (n > 0 && !back) *status = ctx->backend->copy(ctx, bucket + moved, t->grad + at, bytes, 2);
+    moved += n;
     at = lunai_max(0, at - count);
   }
   return moved;
