@@ -15362,14 +15362,12 @@ LUNAI_FN bool lunai_name(luna_params *params, char out[LUNAI_MAX_NAME], const ch
   memcpy(out + a, name, b + 1);
   return true;
 }
-LUNAI_FN luna_init lunai_init_of(luna_init_kind kind, float scale) {
+LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
   const luna_init init = { kind, scale };
   return init;
 }
-#ifdef LUNA_ONLY_STREAM
-#define lunai_init(kind, scale) lunai_init_of(LUNA_INIT_ZEROS, 0) /* makes no parameters */
-#else
-#define lunai_init(kind, scale) lunai_init_of(kind, scale)
+#ifdef LUNA_ONLY_STREAM              /* which makes no parameters */
+#define lunai_init(kind, scale) lunai_init(LUNA_INIT_ZEROS, 0)
 #endif
 /* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
    ".weight", and beside it is ".bias" [rows], zeros. */
@@ -15781,9 +15779,9 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
                                         luna_tensor *residual, lunai_past *past) {
   const luna_attention_config a = lunai_attention_config(layer->config.heads, 0, past->source_slots);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
-  q = q ? lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1) : NULL;
+  q = lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
   q = luna_softmax_attention(q, &past->keys, &past->values, &a);
-  q = q ? luna_reshape(q, x->rank, x->shape) : NULL;
+  q = luna_reshape(q, x->rank, x->shape);
   return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, 0);
 }
 /* the second half: Y_X + residual, or null, after a dropout */
@@ -17081,9 +17079,8 @@ LUNAI_FN bool lunai_masked_lm_init(luna_masked_lm *model, luna_params *params) {
 LUNAI_ENCODER_MODEL_INIT(masked_lm)
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_masked_lm_head(const luna_masked_lm *model, luna_tensor *x) {
-  if (!x) return NULL;
-  return luna_norm_layer_forward(&model->norm, lunai_linear_activated(x, model->dense.weight, model->dense.bias,
-                                                                      LUNA_ACTIVATION_GELU));
+  x = lunai_linear_activated(x, model->dense.weight, model->dense.bias, LUNA_ACTIVATION_GELU);
+  return luna_norm_layer_forward(&model->norm, x);
 }
 LUNA_API luna_tensor *luna_masked_lm_forward(const luna_masked_lm *model, const luna_input *input) {
   luna_ctx *ctx = lunai_encoder_ctx(model ? &model->encoder : NULL, input, "luna_masked_lm_forward", "input");
@@ -17352,7 +17349,6 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   static const lunai_optimizer_defaults defaults[] = { LUNAI_OPTIMIZERS(LUNAI_OPTIMIZER_DEFAULTS) };
   const lunai_optimizer_defaults *d = &defaults[kind];
   luna_ctx *ctx = lunai_ctx_of(params);
-  luna_status status;
   luna_optimizer like, *o = NULL;
   void *memory, *state;
   if (!ctx) return NULL;
@@ -17362,13 +17358,13 @@ LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimize
   if (config) like.config = *config;
   lunai_optimizer_default(&like, d);
   const lunai_persistent_mark mark = lunai_persistent(ctx);
+  luna_status status = ctx->open_status;
   if (params->borrowing) status = lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, d->name);
-  else if (ctx->open_status != LUNA_OK || !lunai_optimizer_good(ctx, &like, d->name))
-    status = ctx->open_status != LUNA_OK ? ctx->open_status : ctx->last_status;
-  else if (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
-           !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state))
+  if (status == LUNA_OK && !lunai_optimizer_good(ctx, &like, d->name)) status = ctx->last_status;
+  if (status == LUNA_OK && (!lunai_persist(ctx, sizeof(luna_optimizer), false, &memory) ||
+                            !lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &state)))
     status = lunai_fail_memory(ctx, d->name, sizeof(luna_optimizer));
-  else {
+  if (status == LUNA_OK) {
     o = (luna_optimizer *)memory;
     *o = like;
     o->state = (luna_step_state *)state;
