@@ -15613,11 +15613,7 @@ LUNAI_FN bool lunai_is_sequence(const char *name, const char *what, const luna_t
   return lunai_fail(t->ctx, LUNA_ERROR_SEQUENCE_SHAPE, name, what, t, batch, dim) != NULL;
 }
 LUNAI_FN luna_attention_config lunai_attention_config(int64_t heads, float dropout, const int32_t *lengths) {
-  luna_attention_config a;
-  memset(&a, 0, sizeof a);
-  a.heads = heads;
-  a.dropout = dropout;
-  a.lengths = lengths;
+  const luna_attention_config a = { heads, lengths, NULL, NULL, 0, false, 0, dropout, NULL, NULL, 0, NULL };
   return a;
 }
 LUNAI_FN luna_init lunai_embedding_init(int64_t dim, bool bert) {
