@@ -2638,13 +2638,13 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
-   Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to one of the
-   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled
-   once and call the loops through the table that they are given.
+   Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to _<isa>, and
+   LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops
+   through the table that they are given.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNAI_PASS
 #undef LUNAI_PASS_LOOPS
-#if LUNAI_PASS != LUNAI_ISA_SCALAR || !defined(LUNAI_SIMD) /* else only the vocabulary */
+#if !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
 #define LUNAI_PASS_LOOPS
 #define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
 LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
@@ -2722,7 +2722,7 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
    > 0 */
-#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+#if LUNAI_IS(avx512) /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
 #define vm __mmask16
@@ -2767,7 +2767,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_maskz_slli_epi32(0xFFFF, n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#elif LUNAI_IS(avx2)
 #define VF 8
 #define vf __m256
 #define vm __m256
@@ -2811,7 +2811,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_SSE2
+#elif LUNAI_IS(sse2)
 #define VF 4
 #define vf __m128
 #define vm __m128
@@ -2866,7 +2866,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm_castsi128_ps(_mm_sub_epi32(bits, _mm_slli_epi32(n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_NEON
+#elif LUNAI_IS(neon)
 #define VF 4
 #define vf float32x4_t
 #define vm uint32x4_t
@@ -2905,7 +2905,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_WASM
+#elif LUNAI_IS(wasm)
 #define VF 4
 #define vf v128_t
 #define vm v128_t
@@ -3002,7 +3002,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #endif
 
 /* the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
-#if LUNAI_PASS == LUNAI_ISA_AVX512 || LUNAI_PASS == LUNAI_ISA_AVX2 || LUNAI_PASS == LUNAI_ISA_SSE2
+#if LUNAI_IS(avx512) || LUNAI_IS(avx2) || LUNAI_IS(sse2)
 LUNAI_INLINE float vf_sum(vf v) {
   const __m128 b = LUNAI_K(halve)(v), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
@@ -3019,7 +3019,7 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 }
 #endif
 
-#if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
+#if LUNAI_IS(neon) || LUNAI_IS(wasm)
 LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
   int64_t i;
@@ -3050,7 +3050,7 @@ LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
 /* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
 LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
                                  int64_t step) {
-#if LUNAI_PASS == LUNAI_ISA_SCALAR
+#if LUNAI_IS(scalar)
   int i;
   for (i = 0; i < 4; i++, to += step) {
     to[0] = row0[i];
@@ -3058,14 +3058,14 @@ LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const flo
     to[2] = row2[i];
     to[3] = row3[i];
   }
-#elif LUNAI_PASS == LUNAI_ISA_NEON
+#elif LUNAI_IS(neon)
   const vf a = vld1q_f32(row0), b = vld1q_f32(row1), c = vld1q_f32(row2), d = vld1q_f32(row3);
   const vf ac = vzip1q_f32(a, c), bd = vzip1q_f32(b, d), ac2 = vzip2q_f32(a, c), bd2 = vzip2q_f32(b, d);
   vst1q_f32(to, vzip1q_f32(ac, bd));
   vst1q_f32(to + step, vzip2q_f32(ac, bd));
   vst1q_f32(to + 2 * step, vzip1q_f32(ac2, bd2));
   vst1q_f32(to + 3 * step, vzip2q_f32(ac2, bd2));
-#elif LUNAI_PASS == LUNAI_ISA_WASM
+#elif LUNAI_IS(wasm)
   const vf a = wasm_v128_load(row0), b = wasm_v128_load(row1), c = wasm_v128_load(row2), d = wasm_v128_load(row3);
   const vf ac = wasm_i32x4_shuffle(a, c, 0, 4, 1, 5), bd = wasm_i32x4_shuffle(b, d, 0, 4, 1, 5);
   const vf ac2 = wasm_i32x4_shuffle(a, c, 2, 6, 3, 7), bd2 = wasm_i32x4_shuffle(b, d, 2, 6, 3, 7);
@@ -3266,20 +3266,20 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #undef LUNAI_MR
 #undef LUNAI_NV
 #undef LUNAI_NR
-#if LUNAI_PASS == LUNAI_ISA_AVX512
+#if LUNAI_IS(avx512)
 #define LUNAI_MR 14
 #define LUNAI_NV 2
-#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#elif LUNAI_IS(avx2)
 #define LUNAI_MR 6
 #define LUNAI_NV 2
-#elif LUNAI_PASS == LUNAI_ISA_NEON
+#elif LUNAI_IS(neon)
 #define LUNAI_MR 8
 #define LUNAI_NV 3
 /* small: single rows, which are neither gathered nor prefetched */
-#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_IS(scalar)
 #define LUNAI_MR 1
 #define LUNAI_NV 4
-#elif LUNAI_PASS == LUNAI_ISA_SCALAR
+#elif LUNAI_IS(scalar)
 #define LUNAI_MR 4
 #define LUNAI_NV 4
 #else
@@ -3288,7 +3288,7 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
 #undef LUNAI_AHEAD
-#define LUNAI_AHEAD (LUNAI_PASS == LUNAI_ISA_AVX2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
+#define LUNAI_AHEAD LUNAI_IS(avx2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
@@ -4547,21 +4547,21 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 #undef vu_odd
 #undef LUNAI_OP
 #undef LUNAI_SI
-#if LUNAI_PASS == LUNAI_ISA_SSE2
+#if LUNAI_IS(sse2)
 #define VU 2
 #define VU_ORDER {0, 1}
 #define vu __m128i
 #define vu_set(x) _mm_set1_epi64x((long long)(x))
 #define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm_, name)(a, b)
 #define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm_, name), _si128)
-#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#elif LUNAI_IS(avx2)
 #define VU 4
 #define VU_ORDER {0, 2, 1, 3}
 #define vu __m256i
 #define vu_set(x) _mm256_set1_epi64x((long long)(x))
 #define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm256_, name)(a, b)
 #define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm256_, name), _si256)
-#elif LUNAI_PASS == LUNAI_ISA_AVX512
+#elif LUNAI_IS(avx512)
 #define VU 8
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
 #define vu __m512i
@@ -7485,120 +7485,85 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 /* ---------------------------------------------------------------------------------------------------------------------
    >>dispatch: one pass an instruction set, and the choice among them at run time
    ------------------------------------------------------------------------------------------------------------------ */
+/* LUNAI_PASS is the suffix of a pass; LUNAI_ISA(suffix) the luna_isa, as a number for #if */
 #define LUNAI_JOIN2(a, b) a##b
 #define LUNAI_JOIN(a, b) LUNAI_JOIN2(a, b)
-#define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_SUFFIX)
+#define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_PASS)
+#define LUNAI_ISA(suffix) LUNAI_JOIN(LUNAI_ISA, suffix)
+#define LUNAI_IS(name) (LUNAI_ISA(LUNAI_PASS) == LUNAI_ISA_##name)
+#define LUNAI_ISA_scalar 1
+#define LUNAI_ISA_sse2 2
+#define LUNAI_ISA_avx2 3
+#define LUNAI_ISA_avx512 4
+#define LUNAI_ISA_neon 5
+#define LUNAI_ISA_wasm 6
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
 
-#define LUNAI_ISA_SCALAR 1
-#define LUNAI_ISA_SSE2 2
-#define LUNAI_ISA_AVX2 3
-#define LUNAI_ISA_AVX512 4
-#define LUNAI_ISA_NEON 5
-#define LUNAI_ISA_WASM 6
-
-#if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
-#if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
+/* LUNAI_BASELINE: the best that the compiler promises. Passes below it are left out; on x86 those above it follow, each
+   with its target switched on. */
+#if defined(LUNA_NO_SIMD) || defined(LUNAI_DOUBLE) || defined(__CUDACC__)
+#define LUNAI_BASELINE _scalar
+#elif (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
-#define LUNAI_SIMD
 #include <immintrin.h>
-/* what the compiler promises: passes below it are left out */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define LUNAI_BASELINE LUNAI_ISA_AVX512
+#define LUNAI_BASELINE _avx512
 #elif defined(__AVX2__) && defined(__FMA__)
-#define LUNAI_BASELINE LUNAI_ISA_AVX2
+#define LUNAI_BASELINE _avx2
 #else
-#define LUNAI_BASELINE LUNAI_ISA_SSE2
+#define LUNAI_BASELINE _sse2
 #endif
-#ifdef LUNAI_MSVC
+#if defined(LUNAI_MSVC)
 #include <intrin.h>
+#define LUNAI_TARGET(features)
+#define LUNAI_TARGET_END
+#elif defined(__clang__)
+#define LUNAI_PRAGMA(text) _Pragma(#text)
+#define LUNAI_TARGET(features) \
+  LUNAI_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define LUNAI_TARGET_END _Pragma("clang attribute pop")
+#else
+#define LUNAI_PRAGMA(text) _Pragma(#text)
+#define LUNAI_TARGET(features) _Pragma("GCC push_options") LUNAI_PRAGMA(GCC target(features))
+#define LUNAI_TARGET_END _Pragma("GCC pop_options")
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-#define LUNAI_NEON
-#define LUNAI_SIMD
+#define LUNAI_BASELINE _neon
 #include <arm_neon.h>
 #elif defined(__wasm_simd128__)
-#define LUNAI_WASM
-#define LUNAI_SIMD
+#define LUNAI_BASELINE _wasm
 #include <wasm_simd128.h>
-#endif
+#else
+#define LUNAI_BASELINE _scalar
 #endif
 
-#define LUNAI_PASS LUNAI_ISA_SCALAR
-#define LUNAI_SUFFIX _scalar
+#define LUNAI_PASS _scalar
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-
+#if LUNAI_ISA(LUNAI_BASELINE) != LUNAI_ISA_scalar
+#define LUNAI_PASS LUNAI_BASELINE
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#endif
 #ifdef LUNAI_X86
-#if LUNAI_BASELINE == LUNAI_ISA_SSE2
-#define LUNAI_PASS LUNAI_ISA_SSE2
-#define LUNAI_SUFFIX _sse2
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+LUNAI_TARGET("avx2,fma")
+#define LUNAI_PASS _avx2
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
-#undef LUNAI_SUFFIX
+LUNAI_TARGET_END
+#endif
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
+LUNAI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define LUNAI_PASS _avx512
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
 #endif
 
-#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-#define LUNAI_PASS LUNAI_ISA_AVX2
-#define LUNAI_SUFFIX _avx2
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#endif
-#define LUNAI_PASS LUNAI_ISA_AVX512
-#define LUNAI_SUFFIX _avx512
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif /* LUNAI_X86 */
-
-#if defined(LUNAI_NEON)
-#define LUNAI_PASS LUNAI_ISA_NEON
-#define LUNAI_SUFFIX _neon
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#elif defined(LUNAI_WASM)
-#define LUNAI_PASS LUNAI_ISA_WASM
-#define LUNAI_SUFFIX _wasm
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#endif
-
-#ifdef LUNAI_X86
 #ifdef LUNAI_MSVC
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   int r[4];
@@ -7621,37 +7586,27 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 LUNAI_FN int lunai_isa_detect(void) {
   uint32_t r[4];
   lunai_cpuid(0, 0, r);
-  if (r[0] < 7) return LUNAI_BASELINE;
+  if (r[0] < 7) return LUNAI_ISA(LUNAI_BASELINE);
   lunai_cpuid(1, 0, r);
-  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_BASELINE; /* OSXSAVE, FMA */
-  const uint32_t low = lunai_xgetbv();
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_ISA(LUNAI_BASELINE); /* OSXSAVE, FMA */
+  const uint32_t low = lunai_xgetbv(), avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
   lunai_cpuid(7, 0, r);
-  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
-  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 ||
-      (r[1] & (1u << 31)) == 0)
-    return LUNAI_BASELINE > LUNAI_ISA_AVX2 ? LUNAI_BASELINE : LUNA_ISA_AVX2;
-  return LUNA_ISA_AVX512;
+  if ((low & 6) != 6 || (r[1] & avx2) == 0) return LUNAI_ISA(LUNAI_BASELINE);
+  if ((low & 0xE0) == 0xE0 && (r[1] & avx512) == avx512) return LUNA_ISA_AVX512;
+  return LUNAI_ISA(LUNAI_BASELINE) > LUNAI_ISA_avx2 ? LUNAI_ISA(LUNAI_BASELINE) : LUNAI_ISA_avx2;
 }
-#else
-LUNAI_FN int lunai_isa_detect(void) {
-#if defined(LUNAI_NEON)
-  return LUNA_ISA_NEON;
-#elif defined(LUNAI_WASM)
-  return LUNA_ISA_WASM;
-#else
-  return LUNA_ISA_SCALAR;
-#endif
-}
-#endif
+#endif /* LUNAI_X86 */
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNA_API luna_isa luna_isa_best(void) {
-#if defined(LUNAI_MSVC)
+#if !defined(LUNAI_X86)
+  return (luna_isa)LUNAI_ISA(LUNAI_BASELINE);
+#elif defined(LUNAI_MSVC)
   static volatile int known;
   int isa = known;
   if (isa == 0) known = isa = lunai_isa_detect();
   return (luna_isa)isa;
-#elif defined(__GNUC__) || defined(__clang__)
+#else
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (isa == 0) {
@@ -7659,8 +7614,6 @@ LUNA_API luna_isa luna_isa_best(void) {
     __atomic_store_n(&known, isa, __ATOMIC_RELAXED);
   }
   return (luna_isa)isa;
-#else
-  return (luna_isa)lunai_isa_detect();
 #endif
 }
 
@@ -7671,22 +7624,15 @@ LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
 #ifndef LUNA_ONLY_STREAM
   if (isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
 #endif
-#ifndef LUNAI_SIMD
-  if (isa == LUNA_ISA_SCALAR) return &lunai_kernels_scalar;
-#endif
+  if ((int)isa == LUNAI_ISA(LUNAI_BASELINE)) return &LUNAI_JOIN(lunai_kernels, LUNAI_BASELINE);
 #ifdef LUNAI_X86
   if (isa > best) return NULL;
-#if LUNAI_BASELINE == LUNAI_ISA_SSE2
-  if (isa == LUNA_ISA_SSE2) return &lunai_kernels_sse2;
-#endif
-#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
   if (isa == LUNA_ISA_AVX2) return &lunai_kernels_avx2;
 #endif
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
   if (isa == LUNA_ISA_AVX512) return &lunai_kernels_avx512;
-#elif defined(LUNAI_NEON)
-  if (isa == LUNA_ISA_NEON) return &lunai_kernels_neon;
-#elif defined(LUNAI_WASM)
-  if (isa == LUNA_ISA_WASM) return &lunai_kernels_wasm;
+#endif
 #endif
   return NULL;
 }
