@@ -2655,8 +2655,10 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* .....................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
-   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/vectors.c.
+   vf_max(a, b) is a > b ? a : b, so b when either is NaN. What all passes define alike is not undefined between them.
+   Guarded by tests/vectors.c.
    .................................................................................................................. */
+#undef LUNAI_MM
 #undef VF
 #undef vf
 #undef vm
@@ -2664,8 +2666,6 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef vf_set
 #undef vf_load
 #undef vf_store
-#undef vf_load_part
-#undef vf_store_part
 #undef vf_first
 #undef vf_add
 #undef vf_sub
@@ -2679,20 +2679,7 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef vf_abs
 #undef vf_lt
 #undef vf_le
-#undef vf_gt
 #undef vf_select
-#undef vf_sum
-#undef vf_hmax
-#undef vf_exp
-#undef vf_log
-#undef vf_erf
-#undef vf_of
-#undef vf_neg
-#undef vf_exp2
-#undef vf_log1p
-#undef vf_tanh
-#undef vf_half_gauss
-#undef vf_normal_cdf
 #define vf_of(number) vf_set((float)(number))
 #define vf_neg(x) vf_sub(vf_zero(), x)
 #define vf_exp2(x) LUNAI_K(exp2)(x)
@@ -2709,8 +2696,6 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_log(x) LUNAI_K(log)(x)
 #define vf_erf(x) LUNAI_K(erf)(x)
 
-#undef LUNAI_PREFETCH
-#undef LUNAI_PREFETCH_L2
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
 #define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
@@ -2721,20 +2706,13 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
-   > 0 */
+   > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest */
 #if LUNAI_IS(avx512) /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
 #define vm __mmask16
-#define vf_zero() _mm512_setzero_ps()
-#define vf_set(x) _mm512_set1_ps(x)
-#define vf_load(p) _mm512_loadu_ps(p)
-#define vf_store(p, v) _mm512_storeu_ps(p, v)
+#define LUNAI_MM(name) _mm512_##name
 #define vf_first(v) _mm512_cvtss_f32(v)
-#define vf_add(a, b) _mm512_add_ps(a, b)
-#define vf_sub(a, b) _mm512_sub_ps(a, b)
-#define vf_mul(a, b) _mm512_mul_ps(a, b)
-#define vf_div(a, b) _mm512_div_ps(a, b)
 #define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define vf_fnma(a, b, c) _mm512_fnmadd_ps(a, b, c)
 #define vf_max(a, b) _mm512_maskz_max_ps(0xFFFF, a, b)
@@ -2748,15 +2726,11 @@ LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
   return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
 }
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
-LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
-  const __m256 a = _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-}
-LUNAI_INLINE float vf_hmax(vf v) {
-  const __m256 a = _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)),
-      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) {
+  const __m256 a = max ? _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1)) :
+                         _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
+  return max ? _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)) :
+               _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x, n); }
@@ -2771,15 +2745,8 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define VF 8
 #define vf __m256
 #define vm __m256
-#define vf_zero() _mm256_setzero_ps()
-#define vf_set(x) _mm256_set1_ps(x)
-#define vf_load(p) _mm256_loadu_ps(p)
-#define vf_store(p, v) _mm256_storeu_ps(p, v)
+#define LUNAI_MM(name) _mm256_##name
 #define vf_first(v) _mm256_cvtss_f32(v)
-#define vf_add(a, b) _mm256_add_ps(a, b)
-#define vf_sub(a, b) _mm256_sub_ps(a, b)
-#define vf_mul(a, b) _mm256_mul_ps(a, b)
-#define vf_div(a, b) _mm256_div_ps(a, b)
 #define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define vf_fnma(a, b, c) _mm256_fnmadd_ps(a, b, c)
 #define vf_max(a, b) _mm256_max_ps(a, b)
@@ -2794,11 +2761,9 @@ LUNAI_INLINE __m256i LUNAI_K(first_lanes)(int64_t n) {
 }
 LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, LUNAI_K(first_lanes)(n)); }
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LUNAI_K(first_lanes)(n), v); }
-LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
-LUNAI_INLINE float vf_hmax(vf v) {
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)),
-      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) {
+  return max ? _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)) :
+               _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
@@ -2815,15 +2780,8 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #define VF 4
 #define vf __m128
 #define vm __m128
-#define vf_zero() _mm_setzero_ps()
-#define vf_set(x) _mm_set1_ps(x)
-#define vf_load(p) _mm_loadu_ps(p)
-#define vf_store(p, v) _mm_storeu_ps(p, v)
+#define LUNAI_MM(name) _mm_##name
 #define vf_first(v) _mm_cvtss_f32(v)
-#define vf_add(a, b) _mm_add_ps(a, b)
-#define vf_sub(a, b) _mm_sub_ps(a, b)
-#define vf_mul(a, b) _mm_mul_ps(a, b)
-#define vf_div(a, b) _mm_div_ps(a, b)
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define vf_fnma(a, b, c) _mm_sub_ps(c, _mm_mul_ps(a, b))
 #define vf_max(a, b) _mm_max_ps(a, b)
@@ -2851,11 +2809,7 @@ LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   }
   if (n & 1) _mm_store_ss(p, v);
 }
-LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return v; }
-LUNAI_INLINE float vf_hmax(vf v) {
-  const __m128 c = _mm_max_ps(v, _mm_movehl_ps(v, v));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
-}
+LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) { return (void)max, v; }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
   return _mm_castsi128_ps(_mm_add_epi32(_mm_castps_si128(x), _mm_slli_epi32(_mm_cvtps_epi32(n), 23)));
@@ -3001,14 +2955,27 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #endif
 #endif
 
-/* the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
-#if LUNAI_IS(avx512) || LUNAI_IS(avx2) || LUNAI_IS(sse2)
+/* the largest and the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
+#ifdef LUNAI_MM
+#define vf_zero() LUNAI_MM(setzero_ps)()
+#define vf_set(x) LUNAI_MM(set1_ps)(x)
+#define vf_load(p) LUNAI_MM(loadu_ps)(p)
+#define vf_store(p, v) LUNAI_MM(storeu_ps)(p, v)
+#define vf_add(a, b) LUNAI_MM(add_ps)(a, b)
+#define vf_sub(a, b) LUNAI_MM(sub_ps)(a, b)
+#define vf_mul(a, b) LUNAI_MM(mul_ps)(a, b)
+#define vf_div(a, b) LUNAI_MM(div_ps)(a, b)
+LUNAI_INLINE float vf_hmax(vf v) {
+  const __m128 b = LUNAI_K(four)(true, v), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
 LUNAI_INLINE float vf_sum(vf v) {
-  const __m128 b = LUNAI_K(halve)(v), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  const __m128 b = LUNAI_K(four)(false, v), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
-  const __m128 a = LUNAI_K(halve)(v[0]), b = LUNAI_K(halve)(v[1]), c = LUNAI_K(halve)(v[2]), d = LUNAI_K(halve)(v[3]);
+  const __m128 a = LUNAI_K(four)(false, v[0]), b = LUNAI_K(four)(false, v[1]), c = LUNAI_K(four)(false, v[2]),
+      d = LUNAI_K(four)(false, v[3]);
   const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)),
       cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   _mm_storeu_ps(out, _mm_mul_ps(_mm_set1_ps(alpha), _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab))));
@@ -3188,8 +3155,6 @@ LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 /* e^(-x^2 / 2) */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)), x)); }
 
-#undef LUNAI_VALUE
-#undef LUNAI_SLOPE
 #define LUNAI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
@@ -3265,7 +3230,6 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #ifdef LUNAI_PASS_LOOPS
 #undef LUNAI_MR
 #undef LUNAI_NV
-#undef LUNAI_NR
 #if LUNAI_IS(avx512)
 #define LUNAI_MR 14
 #define LUNAI_NV 2
@@ -3287,7 +3251,6 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
-#undef LUNAI_AHEAD
 #define LUNAI_AHEAD LUNAI_IS(avx2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
@@ -3346,12 +3309,6 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, 
 /* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
    every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
    strides at no cost. A narrow tile is half a panel wide and has rows i and i + MR where a wide one has row i. */
-#undef LUNAI_ROWS
-#undef LUNAI_TILE_ZERO
-#undef LUNAI_TILE_STEP
-#undef LUNAI_TILE_STORE
-#undef LUNAI_NARROW_STEP
-#undef LUNAI_NARROW_STORE
 #define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
 #define LUNAI_TILE_ZERO(i) \
   sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero(); \
@@ -4143,14 +4100,10 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 #endif
 
 #ifdef LUNAI_PASS_LOOPS
-#undef LUNAI_GET
-#undef LUNAI_PUT
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
 #define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
 
 /* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
-#undef LUNAI_MAP
-#undef LUNAI_SHORT_MAP
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
     int64_t i; \
@@ -4177,10 +4130,8 @@ LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, v
 LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
           vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
-#undef LUNAI_SHORT_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
-#undef LUNAI_INPUT
 #define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
 LUNAI_FN void LUNAI_K(elementwise)(const lunai_each *e, float *y) {
   const float *const *x = e->x;
@@ -4203,11 +4154,6 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const f
 }
 
 /* ---- sums along a row ---- */
-#undef LUNAI_SUM
-#undef LUNAI_PRODUCT
-#undef LUNAI_EXP
-#undef LUNAI_MOMENTS
-#undef LUNAI_NORM
 #define LUNAI_SUM 0                /* a */
 #define LUNAI_PRODUCT 1            /* a b */
 #define LUNAI_EXP 2                /* exp(a - shift) */
@@ -4347,8 +4293,6 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
 }
 
 /* ---- sums along columns, over rows in order ---- */
-#undef LUNAI_SUM_COLUMNS
-#undef LUNAI_COLUMN
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
   if (vectors > i) \
@@ -4459,8 +4403,6 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 }
 
 /* ---- short convolution over time, each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) ---- */
-#undef LUNAI_TAPS
-#undef LUNAI_TAP_COLUMNS
 #define LUNAI_TAPS 8               /* taps and channels transposed at a time: what fits the stack */
 #define LUNAI_TAP_COLUMNS 64
 
@@ -4528,23 +4470,14 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 
 /* ---- dropout ---- */
 
+#ifdef LUNAI_MM
 /* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b
    side by side. VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
    ones', lie in order */
 #undef VU
 #undef VU_ORDER
 #undef vu
-#undef vu_load
-#undef vu_store
 #undef vu_set
-#undef vu_add
-#undef vu_xor
-#undef vu_mul
-#undef vu_high
-#undef vu_up
-#undef vu_join
-#undef vu_even
-#undef vu_odd
 #undef LUNAI_OP
 #undef LUNAI_SI
 #if LUNAI_IS(sse2)
@@ -4552,40 +4485,23 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 #define VU_ORDER {0, 1}
 #define vu __m128i
 #define vu_set(x) _mm_set1_epi64x((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm_, name)(a, b)
-#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm_, name), _si128)
+#define LUNAI_OP(name, a, b) _mm_##name(a, b)
+#define LUNAI_SI(name) _mm_##name##_si128
 #elif LUNAI_IS(avx2)
 #define VU 4
 #define VU_ORDER {0, 2, 1, 3}
 #define vu __m256i
 #define vu_set(x) _mm256_set1_epi64x((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm256_, name)(a, b)
-#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm256_, name), _si256)
-#elif LUNAI_IS(avx512)
+#define LUNAI_OP(name, a, b) _mm256_##name(a, b)
+#define LUNAI_SI(name) _mm256_##name##_si256
+#else
 #define VU 8
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
 #define vu __m512i
 #define vu_set(x) _mm512_set1_epi64((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
-#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm512_, name), _si512)
-#else
-#define VU 1
-#define VU_ORDER {0}
-#define vu uint64_t
-#define vu_set(x) ((uint64_t)(x))
-#define vu_load(p) (*(p))
-#define vu_store(p, v) \
-  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), \
-   (p)[3] = (uint16_t)((v) >> 48))
-#define vu_add(a, b) ((a) + (b))
-#define vu_xor(a, b) ((a) ^ (b))
-#define vu_mul(a, b) ((uint64_t)(uint32_t)(a) * (uint32_t)(b))
-#define vu_high(a) ((a) >> 32)
-#define vu_up(a) ((a) << 32)
-#define vu_even(a, b) (a)
-#define vu_odd(a, b) (b)
+#define LUNAI_OP(name, a, b) _mm512_maskz_##name(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
+#define LUNAI_SI(name) _mm512_##name##_si512
 #endif
-#ifdef LUNAI_OP
 #define vu_load(p) LUNAI_SI(loadu)((const vu *)(const void *)(p))
 #define vu_store(p, v) LUNAI_SI(storeu)((vu *)(void *)(p), v)
 #define vu_add(a, b) LUNAI_OP(add_epi64, a, b)
@@ -4595,15 +4511,9 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 #define vu_up(a) LUNAI_OP(slli_epi64, a, 32)
 #define vu_even(a, b) LUNAI_OP(unpacklo_epi64, a, b)
 #define vu_odd(a, b) LUNAI_OP(unpackhi_epi64, a, b)
-#endif
 #define vu_join(a, b) vu_xor(vu_high(vu_up(a)), vu_up(b))
-
-/* lunai_philox for counters [at, at + 8): mask gets keep or 0 for each of their 64 elements */
-LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float *mask) {
+LUNAI_FN void LUNAI_K(dropout_words)(const lunai_dropout *d, uint64_t at, uint16_t *half) {
   static const uint64_t order[VU] = VU_ORDER;
-  uint16_t half[64];
-  const int32_t threshold = (int32_t)d->threshold;
-  const float keep = d->keep;
   for (int i = 0; i < 8; i += VU) {
     vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
         c3 = vu_set(d->step);
@@ -4622,19 +4532,32 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
     vu_store(half + 8 * i, vu_even(c0, c2));
     vu_store(half + 8 * i + 4 * VU, vu_odd(c0, c2));
   }
-  for (int i = 0; i < 64; i++) mask[i] = half[i] < threshold ? 0 : keep;
 }
+#else
+LUNAI_FN void LUNAI_K(dropout_words)(const lunai_dropout *d, uint64_t at, uint16_t *half) {
+  for (uint64_t end = at + 8; at != end; at++, half += 8) {
+    const uint32_t counter[4] = { (uint32_t)at, (uint32_t)(at >> 32), d->op, d->step };
+    uint32_t word[4];
+    lunai_philox(counter, d->seed, word);
+    for (int i = 0; i < 8; i++) half[i] = (uint16_t)(word[i / 2] >> i % 2 * 16);
+  }
+}
+#endif
 
 /* mask[i] = keep or 0 for element first + i */
 LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
+  uint16_t half[64];
+  const int32_t threshold = (int32_t)d->threshold;
+  const float keep = d->keep;
   while (n > 0) {
     const uint64_t at = lunai_dropout_place(d, first);
     const int64_t skip = (int64_t)(at % 8);
     const int64_t count = lunai_min(d->run ? lunai_min(n, d->run - first % d->run) : n, 64 - skip);
-    const bool whole = count == 64;
-    LUNAI_K(dropout_block)(d, at / 8, whole ? mask : block);
-    if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
+    float *const to = count == 64 ? mask : block;
+    LUNAI_K(dropout_words)(d, at / 8, half);
+    for (int i = 0; i < 64; i++) to[i] = half[i] < threshold ? 0 : keep;
+    if (count < 64) memcpy(mask, block + skip, (size_t)count * sizeof(float));
     first += count;
     mask += count;
     n -= count;
@@ -4737,8 +4660,6 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
     LUNAI_PUT(grad, vf_zero());
   }
 }
-#undef LUNAI_GET
-#undef LUNAI_PUT
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -7448,8 +7369,6 @@ static const lunai_kernels LUNAI_K(kernels) = {
 #undef LUNAI_FIELD_TRAIN
 };
 
-#undef LUNAI_DRIVER
-#undef LUNAI_DRIVER_SCRATCH
 #define LUNAI_DRIVER(name, type) \
   LUNAI_FN void LUNAI_K(name)(const type *a, const lunai_parallel *parallel, void *scratch) { \
     lunai_run_##name(&LUNAI_K(kernels), a, parallel, scratch); \
@@ -7618,7 +7537,7 @@ LUNA_API luna_isa luna_isa_best(void) {
 }
 
 /* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
-LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
+LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
 #ifndef LUNA_ONLY_STREAM
