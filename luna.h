@@ -2699,7 +2699,13 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
 #define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
+#ifdef __clang__
+#define LUNAI_UNROLL _Pragma("clang loop unroll(full)")
 #else
+#define LUNAI_UNROLL _Pragma("GCC unroll 28")
+#endif
+#else
+#define LUNAI_UNROLL
 #define LUNAI_PREFETCH(p) ((void)0)
 #define LUNAI_PREFETCH_L2(p) ((void)0)
 #endif
@@ -3306,86 +3312,45 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, 
       memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
 }
 
-/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
-   every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
-   strides at no cost. A narrow tile is half a panel wide and has rows i and i + MR where a wide one has row i. */
-#define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-#define LUNAI_TILE_ZERO(i) \
-  sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero(); \
-  if (rows > i) LUNAI_PREFETCH(e->c + i * e->c_row); \
-  if (rows > i) LUNAI_PREFETCH(e->c + i * e->c_row + LUNAI_NR - 1);
-#define LUNAI_TILE_STEP(i) \
-  if (rows > i) { \
-    const vf x = vf_set(at[i / 3][i % 3 * a_row]); \
-    sum[i][0] = vf_fma(x, panel[0], sum[i][0]); \
-    sum[i][1] = vf_fma(x, panel[1], sum[i][1]); \
-    if (LUNAI_NV > 2) sum[i][2] = vf_fma(x, panel[2], sum[i][2]); \
-    if (LUNAI_NV > 3) sum[i][3] = vf_fma(x, panel[3], sum[i][3]); \
+/* A tile: rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
+   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one: an x86 address
+   holds a base plus one or two strides at no cost. */
+LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                     const float *b, int64_t b_row, const lunai_epilogue *e) {
+  vf sum[2 * LUNAI_MR][LUNAI_NV], panel[LUNAI_NV];
+  const float *at[2 * LUNAI_MR / 3 + 1];
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    if (i % 3 == 0) at[i / 3] = a + i * a_row;
+    LUNAI_UNROLL
+    for (int j = 0; j < vectors; j++) sum[i][j] = vf_zero();
+    LUNAI_PREFETCH(e->c + i * e->c_row);
+    LUNAI_PREFETCH(e->c + i * e->c_row + LUNAI_NR - 1);
   }
-#define LUNAI_TILE_STORE(i) \
-  if (rows > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, bias[0], lowest, e, i, 0); \
-    LUNAI_K(tile_store)(sum[i][1], scale, bias[1], lowest, e, i, VF); \
-    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e, i, 2 * VF); \
-    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e, i, 3 * VF); \
+  for (; k > 0; k--, b += b_row) {
+    LUNAI_UNROLL
+    for (int j = 0; j < vectors; j++) panel[j] = vf_load(b + j * VF);
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i++) {
+      const vf x = vf_set(at[i / 3][i % 3 * a_row]);
+      LUNAI_UNROLL
+      for (int j = 0; j < vectors; j++) sum[i][j] = vf_fma(x, panel[j], sum[i][j]);
+    }
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i += 3) at[i / 3] += a_column;
   }
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
-  vf v = vf_mul(scale, sum);
-  if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
-  vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
-}
-LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                                     const float *b, int64_t b_row,
-                                     const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
-  vf sum[14][4], panel[4], bias[4];
-  const float *at[5] = { a, a + 3 * a_row, a + 6 * a_row, a + 9 * a_row, a + 12 * a_row };
-  LUNAI_ROWS(LUNAI_TILE_ZERO)
-  for (; k > 0; k--) {
-    panel[0] = vf_load(b);
-    panel[1] = vf_load(b + VF);
-    if (LUNAI_NV > 2) panel[2] = vf_load(b + 2 * VF);
-    if (LUNAI_NV > 3) panel[3] = vf_load(b + 3 * VF);
-    LUNAI_ROWS(LUNAI_TILE_STEP)
-    b += b_row;
-    at[0] += a_column;
-    at[1] += a_column;
-    at[2] += a_column;
-    at[3] += a_column;
-    at[4] += a_column;
+  LUNAI_UNROLL
+  for (int j = 0; j < vectors; j++) panel[j] = e->bias ? vf_load(e->bias + j * VF) : vf_zero();
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    LUNAI_UNROLL
+    for (int j = 0; j < vectors; j++) {
+      vf v = vf_mul(scale, sum[i][j]);
+      if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j * VF), v);
+      vf_store(e->c + i * e->c_row + j * VF, vf_max(lowest, vf_add(v, panel[j])));
+    }
   }
-  for (int i = 0; i < LUNAI_NV; i++) bias[i] = e->bias ? vf_load(e->bias + i * VF) : vf_zero();
-  LUNAI_ROWS(LUNAI_TILE_STORE)
-}
-#define LUNAI_NARROW_STEP(i) \
-  if (LUNAI_MR > i) { \
-    sum[i][0] = vf_fma(vf_set(at[i / 3][i % 3 * a_row]), panel, sum[i][0]); \
-    sum[i][1] = vf_fma(vf_set(at[i / 3][(i % 3 + LUNAI_MR) * a_row]), panel, sum[i][1]); \
-  }
-#define LUNAI_NARROW_STORE(i) \
-  if (LUNAI_MR > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e, i, 0); \
-    LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
-  }
-LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                                   int64_t b_row,
-                                   const lunai_epilogue *e) {
-  const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
-  const int rows = LUNAI_MR;
-  vf sum[14][4];
-  const float *at[5] = { a, a + 3 * a_row, a + 6 * a_row, a + 9 * a_row, a + 12 * a_row };
-  LUNAI_ROWS(LUNAI_TILE_ZERO)
-  for (; k > 0; k--) {
-    const vf panel = vf_load(b);
-    LUNAI_ROWS(LUNAI_NARROW_STEP)
-    b += b_row;
-    at[0] += a_column;
-    at[1] += a_column;
-    at[2] += a_column;
-    at[3] += a_column;
-    at[4] += a_column;
-  }
-  LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
 /* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
    Below four rows a tile waits for its own sums. */
@@ -3395,12 +3360,12 @@ LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
 }
 LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
                             int64_t b_row, const lunai_epilogue *e) {
-  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 1 && rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
-  else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
+  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 2) LUNAI_K(tile_rows)(2, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else LUNAI_K(tile_rows)(1, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
 }
 
 /* epilogues that a tile cannot do: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
@@ -3482,13 +3447,14 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
   const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
+  /* rows of tiles twice as high, where half a panel exists */
   const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
   const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
   int64_t row, rows;
   for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
     lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
-    LUNAI_K(tile_narrow)(k, a + row * a_row, a_row, a_column, panel, b_row, &e);
+    LUNAI_K(tile_rows)(2 * LUNAI_MR, 1, k, a + row * a_row, a_row, a_column, panel, b_row, &e);
     if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
   }
   for (; row < m; row += rows) {
