@@ -3263,10 +3263,6 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
                                   int64_t b_column, float *to) {
   int64_t j = 0, p;
-  if (b_column == 1 && columns == LUNAI_NR) {
-    for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
-    return;
-  }
   if (LUNAI_MR > 1 && b_row == 1)
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
@@ -3279,19 +3275,22 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
         for (int64_t i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
       }
     }
-  for (p = 0; p < k; p++) {
-    for (int64_t i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
+  for (p = 0; j < LUNAI_NR && p < k; p++) {
+    int64_t i = j;
+    for (; i < columns; i++) to[p * LUNAI_NR + i] = b[p * b_row + i * b_column];
+    for (; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = 0;
   }
 }
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
                                    float *panels) {
   int64_t j = 0;
-  if (LUNAI_MR > 1 && b_column == 1) /* four panels at a time: longer contiguous reads */
-    for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
-      for (int64_t p = 0; p < k; p++)
-        for (int64_t i = 0; i < 4; i++)
-          memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR,
-                 LUNAI_NR * sizeof(float));
+  while (b_column == 1 && n - j >= LUNAI_NR) { /* four panels at a time: longer contiguous reads */
+    const int64_t end = j + lunai_min((n - j) / LUNAI_NR, LUNAI_MR > 1 ? 4 : 1) * LUNAI_NR;
+    for (int64_t p = 0; p < k; p++)
+      for (int64_t i = j; i < end; i += LUNAI_NR)
+        memcpy(panels + i * k + p * LUNAI_NR, b + p * b_row + i, LUNAI_NR * sizeof(float));
+    j = end;
+  }
   for (; j < n; j += LUNAI_NR)
     LUNAI_K(fill_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
 }
@@ -3313,8 +3312,8 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, 
 }
 
 /* A tile: rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
-   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one: an x86 address
-   holds a base plus one or two strides at no cost. */
+   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one: an x86
+   address holds a base plus one or two strides at no cost. */
 LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                      const float *b, int64_t b_row, const lunai_epilogue *e) {
   vf sum[2 * LUNAI_MR][LUNAI_NV], panel[LUNAI_NV];
@@ -3353,14 +3352,17 @@ LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const flo
   }
 }
 /* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
-   Below four rows a tile waits for its own sums. */
-LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
+   Below four rows a tile waits for its own sums. Where no more than half a panel exists, twice MR, by one vector. */
+LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left, bool half) {
+  if (half && left >= 2 * LUNAI_MR) return 2 * LUNAI_MR;
   if (left == LUNAI_MR || left > LUNAI_MR + 2 || LUNAI_MR == 1) return LUNAI_MR;
   return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                            int64_t b_row, const lunai_epilogue *e) {
+LUNAI_INLINE void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                const float *b, int64_t b_row, const lunai_epilogue *e) {
   if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_NV == 2 && rows == 2 * LUNAI_MR)
+    LUNAI_K(tile_rows)(2 * LUNAI_MR, 1, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
   else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
@@ -3405,13 +3407,13 @@ LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t 
   return e;
 }
 
-/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: where they are copied to, or null. Whole tiles
+/* A tile's rows of A, from row `row` on; a_gathered: where they are copied to, or null. Whole tiles
    of a column-major A are gathered by LUNAI_TILES_ABREAST; with LUNAI_AHEAD in two places by turns, all but the first
    by gather_ahead. */
-LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
-                                          const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
+LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
+                                          float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t tile = (row - first) / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
+  const int64_t tile = row / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
     if (LUNAI_AHEAD ? tile == 0 : tile % LUNAI_TILES_ABREAST == 0)
@@ -3425,10 +3427,10 @@ LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, i
 /* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
    and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while
    they come. */
-LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
-                                    int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
+LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t tile, int64_t panel, int64_t panels,
+                                    const float *a, int64_t a_column, float *a_gathered) {
   const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
-  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = first + next * LUNAI_MR;
+  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = next * LUNAI_MR;
   const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
   const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
   const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
@@ -3446,35 +3448,28 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
                               const lunai_target *t) {
   const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
+  const bool half = n <= VF && LUNAI_NV == 2;
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
-  /* rows of tiles twice as high, where half a panel exists */
-  const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
-  const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
+  const bool ahead = LUNAI_AHEAD && a_gathered && !half && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
-  int64_t row, rows;
-  for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
-    lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
-    LUNAI_K(tile_rows)(2 * LUNAI_MR, 1, k, a + row * a_row, a_row, a_column, panel, b_row, &e);
-    if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
-  }
-  for (; row < m; row += rows) {
+  if (half) a_gathered = NULL;         /* which has room for MR rows */
+  for (int64_t row = 0, rows; row < m; row += rows) {
     const float *b = panel;
     int64_t at_row = a_row, at_column = a_column;
-    rows = LUNAI_K(tile_height)(m - row);
-    const float *at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
+    rows = LUNAI_K(tile_height)(m - row, half);
+    const float *at = LUNAI_K(tile_a)(m, k, row, rows, a, a_gathered, &at_row, &at_column);
     const float *next = a + (row + rows) * a_row;
-    const int64_t coming = lunai_min(rows, m - row - rows);
+    const int64_t coming = half ? 0 : lunai_min(rows, m - row - rows), width = rows > LUNAI_MR ? VF : LUNAI_NR;
     for (int64_t j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (LUNAI_MR > 1 && a_column == 1)
         for (int64_t p = j / LUNAI_NR; p < coming; p += all)
           for (int64_t x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
-      lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
+      lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == width ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
       if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
-        LUNAI_K(gather_ahead)(m, k, narrow, (row - narrow) / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column,
-                              a_gathered);
+        LUNAI_K(gather_ahead)(m, k, row / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column, a_gathered);
     }
   }
 }
@@ -3531,11 +3526,7 @@ LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int6
 }
 
 LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
-  lunai_panels b;
-  b.at = at;
-  b.n = n;
-  b.step = kernels->nr * k;
-  b.row = kernels->nr;
+  const lunai_panels b = { at, n, kernels->nr * k, kernels->nr };
   return b;
 }
 LUNAI_FN lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
@@ -3627,19 +3618,21 @@ typedef struct lunai_gemm_thread {
   int64_t held_n, held_k;
 } lunai_gemm_thread;
 
+/* where part `part` of n lines begins: at a whole tile of `unit` */
+LUNAI_INLINE int64_t lunai_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
+  return parts == 1 ? part * n : lunai_min(n, lunai_share(lunai_divide_up(n, unit), part, parts) * unit);
+}
+typedef struct lunai_gemm_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_gemm_work;
+
 /* the panels of a B that several products read, block of k after block of k */
-typedef struct lunai_panels_work {
-  const lunai_kernels *kernels; const lunai_gemm *g; float *panels;
-} lunai_panels_work;
 LUNAI_FN int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t column, int64_t p) {
   return lunai_panels_size(kernels, g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
 LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_panels_work *w = (const lunai_panels_work *)work;
+  const lunai_gemm_work *w = (const lunai_gemm_work *)work;
   const lunai_gemm *g = w->g;
-  const int64_t nr = w->kernels->nr, panels = lunai_divide_up(g->n, nr),
-                column = lunai_share(panels, thread, threads) * nr;
-  const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) - column;
+  const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
+  const int64_t n = lunai_part_at(g->n, w->kernels->nr, thread + 1, threads) - column;
   for (int64_t p = 0; n > 0 && p < g->k; p += LUNAI_KC)
     w->kernels->fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                             g->b_column, w->panels + lunai_panels_at(w->kernels, g, column, p));
@@ -3649,10 +3642,7 @@ LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, int64_t n, int6
 }
 LUNAI_FN void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                                     void *panels) {
-  lunai_panels_work w;
-  w.kernels = kernels;
-  w.g = g;
-  w.panels = (float *)panels;
+  lunai_gemm_work w = { kernels, g, (float *)panels };
   lunai_run(parallel, lunai_panels_task, &w);
 }
 
@@ -3719,37 +3709,28 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-/* unit of all batch items' parts */
-LUNAI_FN void lunai_gemm_unit(const lunai_gemm_plan *p, lunai_gemm_thread *own, int64_t unit) {
-  const lunai_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, mr = p->kernels->mr, nr = p->kernels->nr;
-  const int64_t tiles = lunai_divide_up(g->m, mr), panels = lunai_divide_up(g->n, nr);
-  const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-  lunai_gemm_part(p, own, unit / parts / g->batch[1], unit / parts % g->batch[1],
-                  lunai_share(tiles, r, p->row_parts) * mr,
-                  lunai_min(g->m, lunai_share(tiles, r + 1, p->row_parts) * mr),
-                  lunai_share(panels, c, p->column_parts) * nr,
-                  lunai_min(g->n, lunai_share(panels, c + 1, p->column_parts) * nr));
-}
 LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   lunai_gemm_plan *p = (lunai_gemm_plan *)work;
-  const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
-  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
+  const lunai_gemm *g = p->g;
+  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads), mr = p->kernels->mr, nr = p->kernels->nr;
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  lunai_claim c = lunai_claim_of(&p->shares, pieces, thread, threads);
-  while (lunai_claim_next(&c))
-    for (int64_t u = lunai_share(units, c.piece, pieces); u < lunai_share(units, c.piece + 1, pieces); u++)
-      lunai_gemm_unit(p, &own, u);
+  lunai_claim claim = lunai_claim_of(&p->shares, pieces, thread, threads);
+  while (lunai_claim_next(&claim))
+    for (int64_t u = lunai_share(units, claim.piece, pieces); u < lunai_share(units, claim.piece + 1, pieces); u++) {
+      const int64_t r = u % parts / p->column_parts, c = u % p->column_parts;
+      lunai_gemm_part(p, &own, u / parts / g->batch[1], u / parts % g->batch[1],
+                      lunai_part_at(g->m, mr, r, p->row_parts), lunai_part_at(g->m, mr, r + 1, p->row_parts),
+                      lunai_part_at(g->n, nr, c, p->column_parts), lunai_part_at(g->n, nr, c + 1, p->column_parts));
+    }
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
-typedef struct lunai_dots_work { const lunai_kernels *kernels; const lunai_gemm *g; } lunai_dots_work;
 LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_dots_work *w = (const lunai_dots_work *)work;
+  const lunai_gemm_work *w = (const lunai_gemm_work *)work;
   const lunai_gemm *g = w->g;
-  const int64_t nr = w->kernels->nr, panels = threads > 1 ? lunai_divide_up(g->n, nr) : 0;
-  const int64_t column = lunai_share(panels, thread, threads) * nr;
-  const int64_t end = threads > 1 ? lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) : g->n;
+  const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
+  const int64_t end = lunai_part_at(g->n, w->kernels->nr, thread + 1, threads);
   lunai_target t;
   memset(&t, 0, sizeof t);
   t.sum_row = t.from_row = t.c_row = g->c_row;
@@ -3777,11 +3758,9 @@ LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gem
 LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
-  lunai_dots_work dots;
   if (g->m <= 0 || g->n <= 0) return;
   if (lunai_gemm_dots(g)) {
-    dots.kernels = kernels;
-    dots.g = g;
+    lunai_gemm_work dots = { kernels, g, NULL };
     lunai_run(parallel, lunai_dots_task, &dots);
     return;
   }
