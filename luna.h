@@ -3817,8 +3817,9 @@ LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
   return sum;
 }
 LUNAI_FN double lunai_sum_squares_reference(int64_t n, const float *x) { return lunai_inner(n, x, 1, x, 1); }
-LUNAI_FN float lunai_dot_reference(int64_t n, const float *a, const float *b) { return (float)lunai_inner(n, a, 1, b,
-                                                                                                          1); }
+LUNAI_FN float lunai_dot_reference(int64_t n, const float *a, const float *b) {
+  return (float)lunai_inner(n, a, 1, b, 1);
+}
 
 /* y = exp(x - max) / sum; a row of -Inf alone gives 0 */
 LUNAI_FN void lunai_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
@@ -3839,30 +3840,18 @@ LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const fl
   }
 }
 
-/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: the mean is 0 [arXiv 1910.07467] */
+LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
   for (int64_t row = 0; row < a->rows && a->n > 0; row++) {
     const float *x = a->x + row * a->n;
-    const double r = 1 / sqrt(lunai_sum_squares_reference(a->n, x) / (double)a->n + (double)a->epsilon);
-    for (int64_t i = 0; i < a->n; i++)
-      a->y[row * a->n + i] = (float)((double)x[i] * r * (a->weight ? (double)a->weight[i] : 1));
-    if (a->mean) a->mean[row] = 0;
-    if (a->rstd) a->rstd[row] = (float)r;
-  }
-}
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
-LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
-  if (a->rms) lunai_rms_norm_reference(a);
-  for (int64_t row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
-    const float *x = a->x + row * a->n;
-    const double n = (double)a->n, center = lunai_sum_reference(a->n, x) / n;
-    double variance = 0;
-    for (int64_t i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    const double n = (double)a->n, center = a->rms ? 0 : lunai_sum_reference(a->n, x) / n;
+    double variance = a->rms ? lunai_sum_squares_reference(a->n, x) / n : 0;
+    for (int64_t i = 0; i < a->n && !a->rms; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
     const double r = 1 / sqrt(variance + (double)a->epsilon);
     for (int64_t i = 0; i < a->n; i++) {
-      const double normal = ((double)x[i] - center) * r;
-      a->y[row * a->n + i] = (float)(normal * (a->weight ? (double)a->weight[i] : 1) +
-                                     (a->bias ? (double)a->bias[i] : 0));
+      double y = ((double)x[i] - center) * r * (a->weight ? (double)a->weight[i] : 1);
+      if (!a->rms) y += a->bias ? (double)a->bias[i] : 0;
+      a->y[row * a->n + i] = (float)y;
     }
     if (a->mean) a->mean[row] = (float)center;
     if (a->rstd) a->rstd[row] = (float)r;
@@ -4201,7 +4190,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     const double variance = squares / (double)n - off * off;
     const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
-    const vf vcenter = vf_set(center); const vf voff = vf_set((float)off); const vf vr = vf_set(r);
+    const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
     for (int64_t i = 0; rms && i < n; i += VF) {
       const vf v = vf_mul(LUNAI_GET(x), vr);
       LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
@@ -7504,34 +7493,19 @@ LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
 LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
-  switch (isa) {
-    case LUNA_ISA_BEST: return "best";
-    case LUNA_ISA_SCALAR: return "scalar";
-    case LUNA_ISA_SSE2: return "SSE2";
-    case LUNA_ISA_AVX2: return "AVX2";
-    case LUNA_ISA_AVX512: return "AVX-512";
-    case LUNA_ISA_NEON: return "NEON";
-    case LUNA_ISA_WASM: return "WASM SIMD128";
-    case LUNA_ISA_REFERENCE: return "reference";
-  }
-  return "unknown";
+  static const char *const name[] = { /* in luna_isa's order */
+    "best", "scalar", "SSE2", "AVX2", "AVX-512", "NEON", "WASM SIMD128", "reference"
+  };
+  return (unsigned)isa < LUNAI_LENGTH(name) ? name[isa] : "unknown";
 }
 
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
-  switch (status) {
-    case LUNA_OK: return "ok";
-    case LUNA_BAD_ARGUMENT: return "bad argument";
-    case LUNA_OUT_OF_MEMORY: return "out of memory";
-    case LUNA_BAD_FILE: return "bad file";
-    case LUNA_CANNOT_READ: return "cannot read";
-    case LUNA_CANNOT_WRITE: return "cannot write";
-    case LUNA_MISMATCH: return "names or shapes differ";
-    case LUNA_UNSUPPORTED: return "unsupported";
-    case LUNA_DEVICE_FAILED: return "the device failed";
-    case LUNA_NOT_FINITE: return "not finite";
-  }
-  return "unknown status";
+  static const char *const text[] = { /* in luna_status's order */
+    "ok", "bad argument", "out of memory", "bad file", "cannot read", "cannot write", "names or shapes differ",
+    "unsupported", "the device failed", "not finite"
+  };
+  return (unsigned)status < LUNAI_LENGTH(text) ? text[status] : "unknown status";
 }
 
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {
