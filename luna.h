@@ -2638,13 +2638,13 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>kernels: each chapter has the reference, then the inner loops, then the driver
-   Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to one of the
-   LUNAI_ISA_ numbers, and LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled
-   once and call the loops through the table that they are given.
+   Inner loops are compiled once for each instruction set: luna.h includes itself with LUNAI_PASS set to _<isa>, and
+   LUNAI_K(name) is then lunai_name_<isa>. Drivers (blocking, splitting, tails) are compiled once and call the loops
+   through the table that they are given.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNAI_PASS
 #undef LUNAI_PASS_LOOPS
-#if LUNAI_PASS != LUNAI_ISA_SCALAR || !defined(LUNAI_SIMD) /* else only the vocabulary */
+#if !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
 #define LUNAI_PASS_LOOPS
 #define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
 LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
@@ -2655,8 +2655,10 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* .....................................................................................................................
    >>vector: VF floats at a time, and the functions every kernel needs of them
    a*b + c is fused only where the instruction set fuses: then vf_fma and vf_fnma are it, everywhere else two roundings.
-   vf_max(a, b) is a > b ? a : b, so b when either is NaN. Guarded by tests/vectors.c.
+   vf_max(a, b) is a > b ? a : b, so b when either is NaN. What all passes define alike is not undefined between them.
+   Guarded by tests/vectors.c.
    .................................................................................................................. */
+#undef LUNAI_MM
 #undef VF
 #undef vf
 #undef vm
@@ -2664,8 +2666,6 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef vf_set
 #undef vf_load
 #undef vf_store
-#undef vf_load_part
-#undef vf_store_part
 #undef vf_first
 #undef vf_add
 #undef vf_sub
@@ -2679,20 +2679,7 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #undef vf_abs
 #undef vf_lt
 #undef vf_le
-#undef vf_gt
 #undef vf_select
-#undef vf_sum
-#undef vf_hmax
-#undef vf_exp
-#undef vf_log
-#undef vf_erf
-#undef vf_of
-#undef vf_neg
-#undef vf_exp2
-#undef vf_log1p
-#undef vf_tanh
-#undef vf_half_gauss
-#undef vf_normal_cdf
 #define vf_of(number) vf_set((float)(number))
 #define vf_neg(x) vf_sub(vf_zero(), x)
 #define vf_exp2(x) LUNAI_K(exp2)(x)
@@ -2709,32 +2696,29 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 #define vf_log(x) LUNAI_K(log)(x)
 #define vf_erf(x) LUNAI_K(erf)(x)
 
-#undef LUNAI_PREFETCH
-#undef LUNAI_PREFETCH_L2
 #if defined(__GNUC__) || defined(__clang__)
 #define LUNAI_PREFETCH(p) __builtin_prefetch(p)
 #define LUNAI_PREFETCH_L2(p) __builtin_prefetch(p, 0, 2)
+#ifdef __clang__
+#define LUNAI_UNROLL _Pragma("clang loop unroll(full)")
 #else
+#define LUNAI_UNROLL _Pragma("GCC unroll 28")
+#endif
+#else
+#define LUNAI_UNROLL
 #define LUNAI_PREFETCH(p) ((void)0)
 #define LUNAI_PREFETCH_L2(p) ((void)0)
 #endif
 
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
-   > 0 */
-#if LUNAI_PASS == LUNAI_ISA_AVX512 /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+   > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest */
+#if LUNAI_IS(avx512) /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
 #define VF 16
 #define vf __m512
 #define vm __mmask16
-#define vf_zero() _mm512_setzero_ps()
-#define vf_set(x) _mm512_set1_ps(x)
-#define vf_load(p) _mm512_loadu_ps(p)
-#define vf_store(p, v) _mm512_storeu_ps(p, v)
+#define LUNAI_MM(name) _mm512_##name
 #define vf_first(v) _mm512_cvtss_f32(v)
-#define vf_add(a, b) _mm512_add_ps(a, b)
-#define vf_sub(a, b) _mm512_sub_ps(a, b)
-#define vf_mul(a, b) _mm512_mul_ps(a, b)
-#define vf_div(a, b) _mm512_div_ps(a, b)
 #define vf_fma(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define vf_fnma(a, b, c) _mm512_fnmadd_ps(a, b, c)
 #define vf_max(a, b) _mm512_maskz_max_ps(0xFFFF, a, b)
@@ -2748,15 +2732,11 @@ LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) {
   return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p);
 }
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), v); }
-LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) {
-  const __m256 a = _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-}
-LUNAI_INLINE float vf_hmax(vf v) {
-  const __m256 a = _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)),
-      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) {
+  const __m256 a = max ? _mm256_max_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1)) :
+                         _mm256_add_ps(_mm512_extractf32x8_ps(v, 0), _mm512_extractf32x8_ps(v, 1));
+  return max ? _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)) :
+               _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm512_maskz_cvtepi32_ps(0xFFFF, _mm512_maskz_cvtps_epi32(0xFFFF, x)); }
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) { return _mm512_maskz_scalef_ps(0xFFFF, x, n); }
@@ -2767,19 +2747,12 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_maskz_slli_epi32(0xFFFF, n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#elif LUNAI_IS(avx2)
 #define VF 8
 #define vf __m256
 #define vm __m256
-#define vf_zero() _mm256_setzero_ps()
-#define vf_set(x) _mm256_set1_ps(x)
-#define vf_load(p) _mm256_loadu_ps(p)
-#define vf_store(p, v) _mm256_storeu_ps(p, v)
+#define LUNAI_MM(name) _mm256_##name
 #define vf_first(v) _mm256_cvtss_f32(v)
-#define vf_add(a, b) _mm256_add_ps(a, b)
-#define vf_sub(a, b) _mm256_sub_ps(a, b)
-#define vf_mul(a, b) _mm256_mul_ps(a, b)
-#define vf_div(a, b) _mm256_div_ps(a, b)
 #define vf_fma(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define vf_fnma(a, b, c) _mm256_fnmadd_ps(a, b, c)
 #define vf_max(a, b) _mm256_max_ps(a, b)
@@ -2794,11 +2767,9 @@ LUNAI_INLINE __m256i LUNAI_K(first_lanes)(int64_t n) {
 }
 LUNAI_INLINE vf vf_load_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, LUNAI_K(first_lanes)(n)); }
 LUNAI_INLINE void vf_store_part(float *p, vf v, int64_t n) { _mm256_maskstore_ps(p, LUNAI_K(first_lanes)(n), v); }
-LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)); }
-LUNAI_INLINE float vf_hmax(vf v) {
-  const __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)),
-      c = _mm_max_ps(b, _mm_movehl_ps(b, b));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) {
+  return max ? _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1)) :
+               _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
 }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
@@ -2811,19 +2782,12 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_SSE2
+#elif LUNAI_IS(sse2)
 #define VF 4
 #define vf __m128
 #define vm __m128
-#define vf_zero() _mm_setzero_ps()
-#define vf_set(x) _mm_set1_ps(x)
-#define vf_load(p) _mm_loadu_ps(p)
-#define vf_store(p, v) _mm_storeu_ps(p, v)
+#define LUNAI_MM(name) _mm_##name
 #define vf_first(v) _mm_cvtss_f32(v)
-#define vf_add(a, b) _mm_add_ps(a, b)
-#define vf_sub(a, b) _mm_sub_ps(a, b)
-#define vf_mul(a, b) _mm_mul_ps(a, b)
-#define vf_div(a, b) _mm_div_ps(a, b)
 #define vf_fma(a, b, c) _mm_add_ps(_mm_mul_ps(a, b), c)
 #define vf_fnma(a, b, c) _mm_sub_ps(c, _mm_mul_ps(a, b))
 #define vf_max(a, b) _mm_max_ps(a, b)
@@ -2851,11 +2815,7 @@ LUNAI_CALL void vf_store_part(float *p, vf v, int64_t n) {
   }
   if (n & 1) _mm_store_ss(p, v);
 }
-LUNAI_INLINE __m128 LUNAI_K(halve)(vf v) { return v; }
-LUNAI_INLINE float vf_hmax(vf v) {
-  const __m128 c = _mm_max_ps(v, _mm_movehl_ps(v, v));
-  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
-}
+LUNAI_INLINE __m128 LUNAI_K(four)(bool max, vf v) { return (void)max, v; }
 LUNAI_INLINE vf LUNAI_K(nearest)(vf x) { return _mm_cvtepi32_ps(_mm_cvtps_epi32(x)); }
 LUNAI_INLINE vf LUNAI_K(scale2)(vf x, vf n) {
   return _mm_castsi128_ps(_mm_add_epi32(_mm_castps_si128(x), _mm_slli_epi32(_mm_cvtps_epi32(n), 23)));
@@ -2866,7 +2826,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm_castsi128_ps(_mm_sub_epi32(bits, _mm_slli_epi32(n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_NEON
+#elif LUNAI_IS(neon)
 #define VF 4
 #define vf float32x4_t
 #define vm uint32x4_t
@@ -2905,7 +2865,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return vreinterpretq_f32_s32(vsubq_s32(bits, vshlq_n_s32(n, 23)));
 }
 
-#elif LUNAI_PASS == LUNAI_ISA_WASM
+#elif LUNAI_IS(wasm)
 #define VF 4
 #define vf v128_t
 #define vm v128_t
@@ -3001,14 +2961,27 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
 #endif
 #endif
 
-/* the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
-#if LUNAI_PASS == LUNAI_ISA_AVX512 || LUNAI_PASS == LUNAI_ISA_AVX2 || LUNAI_PASS == LUNAI_ISA_SSE2
+/* the largest and the sum of a vector's lanes; out[i] = alpha times that of the i-th of four, with the same bits */
+#ifdef LUNAI_MM
+#define vf_zero() LUNAI_MM(setzero_ps)()
+#define vf_set(x) LUNAI_MM(set1_ps)(x)
+#define vf_load(p) LUNAI_MM(loadu_ps)(p)
+#define vf_store(p, v) LUNAI_MM(storeu_ps)(p, v)
+#define vf_add(a, b) LUNAI_MM(add_ps)(a, b)
+#define vf_sub(a, b) LUNAI_MM(sub_ps)(a, b)
+#define vf_mul(a, b) LUNAI_MM(mul_ps)(a, b)
+#define vf_div(a, b) LUNAI_MM(div_ps)(a, b)
+LUNAI_INLINE float vf_hmax(vf v) {
+  const __m128 b = LUNAI_K(four)(true, v), c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps(c, c, 1)));
+}
 LUNAI_INLINE float vf_sum(vf v) {
-  const __m128 b = LUNAI_K(halve)(v), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  const __m128 b = LUNAI_K(four)(false, v), c = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
 LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
-  const __m128 a = LUNAI_K(halve)(v[0]), b = LUNAI_K(halve)(v[1]), c = LUNAI_K(halve)(v[2]), d = LUNAI_K(halve)(v[3]);
+  const __m128 a = LUNAI_K(four)(false, v[0]), b = LUNAI_K(four)(false, v[1]), c = LUNAI_K(four)(false, v[2]),
+      d = LUNAI_K(four)(false, v[3]);
   const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b)),
       cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
   _mm_storeu_ps(out, _mm_mul_ps(_mm_set1_ps(alpha), _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab))));
@@ -3019,7 +2992,7 @@ LUNAI_INLINE void LUNAI_K(sum4)(const vf *v, float alpha, float *out) {
 }
 #endif
 
-#if LUNAI_PASS == LUNAI_ISA_NEON || LUNAI_PASS == LUNAI_ISA_WASM
+#if LUNAI_IS(neon) || LUNAI_IS(wasm)
 LUNAI_CALL vf vf_load_part(const float *p, int64_t n) {
   float lanes[VF] = {0, 0, 0, 0};
   int64_t i;
@@ -3050,7 +3023,7 @@ LUNAI_INLINE void LUNAI_K(put)(float *p, vf v, int64_t left) {
 /* to[p * step + i] = row i [p] for i, p < 4: a transposition in registers */
 LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const float *row2, const float *row3, float *to,
                                  int64_t step) {
-#if LUNAI_PASS == LUNAI_ISA_SCALAR
+#if LUNAI_IS(scalar)
   int i;
   for (i = 0; i < 4; i++, to += step) {
     to[0] = row0[i];
@@ -3058,14 +3031,14 @@ LUNAI_INLINE void LUNAI_K(turn4)(const float *row0, const float *row1, const flo
     to[2] = row2[i];
     to[3] = row3[i];
   }
-#elif LUNAI_PASS == LUNAI_ISA_NEON
+#elif LUNAI_IS(neon)
   const vf a = vld1q_f32(row0), b = vld1q_f32(row1), c = vld1q_f32(row2), d = vld1q_f32(row3);
   const vf ac = vzip1q_f32(a, c), bd = vzip1q_f32(b, d), ac2 = vzip2q_f32(a, c), bd2 = vzip2q_f32(b, d);
   vst1q_f32(to, vzip1q_f32(ac, bd));
   vst1q_f32(to + step, vzip2q_f32(ac, bd));
   vst1q_f32(to + 2 * step, vzip1q_f32(ac2, bd2));
   vst1q_f32(to + 3 * step, vzip2q_f32(ac2, bd2));
-#elif LUNAI_PASS == LUNAI_ISA_WASM
+#elif LUNAI_IS(wasm)
   const vf a = wasm_v128_load(row0), b = wasm_v128_load(row1), c = wasm_v128_load(row2), d = wasm_v128_load(row3);
   const vf ac = wasm_i32x4_shuffle(a, c, 0, 4, 1, 5), bd = wasm_i32x4_shuffle(b, d, 0, 4, 1, 5);
   const vf ac2 = wasm_i32x4_shuffle(a, c, 2, 6, 3, 7), bd2 = wasm_i32x4_shuffle(b, d, 2, 6, 3, 7);
@@ -3188,8 +3161,6 @@ LUNAI_FN float LUNAI_K(log1)(float x) { return vf_first(vf_log(vf_set(x))); }
 /* e^(-x^2 / 2) */
 LUNAI_INLINE vf LUNAI_K(half_gauss)(vf x) { return vf_exp(vf_mul(vf_mul(x, vf_of(-0.5)), x)); }
 
-#undef LUNAI_VALUE
-#undef LUNAI_SLOPE
 #define LUNAI_VALUE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: return value;
 #define LUNAI_SLOPE(NAME, name, value, slope) case LUNA_ACTIVATION_##NAME: { const vf y = value; (void)y; \
     return slope; }
@@ -3265,21 +3236,20 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #ifdef LUNAI_PASS_LOOPS
 #undef LUNAI_MR
 #undef LUNAI_NV
-#undef LUNAI_NR
-#if LUNAI_PASS == LUNAI_ISA_AVX512
+#if LUNAI_IS(avx512)
 #define LUNAI_MR 14
 #define LUNAI_NV 2
-#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#elif LUNAI_IS(avx2)
 #define LUNAI_MR 6
 #define LUNAI_NV 2
-#elif LUNAI_PASS == LUNAI_ISA_NEON
+#elif LUNAI_IS(neon)
 #define LUNAI_MR 8
 #define LUNAI_NV 3
 /* small: single rows, which are neither gathered nor prefetched */
-#elif defined(LUNA_ONLY_STREAM) && LUNAI_PASS == LUNAI_ISA_SCALAR
+#elif defined(LUNA_ONLY_STREAM) && LUNAI_IS(scalar)
 #define LUNAI_MR 1
 #define LUNAI_NV 4
-#elif LUNAI_PASS == LUNAI_ISA_SCALAR
+#elif LUNAI_IS(scalar)
 #define LUNAI_MR 4
 #define LUNAI_NV 4
 #else
@@ -3287,17 +3257,12 @@ LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *pa
 #define LUNAI_NV 2
 #endif
 #define LUNAI_NR (LUNAI_NV * VF)
-#undef LUNAI_AHEAD
-#define LUNAI_AHEAD (LUNAI_PASS == LUNAI_ISA_AVX2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
+#define LUNAI_AHEAD LUNAI_IS(avx2) /* gather_ahead: 6% of A^T B at k = 4096 there, -1% for AVX-512 */
 
 /* one panel, of which `columns` exist; B has `ahead` columns in memory from the panel's first on, for prefetching */
 LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, const float *b, int64_t b_row,
                                   int64_t b_column, float *to) {
   int64_t j = 0, p;
-  if (b_column == 1 && columns == LUNAI_NR) {
-    for (p = 0; p < k; p++) memcpy(to + p * LUNAI_NR, b + p * b_row, LUNAI_NR * sizeof(float));
-    return;
-  }
   if (LUNAI_MR > 1 && b_row == 1)
     for (; j + 4 <= columns; j += 4) {
       const float *x = b + j * b_column, *next = x + lunai_min(4, ahead - 4 - j) * b_column;
@@ -3310,19 +3275,22 @@ LUNAI_FN void LUNAI_K(fill_panel)(int64_t columns, int64_t ahead, int64_t k, con
         for (int64_t i = 0; i < 4; i++) to[p * LUNAI_NR + j + i] = x[p + i * b_column];
       }
     }
-  for (p = 0; p < k; p++) {
-    for (int64_t i = j; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = i < columns ? b[p * b_row + i * b_column] : 0;
+  for (p = 0; j < LUNAI_NR && p < k; p++) {
+    int64_t i = j;
+    for (; i < columns; i++) to[p * LUNAI_NR + i] = b[p * b_row + i * b_column];
+    for (; i < LUNAI_NR; i++) to[p * LUNAI_NR + i] = 0;
   }
 }
 LUNAI_FN void LUNAI_K(fill_panels)(int64_t n, int64_t k, const float *b, int64_t b_row, int64_t b_column,
                                    float *panels) {
   int64_t j = 0;
-  if (LUNAI_MR > 1 && b_column == 1) /* four panels at a time: longer contiguous reads */
-    for (; j + 4 * LUNAI_NR <= n; j += 4 * LUNAI_NR)
-      for (int64_t p = 0; p < k; p++)
-        for (int64_t i = 0; i < 4; i++)
-          memcpy(panels + (j + i * LUNAI_NR) * k + p * LUNAI_NR, b + p * b_row + j + i * LUNAI_NR,
-                 LUNAI_NR * sizeof(float));
+  while (b_column == 1 && n - j >= LUNAI_NR) { /* four panels at a time: longer contiguous reads */
+    const int64_t end = j + lunai_min((n - j) / LUNAI_NR, LUNAI_MR > 1 ? 4 : 1) * LUNAI_NR;
+    for (int64_t p = 0; p < k; p++)
+      for (int64_t i = j; i < end; i += LUNAI_NR)
+        memcpy(panels + i * k + p * LUNAI_NR, b + p * b_row + i, LUNAI_NR * sizeof(float));
+    j = end;
+  }
   for (; j < n; j += LUNAI_NR)
     LUNAI_K(fill_panel)(lunai_min(n - j, LUNAI_NR), n - j, k, b + j * b_column, b_row, b_column, panels + j * k);
 }
@@ -3343,107 +3311,63 @@ LUNAI_FN void LUNAI_K(gather_columns)(int64_t tiles, int64_t k, const float *a, 
       memcpy(to + t * LUNAI_MR * LUNAI_KA + p * LUNAI_MR, a + t * LUNAI_MR, LUNAI_MR * sizeof(float));
 }
 
-/* The tile, unrolled by hand: gcc keeps an array in registers only when every index is a constant, as `rows` is in
-   every case below. Rows of A are addressed from every third one: an x86 address holds a base plus one or two
-   strides at no cost. A narrow tile is half a panel wide and has rows i and i + MR where a wide one has row i. */
-#undef LUNAI_ROWS
-#undef LUNAI_TILE_ZERO
-#undef LUNAI_TILE_STEP
-#undef LUNAI_TILE_STORE
-#undef LUNAI_NARROW_STEP
-#undef LUNAI_NARROW_STORE
-#define LUNAI_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13)
-#define LUNAI_TILE_ZERO(i) \
-  sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = vf_zero(); \
-  if (rows > i) LUNAI_PREFETCH(e->c + i * e->c_row); \
-  if (rows > i) LUNAI_PREFETCH(e->c + i * e->c_row + LUNAI_NR - 1);
-#define LUNAI_TILE_STEP(i) \
-  if (rows > i) { \
-    const vf x = vf_set(at[i / 3][i % 3 * a_row]); \
-    sum[i][0] = vf_fma(x, panel[0], sum[i][0]); \
-    sum[i][1] = vf_fma(x, panel[1], sum[i][1]); \
-    if (LUNAI_NV > 2) sum[i][2] = vf_fma(x, panel[2], sum[i][2]); \
-    if (LUNAI_NV > 3) sum[i][3] = vf_fma(x, panel[3], sum[i][3]); \
+/* A tile: rows by `vectors` vectors, both constants in every call below. gcc keeps an array in registers only when
+   every index is a constant, so all its loops are unrolled. Rows of A are addressed from every third one: an x86
+   address holds a base plus one or two strides at no cost. */
+LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int vectors, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                     const float *b, int64_t b_row, const lunai_epilogue *e) {
+  vf sum[2 * LUNAI_MR][LUNAI_NV], panel[LUNAI_NV];
+  const float *at[2 * LUNAI_MR / 3 + 1];
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    if (i % 3 == 0) at[i / 3] = a + i * a_row;
+    LUNAI_UNROLL
+    for (int j = 0; j < vectors; j++) sum[i][j] = vf_zero();
+    LUNAI_PREFETCH(e->c + i * e->c_row);
+    LUNAI_PREFETCH(e->c + i * e->c_row + LUNAI_NR - 1);
   }
-#define LUNAI_TILE_STORE(i) \
-  if (rows > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, bias[0], lowest, e, i, 0); \
-    LUNAI_K(tile_store)(sum[i][1], scale, bias[1], lowest, e, i, VF); \
-    if (LUNAI_NV > 2) LUNAI_K(tile_store)(sum[i][2], scale, bias[2], lowest, e, i, 2 * VF); \
-    if (LUNAI_NV > 3) LUNAI_K(tile_store)(sum[i][3], scale, bias[3], lowest, e, i, 3 * VF); \
+  for (; k > 0; k--, b += b_row) {
+    LUNAI_UNROLL
+    for (int j = 0; j < vectors; j++) panel[j] = vf_load(b + j * VF);
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i++) {
+      const vf x = vf_set(at[i / 3][i % 3 * a_row]);
+      LUNAI_UNROLL
+      for (int j = 0; j < vectors; j++) sum[i][j] = vf_fma(x, panel[j], sum[i][j]);
+    }
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i += 3) at[i / 3] += a_column;
   }
-LUNAI_INLINE void LUNAI_K(tile_store)(vf sum, vf scale, vf bias, vf lowest, const lunai_epilogue *e, int i, int j) {
-  vf v = vf_mul(scale, sum);
-  if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j), v);
-  vf_store(e->c + i * e->c_row + j, vf_max(lowest, vf_add(v, bias)));
-}
-LUNAI_INLINE void LUNAI_K(tile_rows)(int rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                                     const float *b, int64_t b_row,
-                                     const lunai_epilogue *e) {
   const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest);
-  vf sum[14][4], panel[4], bias[4];
-  const float *at[5] = { a, a + 3 * a_row, a + 6 * a_row, a + 9 * a_row, a + 12 * a_row };
-  LUNAI_ROWS(LUNAI_TILE_ZERO)
-  for (; k > 0; k--) {
-    panel[0] = vf_load(b);
-    panel[1] = vf_load(b + VF);
-    if (LUNAI_NV > 2) panel[2] = vf_load(b + 2 * VF);
-    if (LUNAI_NV > 3) panel[3] = vf_load(b + 3 * VF);
-    LUNAI_ROWS(LUNAI_TILE_STEP)
-    b += b_row;
-    at[0] += a_column;
-    at[1] += a_column;
-    at[2] += a_column;
-    at[3] += a_column;
-    at[4] += a_column;
+  LUNAI_UNROLL
+  for (int j = 0; j < vectors; j++) panel[j] = e->bias ? vf_load(e->bias + j * VF) : vf_zero();
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    LUNAI_UNROLL
+    for (int j = 0; j < vectors; j++) {
+      vf v = vf_mul(scale, sum[i][j]);
+      if (e->from) v = vf_add(vf_load(e->from + i * e->from_row + j * VF), v);
+      vf_store(e->c + i * e->c_row + j * VF, vf_max(lowest, vf_add(v, panel[j])));
+    }
   }
-  for (int i = 0; i < LUNAI_NV; i++) bias[i] = e->bias ? vf_load(e->bias + i * VF) : vf_zero();
-  LUNAI_ROWS(LUNAI_TILE_STORE)
-}
-#define LUNAI_NARROW_STEP(i) \
-  if (LUNAI_MR > i) { \
-    sum[i][0] = vf_fma(vf_set(at[i / 3][i % 3 * a_row]), panel, sum[i][0]); \
-    sum[i][1] = vf_fma(vf_set(at[i / 3][(i % 3 + LUNAI_MR) * a_row]), panel, sum[i][1]); \
-  }
-#define LUNAI_NARROW_STORE(i) \
-  if (LUNAI_MR > i) { \
-    LUNAI_K(tile_store)(sum[i][0], scale, bias, lowest, e, i, 0); \
-    LUNAI_K(tile_store)(sum[i][1], scale, bias, lowest, e, i + LUNAI_MR, 0); \
-  }
-LUNAI_FN void LUNAI_K(tile_narrow)(int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                                   int64_t b_row,
-                                   const lunai_epilogue *e) {
-  const vf scale = vf_set(e->alpha), lowest = vf_set(e->lowest), bias = e->bias ? vf_load(e->bias) : vf_zero();
-  const int rows = LUNAI_MR;
-  vf sum[14][4];
-  const float *at[5] = { a, a + 3 * a_row, a + 6 * a_row, a + 9 * a_row, a + 12 * a_row };
-  LUNAI_ROWS(LUNAI_TILE_ZERO)
-  for (; k > 0; k--) {
-    const vf panel = vf_load(b);
-    LUNAI_ROWS(LUNAI_NARROW_STEP)
-    b += b_row;
-    at[0] += a_column;
-    at[1] += a_column;
-    at[2] += a_column;
-    at[3] += a_column;
-    at[4] += a_column;
-  }
-  LUNAI_ROWS(LUNAI_NARROW_STORE)
 }
 /* The height of the next tile when `left` rows are left: MR, but where that would leave 1 or 2; then 8, 4, 3, 2 or 1.
-   Below four rows a tile waits for its own sums. */
-LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left) {
+   Below four rows a tile waits for its own sums. Where no more than half a panel exists, twice MR, by one vector. */
+LUNAI_INLINE int64_t LUNAI_K(tile_height)(int64_t left, bool half) {
+  if (half && left >= 2 * LUNAI_MR) return 2 * LUNAI_MR;
   if (left == LUNAI_MR || left > LUNAI_MR + 2 || LUNAI_MR == 1) return LUNAI_MR;
   return LUNAI_MR > 8 && left >= 8 ? 8 : LUNAI_MR > 4 && left >= 4 ? 4 : lunai_min(left, 3);
 }
-LUNAI_FN void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                            int64_t b_row, const lunai_epilogue *e) {
-  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, k, a, a_row, a_column, b, b_row, e);
-  else if (LUNAI_MR > 1 && rows == 2) LUNAI_K(tile_rows)(2, k, a, a_row, a_column, b, b_row, e);
-  else LUNAI_K(tile_rows)(1, k, a, a_row, a_column, b, b_row, e);
+LUNAI_INLINE void LUNAI_K(tile)(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                const float *b, int64_t b_row, const lunai_epilogue *e) {
+  if (rows == LUNAI_MR) LUNAI_K(tile_rows)(LUNAI_MR, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_NV == 2 && rows == 2 * LUNAI_MR)
+    LUNAI_K(tile_rows)(2 * LUNAI_MR, 1, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 8 && rows == 8) LUNAI_K(tile_rows)(8, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 4 && rows == 4) LUNAI_K(tile_rows)(4, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 3) LUNAI_K(tile_rows)(3, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else if (LUNAI_MR > 1 && rows == 2) LUNAI_K(tile_rows)(2, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
+  else LUNAI_K(tile_rows)(1, LUNAI_NV, k, a, a_row, a_column, b, b_row, e);
 }
 
 /* epilogues that a tile cannot do: edges, activations other than ReLU, two results; `tile` is [rows, NR] */
@@ -3483,13 +3407,13 @@ LUNAI_INLINE lunai_epilogue LUNAI_K(epilogue_of)(const lunai_target *t, int64_t 
   return e;
 }
 
-/* A tile's rows of A, at row `row` of those from `first` on; a_gathered: where they are copied to, or null. Whole tiles
+/* A tile's rows of A, from row `row` on; a_gathered: where they are copied to, or null. Whole tiles
    of a column-major A are gathered by LUNAI_TILES_ABREAST; with LUNAI_AHEAD in two places by turns, all but the first
    by gather_ahead. */
-LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, int64_t row, int64_t rows,
-                                          const float *a, float *a_gathered, int64_t *a_row, int64_t *a_column) {
+LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t row, int64_t rows, const float *a,
+                                          float *a_gathered, int64_t *a_row, int64_t *a_column) {
   const float *at = a + row * *a_row;
-  const int64_t tile = (row - first) / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
+  const int64_t tile = row / LUNAI_MR, places = LUNAI_TILES_ABREAST * (LUNAI_AHEAD ? 2 : 1);
   if (LUNAI_MR == 1 || !a_gathered) return at;
   if (*a_column != 1 && *a_row == 1 && rows == LUNAI_MR) {
     if (LUNAI_AHEAD ? tile == 0 : tile % LUNAI_TILES_ABREAST == 0)
@@ -3503,10 +3427,10 @@ LUNAI_INLINE const float *LUNAI_K(tile_a)(int64_t m, int64_t k, int64_t first, i
 /* After tile number `tile` was multiplied by one of `panels` panels: gathers a part of the tiles that follow its group,
    and prefetches the part after that. Cache lines of a column-major A are far apart, and tiles are multiplied while
    they come. */
-LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t first, int64_t tile, int64_t panel,
-                                    int64_t panels, const float *a, int64_t a_column, float *a_gathered) {
+LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t tile, int64_t panel, int64_t panels,
+                                    const float *a, int64_t a_column, float *a_gathered) {
   const int64_t part = tile % LUNAI_TILES_ABREAST * panels + panel, parts = LUNAI_TILES_ABREAST * panels;
-  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = first + next * LUNAI_MR;
+  const int64_t next = (tile / LUNAI_TILES_ABREAST + 1) * LUNAI_TILES_ABREAST, row = next * LUNAI_MR;
   const int64_t tiles = lunai_min((m - row) / LUNAI_MR, LUNAI_TILES_ABREAST);
   const int64_t p = lunai_share(k, part, parts), end = lunai_share(k, part + 1, parts);
   const int64_t coming = lunai_share(k, lunai_min(part + 2, parts), parts);
@@ -3524,34 +3448,28 @@ LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, i
                               const lunai_target *t) {
   const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
+  const bool half = n <= VF && LUNAI_NV == 2;
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
-  const int64_t narrow = n <= VF && LUNAI_NV == 2 ? m / (2 * LUNAI_MR) * 2 * LUNAI_MR : 0;
-  const bool ahead = LUNAI_AHEAD && a_gathered && a_column != 1 && a_row == 1;
+  const bool ahead = LUNAI_AHEAD && a_gathered && !half && a_column != 1 && a_row == 1;
   float edge[2 * LUNAI_MR * LUNAI_NR];
-  int64_t row, rows;
-  for (row = 0; row < narrow; row += 2 * LUNAI_MR) {
-    lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, 0, simple && n == VF ? NULL : edge);
-    LUNAI_K(tile_narrow)(k, a + row * a_row, a_row, a_column, panel, b_row, &e);
-    if (e.c == edge) LUNAI_K(finish_tile)(t, row, 0, 2 * LUNAI_MR, n, edge);
-  }
-  for (; row < m; row += rows) {
+  if (half) a_gathered = NULL;         /* which has room for MR rows */
+  for (int64_t row = 0, rows; row < m; row += rows) {
     const float *b = panel;
     int64_t at_row = a_row, at_column = a_column;
-    rows = LUNAI_K(tile_height)(m - row);
-    const float *at = LUNAI_K(tile_a)(m, k, narrow, row, rows, a, a_gathered, &at_row, &at_column);
+    rows = LUNAI_K(tile_height)(m - row, half);
+    const float *at = LUNAI_K(tile_a)(m, k, row, rows, a, a_gathered, &at_row, &at_column);
     const float *next = a + (row + rows) * a_row;
-    const int64_t coming = lunai_min(rows, m - row - rows);
+    const int64_t coming = half ? 0 : lunai_min(rows, m - row - rows), width = rows > LUNAI_MR ? VF : LUNAI_NR;
     for (int64_t j = 0; j < n; j += LUNAI_NR, b += panel_step) {
       const int64_t columns = lunai_min(n - j, LUNAI_NR);
       if (LUNAI_MR > 1 && a_column == 1)
         for (int64_t p = j / LUNAI_NR; p < coming; p += all)
           for (int64_t x = 0; x < k; x += 16) LUNAI_PREFETCH(next + p * a_row + x);
-      lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == LUNAI_NR ? NULL : edge);
+      lunai_epilogue e = LUNAI_K(epilogue_of)(t, row, j, simple && columns == width ? NULL : edge);
       LUNAI_K(tile)(rows, k, at, at_row, at_column, b, b_row, &e);
       if (e.c == edge) LUNAI_K(finish_tile)(t, row, j, rows, columns, edge);
       if (ahead && rows == LUNAI_MR && j < 8 * LUNAI_NR)
-        LUNAI_K(gather_ahead)(m, k, narrow, (row - narrow) / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column,
-                              a_gathered);
+        LUNAI_K(gather_ahead)(m, k, row / LUNAI_MR, j / LUNAI_NR, lunai_min(all, 8), a, a_column, a_gathered);
     }
   }
 }
@@ -3608,11 +3526,7 @@ LUNAI_FN int64_t lunai_panels_size(const lunai_kernels *kernels, int64_t n, int6
 }
 
 LUNAI_FN lunai_panels lunai_panels_in(const lunai_kernels *kernels, const float *at, int64_t n, int64_t k) {
-  lunai_panels b;
-  b.at = at;
-  b.n = n;
-  b.step = kernels->nr * k;
-  b.row = kernels->nr;
+  const lunai_panels b = { at, n, kernels->nr * k, kernels->nr };
   return b;
 }
 LUNAI_FN lunai_panels lunai_panels_of(const lunai_kernels *kernels, lunai_matrix b, float *room) {
@@ -3704,19 +3618,21 @@ typedef struct lunai_gemm_thread {
   int64_t held_n, held_k;
 } lunai_gemm_thread;
 
+/* where part `part` of n lines begins: at a whole tile of `unit` */
+LUNAI_INLINE int64_t lunai_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
+  return parts == 1 ? part * n : lunai_min(n, lunai_share(lunai_divide_up(n, unit), part, parts) * unit);
+}
+typedef struct lunai_gemm_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_gemm_work;
+
 /* the panels of a B that several products read, block of k after block of k */
-typedef struct lunai_panels_work {
-  const lunai_kernels *kernels; const lunai_gemm *g; float *panels;
-} lunai_panels_work;
 LUNAI_FN int64_t lunai_panels_at(const lunai_kernels *kernels, const lunai_gemm *g, int64_t column, int64_t p) {
   return lunai_panels_size(kernels, g->n, p) + column * lunai_min(g->k - p, LUNAI_KC);
 }
 LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_panels_work *w = (const lunai_panels_work *)work;
+  const lunai_gemm_work *w = (const lunai_gemm_work *)work;
   const lunai_gemm *g = w->g;
-  const int64_t nr = w->kernels->nr, panels = lunai_divide_up(g->n, nr),
-                column = lunai_share(panels, thread, threads) * nr;
-  const int64_t n = lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) - column;
+  const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
+  const int64_t n = lunai_part_at(g->n, w->kernels->nr, thread + 1, threads) - column;
   for (int64_t p = 0; n > 0 && p < g->k; p += LUNAI_KC)
     w->kernels->fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                             g->b_column, w->panels + lunai_panels_at(w->kernels, g, column, p));
@@ -3726,10 +3642,7 @@ LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, int64_t n, int6
 }
 LUNAI_FN void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                                     void *panels) {
-  lunai_panels_work w;
-  w.kernels = kernels;
-  w.g = g;
-  w.panels = (float *)panels;
+  lunai_gemm_work w = { kernels, g, (float *)panels };
   lunai_run(parallel, lunai_panels_task, &w);
 }
 
@@ -3796,37 +3709,28 @@ LUNAI_FN lunai_gemm_thread lunai_gemm_own(const lunai_gemm_plan *p, int64_t thre
   own.sum = lunai_take(&scratch, p->sum_size);
   return own;
 }
-/* unit of all batch items' parts */
-LUNAI_FN void lunai_gemm_unit(const lunai_gemm_plan *p, lunai_gemm_thread *own, int64_t unit) {
-  const lunai_gemm *g = p->g;
-  const int64_t parts = p->row_parts * p->column_parts, mr = p->kernels->mr, nr = p->kernels->nr;
-  const int64_t tiles = lunai_divide_up(g->m, mr), panels = lunai_divide_up(g->n, nr);
-  const int64_t part = unit % parts, r = part / p->column_parts, c = part % p->column_parts;
-  lunai_gemm_part(p, own, unit / parts / g->batch[1], unit / parts % g->batch[1],
-                  lunai_share(tiles, r, p->row_parts) * mr,
-                  lunai_min(g->m, lunai_share(tiles, r + 1, p->row_parts) * mr),
-                  lunai_share(panels, c, p->column_parts) * nr,
-                  lunai_min(g->n, lunai_share(panels, c + 1, p->column_parts) * nr));
-}
 LUNAI_FN void lunai_gemm_task(void *work, int64_t thread, int64_t threads) {
   lunai_gemm_plan *p = (lunai_gemm_plan *)work;
-  const int64_t units = p->g->batch[0] * p->g->batch[1] * p->row_parts * p->column_parts;
-  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads);
+  const lunai_gemm *g = p->g;
+  const int64_t parts = p->row_parts * p->column_parts, units = g->batch[0] * g->batch[1] * parts;
+  const int64_t pieces = lunai_min(units, LUNAI_PIECES * threads), mr = p->kernels->mr, nr = p->kernels->nr;
   lunai_gemm_thread own = lunai_gemm_own(p, thread);
-  lunai_claim c = lunai_claim_of(&p->shares, pieces, thread, threads);
-  while (lunai_claim_next(&c))
-    for (int64_t u = lunai_share(units, c.piece, pieces); u < lunai_share(units, c.piece + 1, pieces); u++)
-      lunai_gemm_unit(p, &own, u);
+  lunai_claim claim = lunai_claim_of(&p->shares, pieces, thread, threads);
+  while (lunai_claim_next(&claim))
+    for (int64_t u = lunai_share(units, claim.piece, pieces); u < lunai_share(units, claim.piece + 1, pieces); u++) {
+      const int64_t r = u % parts / p->column_parts, c = u % p->column_parts;
+      lunai_gemm_part(p, &own, u / parts / g->batch[1], u / parts % g->batch[1],
+                      lunai_part_at(g->m, mr, r, p->row_parts), lunai_part_at(g->m, mr, r + 1, p->row_parts),
+                      lunai_part_at(g->n, nr, c, p->column_parts), lunai_part_at(g->n, nr, c + 1, p->column_parts));
+    }
 }
 /* products by dots, which need neither panels nor partial sums: each thread has columns of its own */
 LUNAI_FN bool lunai_gemm_dots(const lunai_gemm *g) { return g->dots && g->a_column == 1 && g->b_row == 1; }
-typedef struct lunai_dots_work { const lunai_kernels *kernels; const lunai_gemm *g; } lunai_dots_work;
 LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
-  const lunai_dots_work *w = (const lunai_dots_work *)work;
+  const lunai_gemm_work *w = (const lunai_gemm_work *)work;
   const lunai_gemm *g = w->g;
-  const int64_t nr = w->kernels->nr, panels = threads > 1 ? lunai_divide_up(g->n, nr) : 0;
-  const int64_t column = lunai_share(panels, thread, threads) * nr;
-  const int64_t end = threads > 1 ? lunai_min(g->n, lunai_share(panels, thread + 1, threads) * nr) : g->n;
+  const int64_t column = lunai_part_at(g->n, w->kernels->nr, thread, threads);
+  const int64_t end = lunai_part_at(g->n, w->kernels->nr, thread + 1, threads);
   lunai_target t;
   memset(&t, 0, sizeof t);
   t.sum_row = t.from_row = t.c_row = g->c_row;
@@ -3854,11 +3758,9 @@ LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gem
 LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
-  lunai_dots_work dots;
   if (g->m <= 0 || g->n <= 0) return;
   if (lunai_gemm_dots(g)) {
-    dots.kernels = kernels;
-    dots.g = g;
+    lunai_gemm_work dots = { kernels, g, NULL };
     lunai_run(parallel, lunai_dots_task, &dots);
     return;
   }
@@ -3915,8 +3817,9 @@ LUNAI_FN double lunai_sum_reference(int64_t n, const float *x) {
   return sum;
 }
 LUNAI_FN double lunai_sum_squares_reference(int64_t n, const float *x) { return lunai_inner(n, x, 1, x, 1); }
-LUNAI_FN float lunai_dot_reference(int64_t n, const float *a, const float *b) { return (float)lunai_inner(n, a, 1, b,
-                                                                                                          1); }
+LUNAI_FN float lunai_dot_reference(int64_t n, const float *a, const float *b) {
+  return (float)lunai_inner(n, a, 1, b, 1);
+}
 
 /* y = exp(x - max) / sum; a row of -Inf alone gives 0 */
 LUNAI_FN void lunai_softmax_reference(int64_t rows, int64_t n, const float *x, float *y) {
@@ -3937,30 +3840,18 @@ LUNAI_FN void lunai_softmax_backward_reference(int64_t rows, int64_t n, const fl
   }
 }
 
-/* y = x rstd weight, rstd = 1 / sqrt(mean(x^2) + epsilon): as a layer norm of mean 0 [arXiv 1910.07467] */
-LUNAI_FN void lunai_rms_norm_reference(const lunai_layer_norm *a) {
+/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon); rms: the mean is 0 [arXiv 1910.07467] */
+LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
   for (int64_t row = 0; row < a->rows && a->n > 0; row++) {
     const float *x = a->x + row * a->n;
-    const double r = 1 / sqrt(lunai_sum_squares_reference(a->n, x) / (double)a->n + (double)a->epsilon);
-    for (int64_t i = 0; i < a->n; i++)
-      a->y[row * a->n + i] = (float)((double)x[i] * r * (a->weight ? (double)a->weight[i] : 1));
-    if (a->mean) a->mean[row] = 0;
-    if (a->rstd) a->rstd[row] = (float)r;
-  }
-}
-/* y = (x - mean) rstd weight + bias, rstd = 1 / sqrt(variance + epsilon) */
-LUNAI_FN void lunai_layer_norm_reference(const lunai_layer_norm *a) {
-  if (a->rms) lunai_rms_norm_reference(a);
-  for (int64_t row = 0; row < a->rows && a->n > 0 && !a->rms; row++) {
-    const float *x = a->x + row * a->n;
-    const double n = (double)a->n, center = lunai_sum_reference(a->n, x) / n;
-    double variance = 0;
-    for (int64_t i = 0; i < a->n; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
+    const double n = (double)a->n, center = a->rms ? 0 : lunai_sum_reference(a->n, x) / n;
+    double variance = a->rms ? lunai_sum_squares_reference(a->n, x) / n : 0;
+    for (int64_t i = 0; i < a->n && !a->rms; i++) variance += ((double)x[i] - center) * ((double)x[i] - center) / n;
     const double r = 1 / sqrt(variance + (double)a->epsilon);
     for (int64_t i = 0; i < a->n; i++) {
-      const double normal = ((double)x[i] - center) * r;
-      a->y[row * a->n + i] = (float)(normal * (a->weight ? (double)a->weight[i] : 1) +
-                                     (a->bias ? (double)a->bias[i] : 0));
+      double y = ((double)x[i] - center) * r * (a->weight ? (double)a->weight[i] : 1);
+      if (!a->rms) y += a->bias ? (double)a->bias[i] : 0;
+      a->y[row * a->n + i] = (float)y;
     }
     if (a->mean) a->mean[row] = (float)center;
     if (a->rstd) a->rstd[row] = (float)r;
@@ -4143,14 +4034,10 @@ LUNAI_FN void lunai_apollo_reference(const lunai_update *u) {
 #endif
 
 #ifdef LUNAI_PASS_LOOPS
-#undef LUNAI_GET
-#undef LUNAI_PUT
 #define LUNAI_GET(p) LUNAI_K(get)((p) + i, n - i)
 #define LUNAI_PUT(p, v) LUNAI_K(put)((p) + i, v, n - i)
 
 /* ---- maps: LUNAI_SHORT_MAP has whole vectors in a loop of their own, whose time depends less on where it lies ---- */
-#undef LUNAI_MAP
-#undef LUNAI_SHORT_MAP
 #define LUNAI_MAP(name, arguments, y, value) \
   LUNAI_FN void LUNAI_K(name) arguments { \
     int64_t i; \
@@ -4177,10 +4064,8 @@ LUNAI_SHORT_MAP(scale, (int64_t n, float factor, const float *x, float *y), y, v
 LUNAI_SHORT_MAP(scale_add, (int64_t n, float factor, const float *x, float *y), y,
           vf_fma(vf_set(factor), LUNAI_GET(x), LUNAI_GET(y)))
 #undef LUNAI_MAP
-#undef LUNAI_SHORT_MAP
 
 /* ---- LUNA_ELEMENTWISE, of vectors and (where step is 0) single numbers ---- */
-#undef LUNAI_INPUT
 #define LUNAI_INPUT(k) step[k] ? LUNAI_GET(x[k]) : vf_set(*x[k])
 LUNAI_FN void LUNAI_K(elementwise)(const lunai_each *e, float *y) {
   const float *const *x = e->x;
@@ -4203,11 +4088,6 @@ LUNAI_FN void LUNAI_K(elementwise_slope)(const lunai_each *e, int input, const f
 }
 
 /* ---- sums along a row ---- */
-#undef LUNAI_SUM
-#undef LUNAI_PRODUCT
-#undef LUNAI_EXP
-#undef LUNAI_MOMENTS
-#undef LUNAI_NORM
 #define LUNAI_SUM 0                /* a */
 #define LUNAI_PRODUCT 1            /* a b */
 #define LUNAI_EXP 2                /* exp(a - shift) */
@@ -4310,7 +4190,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     const double variance = squares / (double)n - off * off;
     const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
-    const vf vcenter = vf_set(center); const vf voff = vf_set((float)off); const vf vr = vf_set(r);
+    const vf vcenter = vf_set(center), voff = vf_set((float)off), vr = vf_set(r);
     for (int64_t i = 0; rms && i < n; i += VF) {
       const vf v = vf_mul(LUNAI_GET(x), vr);
       LUNAI_PUT(y, weight ? vf_mul(v, LUNAI_GET(weight)) : v);
@@ -4347,8 +4227,6 @@ LUNAI_FN void LUNAI_K(layer_norm_backward)(const lunai_layer_norm *a) {
 }
 
 /* ---- sums along columns, over rows in order ---- */
-#undef LUNAI_SUM_COLUMNS
-#undef LUNAI_COLUMN
 #define LUNAI_SUM_COLUMNS (4 * VF) /* columns at a time, in registers */
 #define LUNAI_COLUMN(i) \
   if (vectors > i) \
@@ -4459,8 +4337,6 @@ LUNAI_FN void LUNAI_K(cross_entropy_backward)(const lunai_cross_entropy *a) {
 }
 
 /* ---- short convolution over time, each channel alone: y_t = bias + sum_i weight_i x_(t - width + 1 + i) ---- */
-#undef LUNAI_TAPS
-#undef LUNAI_TAP_COLUMNS
 #define LUNAI_TAPS 8               /* taps and channels transposed at a time: what fits the stack */
 #define LUNAI_TAP_COLUMNS 64
 
@@ -4528,64 +4404,38 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 
 /* ---- dropout ---- */
 
+#ifdef LUNAI_MM
 /* Philox in 64-bit lanes, of which the lower halves count: that is how x86 multiplies. vu_join(a, b): words a and b
    side by side. VU_ORDER: which counter of VU a lane holds, so that the even lanes' results (vu_even), then the odd
    ones', lie in order */
 #undef VU
 #undef VU_ORDER
 #undef vu
-#undef vu_load
-#undef vu_store
 #undef vu_set
-#undef vu_add
-#undef vu_xor
-#undef vu_mul
-#undef vu_high
-#undef vu_up
-#undef vu_join
-#undef vu_even
-#undef vu_odd
 #undef LUNAI_OP
 #undef LUNAI_SI
-#if LUNAI_PASS == LUNAI_ISA_SSE2
+#if LUNAI_IS(sse2)
 #define VU 2
 #define VU_ORDER {0, 1}
 #define vu __m128i
 #define vu_set(x) _mm_set1_epi64x((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm_, name)(a, b)
-#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm_, name), _si128)
-#elif LUNAI_PASS == LUNAI_ISA_AVX2
+#define LUNAI_OP(name, a, b) _mm_##name(a, b)
+#define LUNAI_SI(name) _mm_##name##_si128
+#elif LUNAI_IS(avx2)
 #define VU 4
 #define VU_ORDER {0, 2, 1, 3}
 #define vu __m256i
 #define vu_set(x) _mm256_set1_epi64x((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm256_, name)(a, b)
-#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm256_, name), _si256)
-#elif LUNAI_PASS == LUNAI_ISA_AVX512
+#define LUNAI_OP(name, a, b) _mm256_##name(a, b)
+#define LUNAI_SI(name) _mm256_##name##_si256
+#else
 #define VU 8
 #define VU_ORDER {0, 4, 1, 5, 2, 6, 3, 7}
 #define vu __m512i
 #define vu_set(x) _mm512_set1_epi64((long long)(x))
-#define LUNAI_OP(name, a, b) LUNAI_JOIN(_mm512_maskz_, name)(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
-#define LUNAI_SI(name) LUNAI_JOIN(LUNAI_JOIN(_mm512_, name), _si512)
-#else
-#define VU 1
-#define VU_ORDER {0}
-#define vu uint64_t
-#define vu_set(x) ((uint64_t)(x))
-#define vu_load(p) (*(p))
-#define vu_store(p, v) \
-  ((p)[0] = (uint16_t)(v), (p)[1] = (uint16_t)((v) >> 16), (p)[2] = (uint16_t)((v) >> 32), \
-   (p)[3] = (uint16_t)((v) >> 48))
-#define vu_add(a, b) ((a) + (b))
-#define vu_xor(a, b) ((a) ^ (b))
-#define vu_mul(a, b) ((uint64_t)(uint32_t)(a) * (uint32_t)(b))
-#define vu_high(a) ((a) >> 32)
-#define vu_up(a) ((a) << 32)
-#define vu_even(a, b) (a)
-#define vu_odd(a, b) (b)
+#define LUNAI_OP(name, a, b) _mm512_maskz_##name(0xFF, a, b) /* the unmasked forms make g++ 12 warn */
+#define LUNAI_SI(name) _mm512_##name##_si512
 #endif
-#ifdef LUNAI_OP
 #define vu_load(p) LUNAI_SI(loadu)((const vu *)(const void *)(p))
 #define vu_store(p, v) LUNAI_SI(storeu)((vu *)(void *)(p), v)
 #define vu_add(a, b) LUNAI_OP(add_epi64, a, b)
@@ -4595,15 +4445,9 @@ LUNAI_FN void LUNAI_K(short_convolution_weights)(const lunai_convolution *a, int
 #define vu_up(a) LUNAI_OP(slli_epi64, a, 32)
 #define vu_even(a, b) LUNAI_OP(unpacklo_epi64, a, b)
 #define vu_odd(a, b) LUNAI_OP(unpackhi_epi64, a, b)
-#endif
 #define vu_join(a, b) vu_xor(vu_high(vu_up(a)), vu_up(b))
-
-/* lunai_philox for counters [at, at + 8): mask gets keep or 0 for each of their 64 elements */
-LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float *mask) {
+LUNAI_FN void LUNAI_K(dropout_words)(const lunai_dropout *d, uint64_t at, uint16_t *half) {
   static const uint64_t order[VU] = VU_ORDER;
-  uint16_t half[64];
-  const int32_t threshold = (int32_t)d->threshold;
-  const float keep = d->keep;
   for (int i = 0; i < 8; i += VU) {
     vu c0 = vu_add(vu_set(at + (uint64_t)i), vu_load(order)), c1 = vu_high(c0), c2 = vu_set(d->op),
         c3 = vu_set(d->step);
@@ -4622,19 +4466,32 @@ LUNAI_FN void LUNAI_K(dropout_block)(const lunai_dropout *d, uint64_t at, float 
     vu_store(half + 8 * i, vu_even(c0, c2));
     vu_store(half + 8 * i + 4 * VU, vu_odd(c0, c2));
   }
-  for (int i = 0; i < 64; i++) mask[i] = half[i] < threshold ? 0 : keep;
 }
+#else
+LUNAI_FN void LUNAI_K(dropout_words)(const lunai_dropout *d, uint64_t at, uint16_t *half) {
+  for (uint64_t end = at + 8; at != end; at++, half += 8) {
+    const uint32_t counter[4] = { (uint32_t)at, (uint32_t)(at >> 32), d->op, d->step };
+    uint32_t word[4];
+    lunai_philox(counter, d->seed, word);
+    for (int i = 0; i < 8; i++) half[i] = (uint16_t)(word[i / 2] >> i % 2 * 16);
+  }
+}
+#endif
 
 /* mask[i] = keep or 0 for element first + i */
 LUNAI_FN void LUNAI_K(dropout_mask)(const lunai_dropout *d, int64_t first, int64_t n, float *mask) {
   float block[64];
+  uint16_t half[64];
+  const int32_t threshold = (int32_t)d->threshold;
+  const float keep = d->keep;
   while (n > 0) {
     const uint64_t at = lunai_dropout_place(d, first);
     const int64_t skip = (int64_t)(at % 8);
     const int64_t count = lunai_min(d->run ? lunai_min(n, d->run - first % d->run) : n, 64 - skip);
-    const bool whole = count == 64;
-    LUNAI_K(dropout_block)(d, at / 8, whole ? mask : block);
-    if (!whole) memcpy(mask, block + skip, (size_t)count * sizeof(float));
+    float *const to = count == 64 ? mask : block;
+    LUNAI_K(dropout_words)(d, at / 8, half);
+    for (int i = 0; i < 64; i++) to[i] = half[i] < threshold ? 0 : keep;
+    if (count < 64) memcpy(mask, block + skip, (size_t)count * sizeof(float));
     first += count;
     mask += count;
     n -= count;
@@ -4737,8 +4594,6 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
     LUNAI_PUT(grad, vf_zero());
   }
 }
-#undef LUNAI_GET
-#undef LUNAI_PUT
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -7448,8 +7303,6 @@ static const lunai_kernels LUNAI_K(kernels) = {
 #undef LUNAI_FIELD_TRAIN
 };
 
-#undef LUNAI_DRIVER
-#undef LUNAI_DRIVER_SCRATCH
 #define LUNAI_DRIVER(name, type) \
   LUNAI_FN void LUNAI_K(name)(const type *a, const lunai_parallel *parallel, void *scratch) { \
     lunai_run_##name(&LUNAI_K(kernels), a, parallel, scratch); \
@@ -7485,120 +7338,85 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 /* ---------------------------------------------------------------------------------------------------------------------
    >>dispatch: one pass an instruction set, and the choice among them at run time
    ------------------------------------------------------------------------------------------------------------------ */
+/* LUNAI_PASS is the suffix of a pass; LUNAI_ISA(suffix) the luna_isa, as a number for #if */
 #define LUNAI_JOIN2(a, b) a##b
 #define LUNAI_JOIN(a, b) LUNAI_JOIN2(a, b)
-#define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_SUFFIX)
+#define LUNAI_K(name) LUNAI_JOIN(LUNAI_JOIN(lunai_, name), LUNAI_PASS)
+#define LUNAI_ISA(suffix) LUNAI_JOIN(LUNAI_ISA, suffix)
+#define LUNAI_IS(name) (LUNAI_ISA(LUNAI_PASS) == LUNAI_ISA_##name)
+#define LUNAI_ISA_scalar 1
+#define LUNAI_ISA_sse2 2
+#define LUNAI_ISA_avx2 3
+#define LUNAI_ISA_avx512 4
+#define LUNAI_ISA_neon 5
+#define LUNAI_ISA_wasm 6
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
 
-#define LUNAI_ISA_SCALAR 1
-#define LUNAI_ISA_SSE2 2
-#define LUNAI_ISA_AVX2 3
-#define LUNAI_ISA_AVX512 4
-#define LUNAI_ISA_NEON 5
-#define LUNAI_ISA_WASM 6
-
-#if !defined(LUNA_NO_SIMD) && !defined(LUNAI_DOUBLE) && !defined(__CUDACC__)
-#if (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
+/* LUNAI_BASELINE: the best that the compiler promises. Passes below it are left out; on x86 those above it follow, each
+   with its target switched on. */
+#if defined(LUNA_NO_SIMD) || defined(LUNAI_DOUBLE) || defined(__CUDACC__)
+#define LUNAI_BASELINE _scalar
+#elif (defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))) || \
   (defined(_M_X64) && !defined(_M_ARM64EC) && defined(LUNAI_MSVC))
 #define LUNAI_X86
-#define LUNAI_SIMD
 #include <immintrin.h>
-/* what the compiler promises: passes below it are left out */
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define LUNAI_BASELINE LUNAI_ISA_AVX512
+#define LUNAI_BASELINE _avx512
 #elif defined(__AVX2__) && defined(__FMA__)
-#define LUNAI_BASELINE LUNAI_ISA_AVX2
+#define LUNAI_BASELINE _avx2
 #else
-#define LUNAI_BASELINE LUNAI_ISA_SSE2
+#define LUNAI_BASELINE _sse2
 #endif
-#ifdef LUNAI_MSVC
+#if defined(LUNAI_MSVC)
 #include <intrin.h>
+#define LUNAI_TARGET(features)
+#define LUNAI_TARGET_END
+#elif defined(__clang__)
+#define LUNAI_PRAGMA(text) _Pragma(#text)
+#define LUNAI_TARGET(features) \
+  LUNAI_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define LUNAI_TARGET_END _Pragma("clang attribute pop")
+#else
+#define LUNAI_PRAGMA(text) _Pragma(#text)
+#define LUNAI_TARGET(features) _Pragma("GCC push_options") LUNAI_PRAGMA(GCC target(features))
+#define LUNAI_TARGET_END _Pragma("GCC pop_options")
 #endif
 #elif defined(__ARM_NEON) && defined(__aarch64__)
-#define LUNAI_NEON
-#define LUNAI_SIMD
+#define LUNAI_BASELINE _neon
 #include <arm_neon.h>
 #elif defined(__wasm_simd128__)
-#define LUNAI_WASM
-#define LUNAI_SIMD
+#define LUNAI_BASELINE _wasm
 #include <wasm_simd128.h>
-#endif
+#else
+#define LUNAI_BASELINE _scalar
 #endif
 
-#define LUNAI_PASS LUNAI_ISA_SCALAR
-#define LUNAI_SUFFIX _scalar
+#define LUNAI_PASS _scalar
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-
+#if LUNAI_ISA(LUNAI_BASELINE) != LUNAI_ISA_scalar
+#define LUNAI_PASS LUNAI_BASELINE
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+#endif
 #ifdef LUNAI_X86
-#if LUNAI_BASELINE == LUNAI_ISA_SSE2
-#define LUNAI_PASS LUNAI_ISA_SSE2
-#define LUNAI_SUFFIX _sse2
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+LUNAI_TARGET("avx2,fma")
+#define LUNAI_PASS _avx2
 #include LUNA_HEADER_FILENAME
 #undef LUNAI_PASS
-#undef LUNAI_SUFFIX
+LUNAI_TARGET_END
+#endif
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
+LUNAI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define LUNAI_PASS _avx512
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
 #endif
 
-#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-#define LUNAI_PASS LUNAI_ISA_AVX2
-#define LUNAI_SUFFIX _avx2
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#endif
-#define LUNAI_PASS LUNAI_ISA_AVX512
-#define LUNAI_SUFFIX _avx512
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#if defined(LUNAI_MSVC)
-#elif defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif /* LUNAI_X86 */
-
-#if defined(LUNAI_NEON)
-#define LUNAI_PASS LUNAI_ISA_NEON
-#define LUNAI_SUFFIX _neon
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#elif defined(LUNAI_WASM)
-#define LUNAI_PASS LUNAI_ISA_WASM
-#define LUNAI_SUFFIX _wasm
-#include LUNA_HEADER_FILENAME
-#undef LUNAI_PASS
-#undef LUNAI_SUFFIX
-#endif
-
-#ifdef LUNAI_X86
 #ifdef LUNAI_MSVC
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
   int r[4];
@@ -7621,37 +7439,27 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 LUNAI_FN int lunai_isa_detect(void) {
   uint32_t r[4];
   lunai_cpuid(0, 0, r);
-  if (r[0] < 7) return LUNAI_BASELINE;
+  if (r[0] < 7) return LUNAI_ISA(LUNAI_BASELINE);
   lunai_cpuid(1, 0, r);
-  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_BASELINE; /* OSXSAVE, FMA */
-  const uint32_t low = lunai_xgetbv();
+  if ((r[2] & (1u << 27)) == 0 || (r[2] & (1u << 12)) == 0) return LUNAI_ISA(LUNAI_BASELINE); /* OSXSAVE, FMA */
+  const uint32_t low = lunai_xgetbv(), avx2 = 1u << 5, avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
   lunai_cpuid(7, 0, r);
-  if ((low & 6) != 6 || (r[1] & (1u << 5)) == 0) return LUNAI_BASELINE;
-  if ((low & 0xE0) != 0xE0 || (r[1] & (1u << 16)) == 0 || (r[1] & (1u << 17)) == 0 || (r[1] & (1u << 30)) == 0 ||
-      (r[1] & (1u << 31)) == 0)
-    return LUNAI_BASELINE > LUNAI_ISA_AVX2 ? LUNAI_BASELINE : LUNA_ISA_AVX2;
-  return LUNA_ISA_AVX512;
+  if ((low & 6) != 6 || (r[1] & avx2) == 0) return LUNAI_ISA(LUNAI_BASELINE);
+  if ((low & 0xE0) == 0xE0 && (r[1] & avx512) == avx512) return LUNA_ISA_AVX512;
+  return LUNAI_ISA(LUNAI_BASELINE) > LUNAI_ISA_avx2 ? LUNAI_ISA(LUNAI_BASELINE) : LUNAI_ISA_avx2;
 }
-#else
-LUNAI_FN int lunai_isa_detect(void) {
-#if defined(LUNAI_NEON)
-  return LUNA_ISA_NEON;
-#elif defined(LUNAI_WASM)
-  return LUNA_ISA_WASM;
-#else
-  return LUNA_ISA_SCALAR;
-#endif
-}
-#endif
+#endif /* LUNAI_X86 */
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
 LUNA_API luna_isa luna_isa_best(void) {
-#if defined(LUNAI_MSVC)
+#if !defined(LUNAI_X86)
+  return (luna_isa)LUNAI_ISA(LUNAI_BASELINE);
+#elif defined(LUNAI_MSVC)
   static volatile int known;
   int isa = known;
   if (isa == 0) known = isa = lunai_isa_detect();
   return (luna_isa)isa;
-#elif defined(__GNUC__) || defined(__clang__)
+#else
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
   if (isa == 0) {
@@ -7659,34 +7467,25 @@ LUNA_API luna_isa luna_isa_best(void) {
     __atomic_store_n(&known, isa, __ATOMIC_RELAXED);
   }
   return (luna_isa)isa;
-#else
-  return (luna_isa)lunai_isa_detect();
 #endif
 }
 
 /* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
-LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
+LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
   const luna_isa best = luna_isa_best();
   if (isa == LUNA_ISA_BEST) isa = best;
 #ifndef LUNA_ONLY_STREAM
   if (isa == LUNA_ISA_REFERENCE) return &lunai_kernels_reference;
 #endif
-#ifndef LUNAI_SIMD
-  if (isa == LUNA_ISA_SCALAR) return &lunai_kernels_scalar;
-#endif
+  if ((int)isa == LUNAI_ISA(LUNAI_BASELINE)) return &LUNAI_JOIN(lunai_kernels, LUNAI_BASELINE);
 #ifdef LUNAI_X86
   if (isa > best) return NULL;
-#if LUNAI_BASELINE == LUNAI_ISA_SSE2
-  if (isa == LUNA_ISA_SSE2) return &lunai_kernels_sse2;
-#endif
-#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
   if (isa == LUNA_ISA_AVX2) return &lunai_kernels_avx2;
 #endif
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
   if (isa == LUNA_ISA_AVX512) return &lunai_kernels_avx512;
-#elif defined(LUNAI_NEON)
-  if (isa == LUNA_ISA_NEON) return &lunai_kernels_neon;
-#elif defined(LUNAI_WASM)
-  if (isa == LUNA_ISA_WASM) return &lunai_kernels_wasm;
+#endif
 #endif
   return NULL;
 }
@@ -7694,34 +7493,19 @@ LUNAI_FN const lunai_kernels *lunai_kernels_of(luna_isa isa) {
 LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
-  switch (isa) {
-    case LUNA_ISA_BEST: return "best";
-    case LUNA_ISA_SCALAR: return "scalar";
-    case LUNA_ISA_SSE2: return "SSE2";
-    case LUNA_ISA_AVX2: return "AVX2";
-    case LUNA_ISA_AVX512: return "AVX-512";
-    case LUNA_ISA_NEON: return "NEON";
-    case LUNA_ISA_WASM: return "WASM SIMD128";
-    case LUNA_ISA_REFERENCE: return "reference";
-  }
-  return "unknown";
+  static const char *const name[] = { /* in luna_isa's order */
+    "best", "scalar", "SSE2", "AVX2", "AVX-512", "NEON", "WASM SIMD128", "reference"
+  };
+  return (unsigned)isa < LUNAI_LENGTH(name) ? name[isa] : "unknown";
 }
 
 LUNA_API int luna_version(void) { return LUNA_VERSION_NUMBER; }
 LUNA_API const char *luna_status_text(luna_status status) {
-  switch (status) {
-    case LUNA_OK: return "ok";
-    case LUNA_BAD_ARGUMENT: return "bad argument";
-    case LUNA_OUT_OF_MEMORY: return "out of memory";
-    case LUNA_BAD_FILE: return "bad file";
-    case LUNA_CANNOT_READ: return "cannot read";
-    case LUNA_CANNOT_WRITE: return "cannot write";
-    case LUNA_MISMATCH: return "names or shapes differ";
-    case LUNA_UNSUPPORTED: return "unsupported";
-    case LUNA_DEVICE_FAILED: return "the device failed";
-    case LUNA_NOT_FINITE: return "not finite";
-  }
-  return "unknown status";
+  static const char *const text[] = { /* in luna_status's order */
+    "ok", "bad argument", "out of memory", "bad file", "cannot read", "cannot write", "names or shapes differ",
+    "unsupported", "the device failed", "not finite"
+  };
+  return (unsigned)status < LUNAI_LENGTH(text) ? text[status] : "unknown status";
 }
 
 LUNAI_FN bool lunai_causal_fits(int64_t dim, int64_t value_dim) {

@@ -24,20 +24,19 @@ typedef struct vectors_pass {
   void (*singles)(int which, int64_t n, const float *x, float *y);
   int (*lanes)(const float *x, float out[3]);
 } vectors_pass;
+#define VECTORS_PASS(isa, suffix) \
+  {(luna_isa)(isa), LUNAI_JOIN(lunai_vectors_map, suffix), LUNAI_JOIN(lunai_vectors_singles, suffix), \
+   LUNAI_JOIN(lunai_vectors_lanes, suffix)}
 static const vectors_pass vectors_passes[] = {
-  {LUNA_ISA_REFERENCE, lunai_vectors_map_scalar, lunai_vectors_singles_scalar, lunai_vectors_lanes_scalar},
-#ifdef LUNAI_X86
-#if LUNAI_BASELINE == LUNAI_ISA_SSE2
-  {LUNA_ISA_SSE2, lunai_vectors_map_sse2, lunai_vectors_singles_sse2, lunai_vectors_lanes_sse2},
+  VECTORS_PASS(LUNA_ISA_REFERENCE, _scalar),
+#if LUNAI_ISA(LUNAI_BASELINE) != LUNAI_ISA_scalar
+  VECTORS_PASS(LUNAI_ISA(LUNAI_BASELINE), LUNAI_BASELINE),
 #endif
-#if LUNAI_BASELINE <= LUNAI_ISA_AVX2
-  {LUNA_ISA_AVX2, lunai_vectors_map_avx2, lunai_vectors_singles_avx2, lunai_vectors_lanes_avx2},
+#if defined(LUNAI_X86) && LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+  VECTORS_PASS(LUNA_ISA_AVX2, _avx2),
 #endif
-  {LUNA_ISA_AVX512, lunai_vectors_map_avx512, lunai_vectors_singles_avx512, lunai_vectors_lanes_avx512},
-#elif defined(LUNAI_NEON)
-  {LUNA_ISA_NEON, lunai_vectors_map_neon, lunai_vectors_singles_neon, lunai_vectors_lanes_neon},
-#elif defined(LUNAI_WASM)
-  {LUNA_ISA_WASM, lunai_vectors_map_wasm, lunai_vectors_singles_wasm, lunai_vectors_lanes_wasm},
+#if defined(LUNAI_X86) && LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx512
+  VECTORS_PASS(LUNA_ISA_AVX512, _avx512),
 #endif
 };
 static const vectors_pass *pass;
