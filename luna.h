@@ -4749,59 +4749,71 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
    row's log-sum-exp. Guarded by tests/attention.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
-/* The reference. Offsets of row i of batch row b and head h, and how many keys it sees */
-typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
-LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i,
-                                     lunai_attention_row *r) {
-  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
-  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
-  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
-  if (i >= rows) return false;
-  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
-  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
-  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r->keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
-  if (a->lengths) r->keys = lunai_min(r->keys, lunai_max(a->lengths[b], 0));
-  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
-  r->stat = (first + i) * a->heads + h;
-  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
-  return true;
+#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
+
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
+LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
+  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
-LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
-  return (double)a->scale * lunai_inner(a->head_dim, a->q + r->q, 1, a->k + r->k + j * a->k_row, 1);
+
+/* One head of one batch row: its real sizes, and where it starts in each tensor, in log_sum_exp and sums (row), and
+   among dropout's elements. `across`: the scores of a query are contiguous, the keys are in panels and the queries read
+   in place; otherwise the scores of a key, and the converse. Same bits. */
+typedef struct lunai_head {
+  int64_t queries, keys, q, k, v, out, row, element;
+  bool across;
+} lunai_head;
+LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
+  const int64_t b = pair / a->heads, h = pair % a->heads;
+  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
+  lunai_head r;
+  r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
+  r.keys = lunai_real_slots(a->lengths, b, a->key_offsets ? a->key_offsets[b + 1] - key : a->keys);
+  if (a->causal && !lunai_is_sparse(a)) r.keys = lunai_min(r.keys, r.queries);
+  r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
+  r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
+  r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
+  r.element = pair * a->queries * a->keys;
+  r.across = r.keys <= LUNAI_FEW_KEYS && r.keys <= r.queries;
+  return r;
+}
+
+/* The reference. How many keys query i sees, and its score of the j-th */
+LUNAI_FN int64_t lunai_attention_keys(const lunai_attention *a, const lunai_head *r, int64_t i) {
+  return a->causal ? lunai_min(r->keys, i + 1) : r->keys;
+}
+LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_head *r, int64_t i, int64_t j) {
+  return (double)a->scale *
+         lunai_inner(a->head_dim, a->q + r->q + i * a->q_row, 1, a->k + r->k + j * a->k_row, 1);
 }
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
-LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+LUNAI_FN void lunai_dense_row(const lunai_attention *a, const lunai_head *r, int64_t i) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
+  const int64_t keys = lunai_attention_keys(a, r, i), stat = r->row + i * a->heads;
   double max = -(double)INFINITY, total = 0, kept = 0;
-  for (int64_t j = 0; j < r->keys; j++) {
-    const double score = lunai_attention_score(a, r, j);
+  for (int64_t j = 0; j < keys; j++) {
+    const double score = lunai_attention_score(a, r, i, j);
     if (!(score <= max)) max = score;
   }
   for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = lunai_min(64, a->value_dim - first);
     double sum[64] = {0};
     total = kept = 0;
-    for (int64_t j = 0; j < r->keys; j++) {
-      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
+    for (int64_t j = 0; j < keys; j++) {
+      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, i, j) - max));
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
       total += p;
       kept += masked;
       for (int64_t e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
-    for (int64_t e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
+    for (int64_t e = 0; e < n; e++)
+      a->out[r->out + i * a->out_row + first + e] = keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->log_sum_exp)
-    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
-  if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
-}
-LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
-  lunai_attention_row r;
-  for (int64_t b = 0; b < a->batch; b++)
-    for (int64_t h = 0; h < a->heads; h++)
-      for (int64_t i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
+  if (a->log_sum_exp) a->log_sum_exp[stat] = keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->sums) a->sums[stat] = keys > 0 ? (float)(kept / total) : 0;
 }
 
 /* y += factor x */
@@ -4809,29 +4821,31 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
   for (int64_t i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
-LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+LUNAI_FN void lunai_dense_row_backward(const lunai_attention *a, const lunai_head *r, int64_t i) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  lunai_attention_row r;
-  for (int64_t b = 0; b < a->batch; b++)
-    for (int64_t h = 0; h < a->heads; h++)
-      for (int64_t i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
-        const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
-                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
-                     (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[r.stat] : 0);
-        for (int64_t j = 0; j < r.keys; j++) {
-          const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
-          const double p = (double)lunai_exp1_scalar((float)score);
-          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
-          const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
-          const double ds = (double)a->scale * p * (dp - mean);
-          if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
-          if (a->grad_k) lunai_add_scaled(a->head_dim, ds, a->q + r.q, a->grad_k + k);
-          if (a->grad_v) lunai_add_scaled(a->value_dim, p * mask, g, a->grad_v + v);
-        }
-      }
+  const int64_t q = r->q + i * a->q_row, out = r->out + i * a->out_row, stat = r->row + i * a->heads;
+  const float *g = a->grad_out + out;
+  const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[stat] : 0;
+  const double mean = lunai_inner(a->value_dim, g, 1, a->out + out, 1) +
+                      (extra != 0 ? extra * (double)a->sums[stat] : 0) -
+                      (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[stat] : 0);
+  for (int64_t j = 0; j < lunai_attention_keys(a, r, i); j++) {
+    const int64_t k = r->k + j * a->k_row, v = r->v + j * a->v_row;
+    const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, i, j) -
+                                                       (double)a->log_sum_exp[stat]));
+    const double mask = (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
+    const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
+    const double ds = (double)a->scale * p * (dp - mean);
+    lunai_add_scaled(a->head_dim, ds, a->k + k, lunai_offset(a->grad_q, q));
+    lunai_add_scaled(a->head_dim, ds, a->q + q, lunai_offset(a->grad_k, k));
+    lunai_add_scaled(a->value_dim, p * mask, g, lunai_offset(a->grad_v, v));
+  }
+}
+LUNAI_FN void lunai_dense_rows(const lunai_attention *a, bool backward) {
+  for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_head head = lunai_head_at(a, pair);
+    for (int64_t i = 0; i < head.queries; i++) (backward ? lunai_dense_row_backward : lunai_dense_row)(a, &head, i);
+  }
 }
 #endif
 
@@ -4974,17 +4988,7 @@ LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes,
 
 #elif !defined(LUNAI_PASS)
 
-#define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
-#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
-
-/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query are
-   contiguous, the keys are in panels and the queries read in place; otherwise the scores of a key, and the converse.
-   Same bits. */
-typedef struct lunai_head {
-  int64_t queries, keys, q, k, v, out, row, element;
-  bool across;
-} lunai_head;
 
 typedef struct lunai_attention_work {
   const lunai_kernels *kernels;
@@ -5006,28 +5010,9 @@ typedef struct lunai_attention_space {  /* a thread's part of the scratch; see l
   float *own, *part, *stats, *state;
 } lunai_attention_space;
 
-LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
-  const int64_t b = pair / a->heads, h = pair % a->heads;
-  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
-  lunai_head r;
-  r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
-  r.keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
-  if (a->lengths) r.keys = lunai_min(r.keys, lunai_max(a->lengths[b], 0));
-  if (a->causal) r.keys = lunai_min(r.keys, r.queries);
-  r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
-  r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
-  r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
-  r.element = pair * a->queries * a->keys;
-  r.across = r.keys <= LUNAI_FEW_KEYS && r.keys <= r.queries;
-  return r;
-}
-
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
 LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end,
-                                  int64_t key,
-                                  int64_t depth) {
+                                  int64_t key, int64_t depth) {
   lunai_tile t;
   t.query = query;
   t.key = key;
@@ -5147,7 +5132,6 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
 }
 
 /* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
 LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
                                      bool backward);
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
@@ -5668,14 +5652,12 @@ LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
 }
 LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a)) lunai_sparse_rows(a, false);
-  else lunai_dense_reference(a);
+  (lunai_is_sparse(a) ? lunai_sparse_rows : lunai_dense_rows)(a, false);
 }
 LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
                                                  void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a)) lunai_sparse_rows(a, true);
-  else lunai_dense_backward_reference(a);
+  (lunai_is_sparse(a) ? lunai_sparse_rows : lunai_dense_rows)(a, true);
 }
 
 /* up to LUNAI_RUN queries of a block */
@@ -6175,11 +6157,8 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
 #ifndef LUNAI_PASS
 /* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
    4] */
-LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
-  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
-}
 LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool backward, float *p) {
-  const int64_t slots = lunai_unpack_slots(u, b), row = b * u->rows + i;
+  const int64_t slots = lunai_real_slots(u->lengths, b, u->slots), row = b * u->rows + i;
   for (int64_t h = 0; h < u->heads; h++) {
     const int64_t at = (b * u->heads + h) * u->slots;
     float max = -(float)INFINITY;
@@ -6203,7 +6182,7 @@ LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel
   (void)parallel;
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
-      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_real_slots(u->lengths, b, u->slots);
       lunai_unpack_row(u, b, i, false, p);
       for (int64_t h = 0; h < u->heads; h++)
         for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] *= lunai_unpack_mask_at(u, b, h, i, l);
@@ -6221,7 +6200,7 @@ LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai
   (void)parallel;
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
-      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_real_slots(u->lengths, b, u->slots);
       lunai_unpack_row(u, b, i, true, p);
       for (int64_t e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * lunai_dropout_at(&u->last, row + e);
       if (u->grad_out_bias) lunai_add_scaled(u->dim, 1, g, u->grad_out_bias);
@@ -6364,7 +6343,7 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
                                    lunai_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
-  m->slots = lunai_unpack_slots(u, b);
+  m->slots = lunai_real_slots(u->lengths, b, u->slots);
   m->n = u->heads * m->slots;
   for (int64_t h = 0; h < u->heads; h++)
     memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
@@ -6498,7 +6477,8 @@ LUNAI_FN void lunai_unpack_gather_task(void *work, int64_t thread, int64_t threa
   const int64_t d = u->dim, items = u->heads * u->slots;
   for (int64_t item = thread; item <= items; item += threads)
     for (int64_t unit = w->first; unit < w->last; unit++) {
-      const int64_t b = unit / w->blocks, real = lunai_unpack_slots(u, b), n = u->heads * real, at = b * items + item;
+      const int64_t b = unit / w->blocks, at = b * items + item;
+      const int64_t real = lunai_real_slots(u->lengths, b, u->slots), n = u->heads * real;
       const float *part = w->partial + (unit - w->first) * w->unit;
       const int64_t from = item < items ? item / u->slots * real + item % u->slots : 0;
       if (item == items) {
@@ -6570,9 +6550,6 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
       }
 }
 
-LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
-  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
-}
 /* M += (y^T z - M) / t, result = factor x M */
 LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
                               float *result) {
