@@ -2579,7 +2579,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(void, tile_softmax, (const lunai_tile *t, float *s, const float *mask, float *stats)) \
   T(void, tile_slopes, (const lunai_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
   R(void, tile_hide, (int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x)) \
-  R(bool, finite_copy, (lunai_matrix x, float *y)) \
+  K(bool, finite_copy, (lunai_matrix x, float *y)) \
   R(void, attention_merge, (lunai_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
   R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
   R(void, unpack_softmax, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
@@ -5005,9 +5005,12 @@ typedef struct lunai_attention_work {
   lunai_shares shares;                  /* of the items */
 } lunai_attention_work;
 
-typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
+/* a thread's part of the scratch; see lunai_attention_layout, and of sparse attention lunai_sparse_layout */
+typedef struct lunai_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
+  float *q, *grad, *k, *v, *out;        /* sparse: copies of rows, in the order of the pattern */
+  struct lunai_key *key;
 } lunai_attention_space;
 
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
@@ -5131,21 +5134,6 @@ LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kerne
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
-/* see below */
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
-                                     bool backward);
-LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
-                               void *scratch);
-LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
-                                        const lunai_parallel *parallel, void *scratch);
-
-LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
-                                        bool backward) {
-  lunai_attention_work w;
-  if (lunai_is_sparse(a)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
-  return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
-}
-
 LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [width, depth] */
   lunai_matrix a = lunai_strided(s, t->width, t->depth, t->q_step);
   a.column = t->k_step;
@@ -5171,14 +5159,13 @@ LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attentio
   lunai_tile_pad(t, mask, 0);
 }
 
-/* adds what finite_copy left out of V to the queries that see it */
-LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, lunai_matrix v, lunai_out part) {
-  for (int64_t j = 0; j < t->depth; j++)
+/* adds what finite_copy left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
+LUNAI_FN void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, lunai_out out) {
+  for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
-      if (fabs((double)x) < (double)INFINITY) continue;
-      for (int64_t i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
-        part.at[i * part.row + c] += s[i * t->q_step + j * t->k_step] * x;
+      for (int64_t i = lunai_max(j - seen, 0); !lunai_is_finite(x) && i < s.rows; i++)
+        out.at[i * out.row + c] += s.at[i * s.row + j * s.column] * x;
     }
 }
 
@@ -5234,7 +5221,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
       kernels->tile_softmax(&t, m->scores, mask, stats);
       if (!once) lunai_matmul_panels(kernels, 1, s, lunai_panels_in(kernels, m->values, dv, depth), to);
       else lunai_matmul(kernels, 1, s, edge ? lunai_dense(m->clean, t.depth, dv) : v, to, m->values);
-      if (nonfinite) lunai_add_infinite(&t, m->scores, v, to);
+      if (nonfinite) lunai_add_infinite(s, v, query - key, to);
       if (merge) kernels->attention_merge(lunai_dense(part, t.width, dv), stats, state, out, a->out_row);
     }
   }
@@ -5282,28 +5269,25 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
   }
 }
 
-LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
-                                  const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_dense(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                              void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a)) {
-    lunai_run_sparse(kernels, a, parallel, scratch);
-    return;
-  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_attention_task, &w);
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 
 /* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
-   vary), and that gradient */
+   vary), and that gradient. list: the queries' rows; null: t->query and those after it */
 LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                                   const lunai_tile *t, float *stats) {
+                                   const lunai_tile *t, const int32_t *list, float *stats) {
   float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
   memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (int64_t i = 0; i < t->width; i++) {
-    const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
+    const int64_t query = list ? list[i] : t->query + i, at = head->row + query * a->heads;
+    const int64_t out = head->out + query * a->out_row;
     lse[i] = a->log_sum_exp[at];
-    delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
+    delta[i] = kernels->dot(a->value_dim, a->grad_out + out, a->out + out);
     if (a->grad_log_sum_exp) delta[i] -= a->grad_log_sum_exp[at];
     if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
@@ -5357,7 +5341,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
     }
     lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), m->score_panels, m->scores);
     lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(v, 0, t.depth), m->slope_panels, m->slopes);
-    lunai_attention_rows(kernels, a, &head, &t, stats);
+    lunai_attention_rows(kernels, a, &head, &t, NULL, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
     kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
     if (edge) lunai_tile_hide(&t, m->scores, 0);
@@ -5408,51 +5392,29 @@ LUNAI_FN void lunai_attention_merge_queries(const lunai_attention_work *w, int64
     lunai_add_rows(w->kernels, width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
                    a->grad_q + head.q + query * a->q_row, a->q_row);
 }
-/* Where one tensor is queries and keys or values: a head's gradients are one thread's, so that their order is that of
-   units for any number of threads. */
-LUNAI_FN void lunai_attention_gather_heads(const lunai_attention_work *w, int64_t thread, int64_t threads) {
-  for (int64_t unit = w->first; unit < w->last; unit++) {
-    if (unit / w->blocks % w->a->heads % threads != thread) continue;
-    if (w->a->grad_k) lunai_attention_merge_keys(w, unit, true);
-    if (w->a->grad_v) lunai_attention_merge_keys(w, unit, false);
-    for (int64_t query = 0; query < w->queries; query += LUNAI_TILE) lunai_attention_merge_queries(w, unit, query);
-  }
-}
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
-   batch order. Items: each unit's keys, and each tile of queries; the first of those with one destination adds all. */
+   batch order. Keys of a unit and tiles of queries that have one destination have one thread; where one tensor is
+   queries and keys or values, so has all of a head. */
 LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
-  if (a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v)) {
-    lunai_attention_gather_heads(w, thread, threads);
-    return;
+  const bool by_head = a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v);
+  const int64_t tiles = a->grad_q ? lunai_divide_up(w->queries, LUNAI_TILE) : 0;
+  for (int64_t unit = w->first; unit < w->last; unit++) {
+    const int64_t pair = unit / w->blocks, head = pair % a->heads;
+    const int64_t own = by_head ? head : unit - w->first, shared = by_head ? head : own % (a->heads * w->blocks);
+    const int64_t group = w->q_shared ? head : pair - w->first / w->blocks;
+    if (a->grad_k && (w->k_shared ? shared : own) % threads == thread) lunai_attention_merge_keys(w, unit, true);
+    if (a->grad_v && (w->v_shared ? shared : own) % threads == thread) lunai_attention_merge_keys(w, unit, false);
+    for (int64_t tile = 0; tile < tiles; tile++)
+      if ((by_head ? head : group * tiles + tile) % threads == thread)
+        lunai_attention_merge_queries(w, unit, tile * LUNAI_TILE);
   }
-  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE),
-      same = a->heads * w->blocks;
-  const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
-  for (int64_t item = thread; item < units; item += threads) {
-    const bool opens = item < same; /* no unit before it in this wave has its head and key block */
-    for (int64_t unit = w->first + item; unit < w->last; unit += same) {
-      const bool own = unit == w->first + item;
-      if (a->grad_k && (w->k_shared ? opens : own)) lunai_attention_merge_keys(w, unit, true);
-      if (a->grad_v && (w->v_shared ? opens : own)) lunai_attention_merge_keys(w, unit, false);
-    }
-  }
-  for (int64_t item = thread; a->grad_q && item < groups * tiles; item += threads)
-    for (int64_t unit = w->first; unit < w->last; unit++) {
-      const int64_t pair = unit / w->blocks;
-      if ((w->q_shared ? pair % a->heads : pair - w->first / w->blocks) == item / tiles)
-        lunai_attention_merge_queries(w, unit, item % tiles * LUNAI_TILE);
-    }
 }
 
-LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
-                                           const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_dense_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                       const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a)) {
-    lunai_run_sparse_backward(kernels, a, parallel, scratch);
-    return;
-  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
@@ -5469,47 +5431,35 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 #ifndef LUNAI_PASS
 #define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
-/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
 typedef struct lunai_sparse {
   const lunai_attention *a;
   const luna_attention_pattern *p;
-  int64_t queries, keys, left, right, blocks;
-  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
-  int64_t numbers;
+  lunai_head head;                      /* its real queries and keys; element: of dropout, queries `numbers` apart */
+  int64_t left, right, blocks, numbers;
 } lunai_sparse;
 typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
 /* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
 typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
 LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
-  lunai_key_cursor c;
-  c.block = block;
-  c.low = low;
-  c.high = high;
-  c.run = c.at = 0;
+  const lunai_key_cursor c = { block, low, high, 0, 0 };
   return c;
 }
 
 LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
-  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
-  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  const int64_t unlimited = LUNAI_MAX_COUNT;
   lunai_sparse s;
   s.a = a;
-  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
-  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
-  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.p = a->patterns + pair % a->pattern_count; /* one for all, one a head, or one a pair */
+  s.head = lunai_head_at(a, pair);
+  s.head.queries = lunai_real_slots(a->lengths, pair / a->heads, a->queries);
   s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
   s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
   if (a->causal) s.right = lunai_min(s.right, 0);
   s.blocks = lunai_max(s.p->blocks, 1);
-  s.q = b * a->q_batch + h * a->q_head;
-  s.k = b * a->k_batch + h * a->k_head;
-  s.v = b * a->v_batch + h * a->v_head;
-  s.out = b * a->out_batch + h * a->out_head;
-  s.row = b * a->queries * a->heads + h;
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
-  s.element = pair * a->queries * s.numbers;
+  s.head.element = pair * a->queries * s.numbers;
   if (a->dropout_first > 0 && a->dropout_run == 0 && a->keys > 0) /* of pairs before, as many as this one has */
-    s.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
+    s.head.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
   return s;
 }
 /* its first query's number; of s->blocks: the end */
@@ -5522,29 +5472,29 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   int64_t n = 0;
   for (; *at < end && n < limit; ++*at) {
     const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
-    if (row < s->queries) rows[n++] = (int32_t)row;
+    if (row < s->head.queries) rows[n++] = (int32_t)row;
   }
   return n;
 }
 /* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
 LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const luna_key_run all = { 0, (int32_t)s->head.keys, false }, *runs = s->p->blocks ? s->p->runs : &all;
+  const int64_t begin = s->p->blocks ? s->p->offsets[at->block] : 0;
   const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
   int64_t n = 0;
-  if (s->p->blocks && at->run < s->p->offsets[at->block]) at->run = s->p->offsets[at->block];
-  for (; at->run < end; at->run++, at->at = 0) {
-    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
-        last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
-    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+  for (at->run = lunai_max(at->run, begin); at->run < end; at->run++, at->at = 0) {
+    const int64_t first = runs[at->run].first, last = first + runs[at->run].count;
+    const bool whole = runs[at->run].whole;
     const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
     int64_t f = first + at->at, stop = last;
     if (!s->p->key_order) {
       f = lunai_max(f, from);
-      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      stop = lunai_min(last, lunai_min(s->head.keys, to + 1));
       if (!keys && stop > f) n += stop - f, f = stop;
     }
     for (; f < stop; f++) {
       const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
-      if (row >= s->keys || row < from || row > to) continue;
+      if (row >= s->head.keys || row < from || row > to) continue;
       if (n == limit) {
         at->at = f - first;
         return n;
@@ -5563,75 +5513,61 @@ LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const luna
 /* what queries get that no block has */
 LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   const lunai_sparse s = lunai_sparse_at(a, pair);
-  int64_t i = s.p->blocks ? 0 : s.queries;
+  int64_t i = s.p->blocks ? 0 : s.head.queries;
   for (; i < a->queries; i++) {
-    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
+    memset(a->out + s.head.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->log_sum_exp) a->log_sum_exp[s.head.row + i * a->heads] = -INFINITY;
   }
 }
 
-/* The reference: one query at a time, its keys in parts. */
-#define LUNAI_KEY_PART 64
-typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
-                                   } lunai_sparse_walk;
-LUNAI_FN void lunai_sparse_start_walk(lunai_sparse_walk *w, int64_t block, int64_t query) {
-  w->cursor = lunai_keys_from(block, query, query);
-  w->n = w->i = 0;
+/* The reference: one query at a time. Its next key after those before the cursor; false: there is none */
+LUNAI_FN bool lunai_sparse_next(const lunai_sparse *s, lunai_key_cursor *at, lunai_key *key) {
+  while (lunai_sparse_keys(s, at, 1, key)) if (lunai_sparse_sees(s, at->low, key)) return true;
+  return false;
 }
-/* the next key that the walk's query sees, or null */
-LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, lunai_sparse_walk *w) {
-  for (;;) {
-    for (; w->i < w->n; w->i++)
-      if (lunai_sparse_sees(s, w->cursor.low, &w->key[w->i])) return &w->key[w->i++];
-    w->i = 0;
-    w->n = lunai_sparse_keys(s, &w->cursor, LUNAI_KEY_PART, w->key);
-    if (w->n == 0) return NULL;
-  }
-}
-LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
-                                  const lunai_key *key) {
+LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query, const lunai_key *key) {
   const lunai_attention *a = s->a;
-  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->head.q + query * a->q_row,
+                                        a->k + s->head.k + key->row * a->k_row);
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
-  const lunai_key *key;
-  lunai_sparse_walk w;
+  float *out = a->out + s->head.out + query * a->out_row, max = -INFINITY, total = 0;
+  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
+  lunai_key key;
   memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  lunai_sparse_start_walk(&w, block, query);
-  while ((key = lunai_sparse_next(s, &w)) != NULL) {
-    const float score = lunai_sparse_score(s, query, key);
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const float score = lunai_sparse_score(s, query, &key);
     if (!(score <= max)) max = score;
   }
-  lunai_sparse_start_walk(&w, block, query);
-  while ((key = lunai_sparse_next(s, &w)) != NULL) {
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
+  cursor = lunai_keys_from(block, query, query);
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, &key) - max);
     total += p;
     lunai_scale_add_reference(a->value_dim,
-                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
-                              a->v + s->v + key->row * a->v_row, out);
+                              p * lunai_dropout_at(&dropout, s->head.element + query * s->numbers + key.number),
+                              a->v + s->head.v + key.row * a->v_row, out);
   }
   if (a->log_sum_exp) /* -Inf without a key */
-    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
+    a->log_sum_exp[s->head.row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
-LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
-                                        int64_t query) {
+LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_head *head = &s->head;
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const int64_t at = head->row + query * a->heads, out = head->out + query * a->out_row;
+  const int64_t q = head->q + query * a->q_row;
   const float *g = a->grad_out + out;
   const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
                      (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
-  const lunai_key *key;
-  lunai_sparse_walk w;
-  lunai_sparse_start_walk(&w, block, query);
-  while ((key = lunai_sparse_next(s, &w)) != NULL) {
-    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
-    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
+  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
+  lunai_key key;
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const int64_t k = head->k + key.row * a->k_row, v = head->v + key.row * a->v_row;
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, &key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, head->element + query * s->numbers + key.number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5664,7 +5600,6 @@ LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const
 typedef struct lunai_sparse_run {
   int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
   int64_t width, low, high;             /* how many; the least and the greatest row */
-  bool together;                        /* they follow one another */
   int32_t row[LUNAI_RUN];
 } lunai_sparse_run;
 
@@ -5681,12 +5616,6 @@ typedef struct lunai_sparse_tile {
   lunai_key_part keys;
   lunai_tile t;
 } lunai_sparse_tile;
-
-typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
-  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *clean, *score_panels, *slope_panels, *values, *product;
-  float *out, *part, *stats, *state;
-  lunai_key *key;
-} lunai_sparse_space;
 
 /* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
    value_dim]; direct: dQ goes to its place, where nothing else is added */
@@ -5716,7 +5645,10 @@ typedef struct lunai_sparse_work {
   lunai_sparse_run walk;
 } lunai_sparse_work;
 
-LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
+/* whether queries follow one another */
+LUNAI_FN bool lunai_sparse_together(const lunai_sparse *s) { return !s->p->query_order; }
+LUNAI_FN void lunai_sparse_bounds(const lunai_sparse *s, int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
+  const bool together = lunai_sparse_together(s);
   *low = row[0];
   *high = row[together ? n - 1 : 0];
   for (int64_t i = 1; i < n && !together; i++) {
@@ -5730,8 +5662,7 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
     if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
     r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
     if (r->width == 0) continue;
-    r->together = !s->p->query_order;
-    lunai_sparse_bounds(r->width, r->row, r->together, &r->low, &r->high);
+    lunai_sparse_bounds(s, r->width, r->row, &r->low, &r->high);
     return true;
   }
   return false;
@@ -5765,7 +5696,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   q.row = r->row + first;
   q.first = first;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
-  lunai_sparse_bounds(q.t.width, q.row, r->together, &q.low, &q.high);
+  lunai_sparse_bounds(s, q.t.width, q.row, &q.low, &q.high);
   const int64_t low = q.low - s->left;
   const int64_t high = q.high + s->right;
   if (keys.in_order) {
@@ -5782,7 +5713,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   return q;
 }
 
-LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
+LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
   const int64_t masked = lunai_drops(w->a) ? 1 : 0, copied = w->copied ? 1 : 0;
@@ -5808,9 +5739,8 @@ LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lu
   return scratch;
 }
 LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a,
-                                   int64_t threads,
-                                   bool backward, void *scratch) {
-  lunai_sparse_space space;
+                                   int64_t threads, bool backward, void *scratch) {
+  lunai_attention_space space;
   char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
@@ -5831,14 +5761,11 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->parts = (lunai_sparse_part *)(void *)at;
   at += lunai_round((size_t)w->wave * sizeof *w->parts);
   for (int64_t i = 0; i < w->wave; i++) {
-    float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
-    float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
-    float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
-    if (!scratch) continue;
-    w->parts[i].q = q;
-    w->parts[i].k = k;
-    w->parts[i].v = v;
-    w->parts[i].key = (lunai_key *)(void *)key;
+    lunai_sparse_part counted, *part = scratch ? &w->parts[i] : &counted;
+    part->q = lunai_take(&at, LUNAI_RUN * a->head_dim);
+    part->k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
+    part->v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
+    part->key = (lunai_key *)(void *)lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
   }
   w->shared = (a->heads > 1 && a->q_head == 0) || (a->batch > 1 && a->q_batch == 0) || !a->grad_q ||
               a->grad_q == a->grad_k || a->grad_q == a->grad_v;
@@ -5869,7 +5796,7 @@ LUNAI_FN lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t widt
 /* what a query does not see becomes `value` */
 LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *x, float value) {
   const lunai_sparse *s = q->s;
-  const bool together = q->run->together;
+  const bool together = lunai_sparse_together(s);
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
   int64_t lines;
   for (int64_t j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
@@ -5904,7 +5831,7 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
   for (int64_t i = 0; i < q->t.width; i++) {
     for (int64_t j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
-      kernels->dropout_mask(&dropout, q->s->element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, q->s->head.element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
     }
     for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5942,15 +5869,16 @@ LUNAI_FN lunai_panels lunai_panels_from(lunai_panels panels, int64_t key) {
   panels.at += key * panels.row;
   return panels;
 }
-LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
-                                        const lunai_sparse_run *r, int64_t n, lunai_sparse_rows_at *x) {
+LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_attention_space *m,
+                                        const lunai_sparse *s, const lunai_sparse_run *r, int64_t n,
+                                        lunai_sparse_rows_at *x) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
   const lunai_list list = lunai_list_of_keys(m->key, n);
   const lunai_key_part keys = lunai_key_part_of(m->key, n);
-  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
-  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
   const bool finite = kernels->all_finite(v);
   float *mask = lunai_drops(a) ? m->mask : NULL;
   if (!finite) kernels->finite_copy(v, m->clean);
@@ -5974,37 +5902,38 @@ LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_
     if (merge) kernels->attention_merge(lunai_dense(part, q.t.width, dv), stats, state, out, x->out_row);
   }
 }
-LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
-                                       const lunai_sparse_run *r) {
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_attention_space *m,
+                                       const lunai_sparse *s, const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
-  const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->q, d, a->q_row, m->q);
+  const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->head.q, d, a->q_row, m->q);
+  const bool together = lunai_sparse_together(s);
   lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
   lunai_sparse_rows_at x;
   int64_t n;
   memset(x.seen, 0, sizeof x.seen);
-  x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
-  x.out_row = r->together ? a->out_row : dv;
+  x.out = together ? a->out + s->head.out + r->row[0] * a->out_row : m->out;
+  x.out_row = together ? a->out_row : dv;
   lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
   while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0)
     lunai_sparse_part_forward(w, m, s, r, n, &x);
   for (int64_t i = 0; i < r->width; i++) {
-    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
+    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->head.out + r->row[i] * a->out_row;
     const bool seen = x.seen[i / w->tile];
     if (i % w->tile == 0 && seen)
       kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
     const bool none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) lunai_sparse_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LUNAI_HIDDEN */
-    else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->log_sum_exp && !none) a->log_sum_exp[s->row + r->row[i] * a->heads] = state[i % w->tile];
+    else if (!together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
+    if (a->log_sum_exp && !none) a->log_sum_exp[s->head.row + r->row[i] * a->heads] = state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const int64_t pairs = w->a->batch * w->a->heads;
   int64_t count = 0;
-  lunai_sparse_space space;
+  lunai_attention_space space;
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (int64_t pair = 0; pair < pairs; pair++) {
     const lunai_sparse s = lunai_sparse_at(w->a, pair);
@@ -6018,11 +5947,6 @@ LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t thread
   const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
   for (int64_t pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
 }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
-                                     bool backward) {
-  lunai_sparse_work w;
-  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
-}
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
                                void *scratch) {
   lunai_sparse_work w;
@@ -6035,10 +5959,12 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
     part->n = w->limit ? lunai_sparse_keys(&w->s, &w->cursor, w->limit, part->key) : 0;
-    part->s = w->s;
-    part->run = w->walk;
-    part->direct = part->n == w->keys && w->walk.together && !w->shared;
-    if (part->n > 0) return true;
+    if (part->n > 0) {
+      part->s = w->s;
+      part->run = w->walk;
+      part->direct = part->n == w->keys && lunai_sparse_together(&w->s) && !w->shared;
+      return true;
+    }
     while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
       if (++w->pair >= w->a->batch * w->a->heads) return false;
       w->s = lunai_sparse_at(w->a, w->pair);
@@ -6050,18 +5976,7 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
     w->cursor = lunai_keys_from(w->walk.block, w->walk.low, w->walk.high);
   }
 }
-/* of each query of a tile: its log-sum-exp, delta = dO . O - the gradient of that, and 0 */
-LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse_tile *q, float *stats) {
-  const lunai_attention *a = w->a;
-  memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
-  for (int64_t i = 0; i < q->t.width; i++) {
-    const int64_t at = q->s->row + q->row[i] * a->heads, out = q->s->out + q->row[i] * a->out_row;
-    stats[i] = a->log_sum_exp[at];
-    stats[LUNAI_TILE + i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
-                            (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
-  }
-}
-LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_attention_space *m,
                                          const lunai_sparse_part *part) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
@@ -6070,13 +5985,13 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
   const lunai_list queries = lunai_list_of_run(r), list = lunai_list_of_keys(part->key, n);
   const lunai_key_part keys = lunai_key_part_of(part->key, n);
-  const lunai_matrix all = lunai_listed(queries, a->q + s->q, d, a->q_row, m->q);
-  const lunai_matrix grad = lunai_listed(queries, a->grad_out + s->out, dv, a->out_row, m->grad);
-  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
-  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const lunai_matrix all = lunai_listed(queries, a->q + s->head.q, d, a->q_row, m->q);
+  const lunai_matrix grad = lunai_listed(queries, a->grad_out + s->head.out, dv, a->out_row, m->grad);
+  const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
   const bool finite = kernels->all_finite(k);
   float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
-  float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
+  float *to = part->direct ? a->grad_q + s->head.q + r->row[0] * a->q_row : part->q;
   const int64_t to_row = part->direct ? a->q_row : d;
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
@@ -6095,7 +6010,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     lunai_sparse_product(w, &tile, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
     lunai_sparse_product(w, &tile, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
     if (mask) lunai_sparse_mask(kernels, &tile, m->mask_row, mask);
-    lunai_sparse_stats(w, &tile, stats);
+    lunai_attention_rows(kernels, a, &s->head, t, tile.row, stats);
     kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
     lunai_sparse_hide(kernels, &tile, m->scores, 0);
     lunai_sparse_hide(kernels, &tile, m->slopes, 0);
@@ -6113,7 +6028,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
 }
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
-  lunai_sparse_space space;
+  lunai_attention_space space;
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (int64_t i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
@@ -6134,11 +6049,11 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
     const lunai_list queries = lunai_list_of_run(&p->run), keys = lunai_list_of_keys(p->key, p->n);
     if (!p->direct)
       lunai_sparse_add(w, thread, threads, queries, lunai_dense(p->q, queries.n, a->head_dim),
-                       lunai_into(lunai_offset(a->grad_q, p->s.q), a->q_row, true));
+                       lunai_into(lunai_offset(a->grad_q, p->s.head.q), a->q_row, true));
     lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->k, p->n, a->head_dim),
-                     lunai_into(lunai_offset(a->grad_k, p->s.k), a->k_row, true));
+                     lunai_into(lunai_offset(a->grad_k, p->s.head.k), a->k_row, true));
     lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->v, p->n, a->value_dim),
-                     lunai_into(lunai_offset(a->grad_v, p->s.v), a->v_row, true));
+                     lunai_into(lunai_offset(a->grad_v, p->s.head.v), a->v_row, true));
   }
 }
 LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
@@ -6150,6 +6065,22 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
     lunai_run(parallel, lunai_sparse_backward_task, &w);
     lunai_run(parallel, lunai_sparse_gather_task, &w);
   } while (w.count == w.wave);
+}
+
+LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                        bool backward) {
+  lunai_attention_work dense;
+  lunai_sparse_work sparse;
+  if (lunai_is_sparse(a)) return lunai_sparse_start(&sparse, kernels, a, lunai_max(threads, 1), backward, NULL);
+  return lunai_attention_start(&dense, kernels, a, lunai_max(threads, 1), backward, NULL);
+}
+LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
+                                  const lunai_parallel *parallel, void *scratch) {
+  (lunai_is_sparse(a) ? lunai_run_sparse : lunai_run_dense)(kernels, a, parallel, scratch);
+}
+LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                           const lunai_parallel *parallel, void *scratch) {
+  (lunai_is_sparse(a) ? lunai_run_sparse_backward : lunai_run_dense_backward)(kernels, a, parallel, scratch);
 }
 #endif
 
@@ -6987,20 +6918,12 @@ LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_
   const int64_t n = z.columns;
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
   const bool clean = c->kernels->all_finite(z);
-  if (!clean)
-    for (int64_t t = 0; t < c->rows; t++)
-      for (int64_t i = 0; i < n; i++)
-        buffer[t * n + i] = lunai_is_finite(z.at[t * z.row + i]) ? z.at[t * z.row + i] : 0;
+  if (!clean) c->kernels->finite_copy(z, buffer);
   out.add = !c->begins;
   if (!c->begins)
     lunai_matmul(c->kernels, 1, x, lunai_dense(mean, x.columns, n), lunai_into(out.at, out.row, false), c->panels);
   lunai_causal_apply(c, (float)(1 / base), clean ? z : lunai_dense(buffer, c->rows, n), out);
-  if (!clean)
-    for (int64_t j = 0; j < c->rows; j++)
-      for (int64_t i = 0; i < n; i++)
-        if (!lunai_is_finite(z.at[j * z.row + i]))
-          for (int64_t t = j; t < c->rows; t++)
-            out.at[t * out.row + i] += c->scores[t * LUNAI_CHUNK + j] * z.at[j * z.row + i];
+  if (!clean) lunai_add_infinite(lunai_strided(c->scores, c->rows, c->rows, LUNAI_CHUNK), z, 0, out);
   lunai_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(lunai_strided(out.at, c->rows, n, out.row), factors, out.at, out.row);
 }
