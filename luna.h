@@ -6444,14 +6444,19 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
-/* ---- the reference ---- */
+/* where a row of item (batch row, head) lies in x and y, in z and out */
+LUNAI_INLINE int64_t lunai_causal_xy(const lunai_causal *c, int64_t item, int64_t row) {
+  return item / c->heads * c->xy_batch + item % c->heads * c->xy_head + row * c->xy_row;
+}
+LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t row) {
+  return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
+}
 
-/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
+/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
-    const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head;
-    const int64_t z = item / c->heads * c->z_batch + item % c->heads * c->z_head;
+    const int64_t xy = lunai_causal_xy(c, item, 0), z = lunai_causal_z(c, item, 0);
     for (int64_t t = 0; t < c->rows; t++)
       for (int64_t first = 0; first < c->value_dim; first += 64) {
         const int64_t n = lunai_min(64, c->value_dim - first);
@@ -6469,10 +6474,8 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
   for (int64_t item = 0; item < c->batch * c->heads; item++)
     for (int64_t t = 0; t < c->rows; t++)
       for (int64_t j = 0; j <= t; j++) {
-        const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head, x = xy + t * c->xy_row,
-                      y = xy + j * c->xy_row;
-        const int64_t head = item / c->heads * c->z_batch + item % c->heads * c->z_head, z = head + j * c->z_row;
-        const float *g = c->grad_out + head + t * c->z_row;
+        const int64_t x = lunai_causal_xy(c, item, t), y = lunai_causal_xy(c, item, j), z = lunai_causal_z(c, item, j);
+        const float *g = c->grad_out + lunai_causal_z(c, item, t);
         const double score = lunai_inner(c->dim, c->x + x, 1, c->y + y, 1) / (double)(t + 1);
         const double slope = lunai_inner(c->value_dim, g, 1, c->z + z, 1) / (double)(t + 1);
         if (c->grad_x) lunai_add_scaled(c->dim, slope, c->y + y, c->grad_x + x);
@@ -6495,11 +6498,12 @@ LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, cons
   }
 }
 LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns, int64_t row, lunai_int64 t) {
-  lunai_mean m;
-  m.at = at;
-  m.rows = rows; m.columns = columns; m.row = row;
-  m.t = (double)t;
+  const lunai_mean m = { at, rows, columns, row, (double)t };
   return m;
+}
+/* row t of item (batch row, head) of causal Luna's tensors */
+LUNAI_INLINE int64_t lunai_luna_row(const lunai_causal_luna *a, int64_t item, int64_t t) {
+  return (item / a->heads * a->rows + t) * a->heads + item % a->heads;
 }
 /* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
@@ -6510,12 +6514,11 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
-    double *ka = a->mean_ka ? a->mean_ka + item * state : means, *av = a->mean_ka ? a->mean_av + item * state : means +
-        state;
+    double *ka = a->mean_ka ? a->mean_ka + item * state : means;
+    double *av = a->mean_ka ? a->mean_av + item * state : means + state;
     for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
-      const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
-                    narrow = row * a->slots;
+      const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const lunai_int64 now = a->position + t + 1;
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
@@ -6558,7 +6561,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
-    const int64_t first = item / a->heads * a->rows * a->heads + item % a->heads, step = a->heads * a->slots;
+    const int64_t first = lunai_luna_row(a, item, 0), step = a->heads * a->slots;
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
     for (int64_t t = 0; t < a->rows; t++)
@@ -6661,13 +6664,14 @@ typedef struct lunai_causal_chunk {
                                         reads the state before the chunk, and kept */
   /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
   float *scores, *panels, *buffer[3];
+  float *h;                          /* causal Luna, backward: its rows of H */
 } lunai_causal_chunk;
+typedef void (*lunai_chunk_step)(const void *args, const lunai_causal_chunk *c);
 
 typedef struct lunai_sweep {
   const lunai_kernels *kernels;
   const void *args;
-  void (*sum)(const void *args, const lunai_causal_chunk *c);
-  void (*output)(const void *args, const lunai_causal_chunk *c);
+  lunai_chunk_step sum, output, now; /* now: the one that threads share */
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
@@ -6677,6 +6681,7 @@ typedef struct lunai_sweep {
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
   lunai_outside *outside;            /* or null */
   bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
+  float *h;                          /* [items, rows, slots], or null: see lunai_causal_chunk */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
@@ -6754,6 +6759,7 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
   c.panels = lunai_take(&buffer, lunai_chunk_panels(s->kernels, s->dim, s->value_dim));
   for (int i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
+  c.h = lunai_offset(s->h, (item * s->rows + c.first) * s->slots);
   return c;
 }
 
@@ -6797,20 +6803,14 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
 
 /* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
    outputs */
-LUNAI_INLINE void lunai_sweep_window(const lunai_sweep *s, int64_t thread, int64_t threads, bool output) {
+LUNAI_FN void lunai_sweep_window(void *work, int64_t thread, int64_t threads) {
+  const lunai_sweep *s = (const lunai_sweep *)work;
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
   const int64_t end = lunai_share(s->items * window, thread + 1, threads);
   for (int64_t i = lunai_share(s->items * window, thread, threads); i < end; i++) {
     const lunai_causal_chunk c = lunai_sweep_chunk(s, i / window, s->start + i % window, i, thread);
-    if (output) s->output(s->args, &c);
-    else s->sum(s->args, &c);
+    s->now(s->args, &c);
   }
-}
-LUNAI_FN void lunai_sweep_sums(void *work, int64_t thread, int64_t threads) {
-  lunai_sweep_window((const lunai_sweep *)work, thread, threads, false);
-}
-LUNAI_FN void lunai_sweep_outputs(void *work, int64_t thread, int64_t threads) {
-  lunai_sweep_window((const lunai_sweep *)work, thread, threads, true);
 }
 LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
@@ -6823,7 +6823,23 @@ LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   }
 }
 
-LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch);
+LUNAI_FN void lunai_sweep_pass(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
+  parallel = lunai_worth(parallel, s->items * s->rows * s->dim * s->value_dim);
+  (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
+  if (lunai_threads(parallel) == 1 || s->window == 1) {
+    lunai_run(parallel, lunai_sweep_items, s);
+    return;
+  }
+  for (int64_t item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
+  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
+    s->now = s->sum;
+    lunai_run(parallel, lunai_sweep_window, s);
+    lunai_run(parallel, lunai_sweep_scans, s);
+    s->now = s->output;
+    if (!s->summing) lunai_run(parallel, lunai_sweep_window, s);
+  }
+  for (int64_t item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
+}
 /* What the other ranks' rows add: this rank's sums go out, those of the ranks before, or after, come back. */
 LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   lunai_outside *o = s->outside;
@@ -6832,7 +6848,7 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
   if (s->reverse || !o->received) {
     s->summing = true;
     memset(state, 0, (size_t)o->count * sizeof(double));
-    lunai_sweep_run(s, parallel, scratch);
+    lunai_sweep_pass(s, parallel, scratch);
     s->summing = false;
     for (int64_t i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
     o->scan(o->op, state, o->count, s->reverse);
@@ -6841,22 +6857,20 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
   }
   s->position = o->position;
 }
-LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
-  const int64_t work = s->items * s->rows * s->dim * s->value_dim;
-  if (s->outside && !s->summing) lunai_sweep_exchange(s, parallel, scratch);
-  parallel = lunai_worth(parallel, work);
-  (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
-  if (lunai_threads(parallel) == 1 || s->window == 1) {
-    lunai_run(parallel, lunai_sweep_items, s);
-    return;
-  }
-  for (int64_t item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
-  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
-    lunai_run(parallel, lunai_sweep_sums, s);
-    lunai_run(parallel, lunai_sweep_scans, s);
-    if (!s->summing) lunai_run(parallel, lunai_sweep_outputs, s);
-  }
-  for (int64_t item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, lunai_chunk_step sum, lunai_chunk_step output,
+                              const lunai_parallel *parallel, void *scratch) {
+  s->sum = sum;
+  s->output = output;
+  if (s->outside) lunai_sweep_exchange(s, parallel, scratch);
+  lunai_sweep_pass(s, parallel, scratch);
+}
+LUNAI_FN void lunai_sweep_clear(lunai_sweep *s, const lunai_kernels *kernels, const void *args, lunai_outside *outside,
+                                bool reverse) {
+  lunai_clear(s, sizeof *s);
+  s->kernels = kernels;
+  s->args = args;
+  s->outside = outside;
+  s->reverse = reverse;
 }
 
 /* ---- parts of a chunk ---- */
@@ -6936,9 +6950,10 @@ LUNAI_FN lunai_matrix lunai_causal_divide(const lunai_causal_chunk *c, float fac
   return lunai_dense(y, x.rows, x.columns);
 }
 
-/* grad (+)= G S^T + scores Y, S = before M: the gradient of the causal product's X */
-LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, const float *mean, lunai_matrix y,
-                                  lunai_out grad) {
+/* grad (+)= G S^T + ((G Z^T) o L) Y, S = before M: the gradient of the causal product's X */
+LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, lunai_matrix z, const float *mean,
+                                  lunai_matrix y, lunai_out grad) {
+  lunai_chunk_scores(c, g, z);
   if (!c->begins) {
     lunai_matmul(c->kernels, (float)c->before, g, lunai_transposed(lunai_dense(mean, y.columns, g.columns)), grad,
                  c->panels);
@@ -6947,10 +6962,12 @@ LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, c
   lunai_causal_apply(c, 1, y, grad);
 }
 
-/* grad += A B + scores^T X: the gradient of Y (A = Z, B = R^T) and of Z (A = Y, B = R, X = G) */
-LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix a, lunai_matrix b, lunai_matrix x,
-                                   lunai_out grad) {
-  if (!c->begins) lunai_matmul(c->kernels, 1, a, b, grad, c->panels);
+/* grad += A R + ((B A^T) o L)^T X, R the reverse state: with A = Z, R^T and B = G the gradient of Y, with A = Y, B = X
+   and X = G that of Z */
+LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix b, lunai_matrix a, lunai_matrix r,
+                                   lunai_matrix x, lunai_out grad) {
+  lunai_chunk_scores(c, b, a);
+  if (!c->begins) lunai_matmul(c->kernels, 1, a, r, grad, c->panels);
   lunai_causal_apply_transposed(c, x, grad);
 }
 
@@ -6961,19 +6978,16 @@ LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, lunai_matrix y, luna
 }
 
 /* ---- the causal product ---- */
-LUNAI_INLINE int64_t lunai_causal_xy(const lunai_causal *a, const lunai_causal_chunk *c) {
-  return c->item / a->heads * a->xy_batch + c->item % a->heads * a->xy_head + c->first * a->xy_row;
-}
-LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *a, const lunai_causal_chunk *c) {
-  return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
-}
 
-/* the chunk's rows of a tensor with x's strides, or z's */
+/* the chunk's rows of a tensor with x's strides, or z's; of a gradient */
 LUNAI_FN lunai_matrix lunai_causal_at_x(const lunai_causal *a, const lunai_causal_chunk *c, const float *x) {
-  return lunai_strided(x + lunai_causal_xy(a, c), c->rows, a->dim, a->xy_row);
+  return lunai_strided(x + lunai_causal_xy(a, c->item, c->first), c->rows, a->dim, a->xy_row);
 }
 LUNAI_FN lunai_matrix lunai_causal_at_z(const lunai_causal *a, const lunai_causal_chunk *c, const float *z) {
-  return lunai_strided(z + lunai_causal_z(a, c), c->rows, a->value_dim, a->z_row);
+  return lunai_strided(z + lunai_causal_z(a, c->item, c->first), c->rows, a->value_dim, a->z_row);
+}
+LUNAI_FN lunai_out lunai_causal_into_x(const lunai_causal *a, const lunai_causal_chunk *c, float *grad) {
+  return lunai_into(grad + lunai_causal_xy(a, c->item, c->first), a->xy_row, true);
 }
 
 LUNAI_FN void lunai_causal_sum_yz(const void *args, const lunai_causal_chunk *c) {
@@ -6986,15 +7000,14 @@ LUNAI_FN void lunai_causal_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_matrix x = lunai_causal_at_x(a, c, a->x);
   lunai_chunk_scores(c, x, lunai_causal_at_x(a, c, a->y));
   lunai_causal_mix(c, 1, x, c->state, lunai_causal_at_z(a, c, a->z),
-                   lunai_into(a->out + lunai_causal_z(a, c), a->z_row, false));
+                   lunai_into(a->out + lunai_causal_z(a, c->item, c->first), a->z_row, false));
 }
 
 LUNAI_FN void lunai_causal_out_x(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_causal_at_z(a, c, a->grad_out), c->buffer[0]);
-  lunai_chunk_scores(c, g, lunai_causal_at_z(a, c, a->z));
-  lunai_causal_grad_x(c, g, c->state, lunai_causal_at_x(a, c, a->y),
-                      lunai_into(a->grad_x + lunai_causal_xy(a, c), a->xy_row, true));
+  lunai_causal_grad_x(c, g, lunai_causal_at_z(a, c, a->z), c->state, lunai_causal_at_x(a, c, a->y),
+                      lunai_causal_into_x(a, c, a->grad_x));
 }
 
 /* reverse: kept = G, the state is R */
@@ -7009,21 +7022,15 @@ LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c)
   const lunai_matrix g = lunai_dense(c->kept, c->rows, a->value_dim), r = lunai_dense(c->state, a->dim, a->value_dim);
   const lunai_matrix x = lunai_causal_at_x(a, c, a->x), y = lunai_causal_at_x(a, c, a->y);
   const lunai_matrix z = lunai_causal_at_z(a, c, a->z);
-  if (a->grad_y) {
-    lunai_chunk_scores(c, g, z);
-    lunai_causal_grad_yz(c, z, lunai_transposed(r), x,
-                         lunai_into(a->grad_y + lunai_causal_xy(a, c), a->xy_row, true));
-  }
-  if (a->grad_z) {
-    lunai_chunk_scores(c, x, y);
-    lunai_causal_grad_yz(c, y, r, g, lunai_into(a->grad_z + lunai_causal_z(a, c), a->z_row, true));
-  }
+  if (a->grad_y)
+    lunai_causal_grad_yz(c, g, z, lunai_transposed(r), x, lunai_causal_into_x(a, c, a->grad_y));
+  if (a->grad_z)
+    lunai_causal_grad_yz(c, x, y, r, g,
+                         lunai_into(a->grad_z + lunai_causal_z(a, c->item, c->first), a->z_row, true));
 }
 
 LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal *a, bool reverse) {
-  memset(s, 0, sizeof *s);
-  s->kernels = kernels;
-  s->args = a;
+  lunai_sweep_clear(s, kernels, a, a->outside, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -7032,8 +7039,6 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
   s->slots = 1;
   s->unit = a->dim * a->value_dim;
   s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
-  s->reverse = reverse;
-  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
@@ -7047,9 +7052,7 @@ LUNAI_FN void lunai_run_causal(const lunai_kernels *kernels, const lunai_causal 
                                void *scratch) {
   lunai_sweep s;
   lunai_causal_sweep(&s, kernels, a, false);
-  s.sum = lunai_causal_sum_yz;
-  s.output = lunai_causal_out;
-  lunai_sweep_run(&s, parallel, scratch);
+  lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const lunai_causal *a,
@@ -7057,15 +7060,11 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
   lunai_sweep s;
   if (a->grad_x) {
     lunai_causal_sweep(&s, kernels, a, false);
-    s.sum = lunai_causal_sum_yz;
-    s.output = lunai_causal_out_x;
-    lunai_sweep_run(&s, parallel, scratch);
+    lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out_x, parallel, scratch);
   }
   if (a->grad_y || a->grad_z || a->outside) {
     lunai_causal_sweep(&s, kernels, a, true);
-    s.sum = lunai_causal_sum_xg;
-    s.output = lunai_causal_out_yz;
-    lunai_sweep_run(&s, parallel, scratch);
+    lunai_sweep_run(&s, lunai_causal_sum_xg, lunai_causal_out_yz, parallel, scratch);
   }
 }
 
@@ -7074,13 +7073,9 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
 /* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
 typedef struct lunai_luna_place { int64_t wide, wide_row, narrow, narrow_row, slots; } lunai_luna_place;
 LUNAI_FN lunai_luna_place lunai_luna_at(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
-  const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
-  lunai_luna_place p;
-  p.wide = row * a->head_dim;
-  p.wide_row = a->heads * a->head_dim;
-  p.narrow = row * a->slots;
-  p.narrow_row = a->heads * a->slots;
-  p.slots = lunai_real_slots(a->lengths, b, a->slots);
+  const int64_t row = lunai_luna_row(a, c->item, c->first), d = a->head_dim;
+  const lunai_luna_place p = { row * d, a->heads * d, row * a->slots, a->heads * a->slots,
+                               lunai_real_slots(a->lengths, c->item / a->heads, a->slots) };
   return p;
 }
 
@@ -7137,24 +7132,21 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
 
-typedef struct lunai_luna_steps {
-  const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch;
-} lunai_luna_steps;
 LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
   return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
 }
 
-/* one row: no chunk */
+/* one row: no chunk; of the sweep kernels, args and threads_at are set */
 LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
-  const lunai_luna_steps *s = (const lunai_luna_steps *)work;
-  const lunai_causal_luna *a = s->args;
+  const lunai_sweep *s = (const lunai_sweep *)work;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
-  char *scratch = s->scratch + thread * lunai_step_bytes(a);
+  char *scratch = s->threads_at + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
-    const int64_t l = lunai_real_slots(a->lengths, item / a->heads, a->slots), wide = item * d,
-                  narrow = item * a->slots;
+    const int64_t l = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    const int64_t wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
       for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
@@ -7172,68 +7164,49 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
 
 /* ---- causal Luna, backward ----
    G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
-typedef struct lunai_luna_grads { const lunai_causal_luna *args; float *h; } lunai_luna_grads;
-LUNAI_INLINE float *lunai_luna_h(const lunai_luna_grads *g, const lunai_causal_chunk *c) {
-  return g->h + (c->item * g->args->rows + c->first) * g->args->slots;
-}
-LUNAI_FN void lunai_luna_sum_up(const void *args, const lunai_causal_chunk *c) {
-  lunai_luna_sum(((const lunai_luna_grads *)args)->args, c);
-}
-
 /* H, and the gradient of q */
 LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
-  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
-  const lunai_causal_luna *a = grads->args;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t l = p.slots;
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->buffer[0]);
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
-  lunai_chunk_scores(c, g, lunai_luna_wide(a, c, a->v));
-  lunai_causal_grad_x(c, g, c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
+  lunai_causal_grad_x(c, g, lunai_luna_wide(a, c, a->v), c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
   c->kernels->copy_rows(lunai_luna_narrow(a, c, a->w), w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
-  const lunai_matrix h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), lunai_luna_h(grads, c));
-  if (!a->grad_q) return;
-  lunai_chunk_scores(c, h, omega);
-  lunai_causal_grad_x(c, h, c->state, lunai_luna_wide(a, c, a->k), lunai_into(a->grad_q + p.wide, p.wide_row, true));
+  const lunai_matrix h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), c->h);
+  if (a->grad_q)
+    lunai_causal_grad_x(c, h, omega, c->state, lunai_luna_wide(a, c, a->k),
+                        lunai_into(a->grad_q + p.wide, p.wide_row, true));
 }
 
 /* kept = A, then G; the states are q^T H and W^T G */
 LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c) {
-  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
-  const lunai_causal_luna *a = grads->args;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t l = lunai_luna_omega(a, c).columns;
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->kept + LUNAI_CHUNK * l);
-  lunai_causal_sum(c, lunai_luna_wide(a, c, a->q), lunai_dense(lunai_luna_h(grads, c), c->rows, l), c->state);
+  lunai_causal_sum(c, lunai_luna_wide(a, c, a->q), lunai_dense(c->h, c->rows, l), c->state);
   lunai_causal_sum(c, lunai_luna_narrow(a, c, a->w), g, c->state + a->head_dim * l);
 }
 
 LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c) {
-  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
-  const lunai_causal_luna *a = grads->args;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const lunai_luna_place p = lunai_luna_at(a, c);
   const int64_t d = a->head_dim, l = p.slots;
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l), g = lunai_dense(c->kept + LUNAI_CHUNK * l, c->rows, d);
-  const lunai_matrix h = lunai_dense(lunai_luna_h(grads, c), c->rows, l), w = lunai_luna_narrow(a, c, a->w);
+  const lunai_matrix h = lunai_dense(c->h, c->rows, l), w = lunai_luna_narrow(a, c, a->w);
   const lunai_matrix r = lunai_dense(c->state, d, l), r2 = lunai_dense(c->state + d * l, l, d);
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
-  if (a->grad_k) {
-    lunai_chunk_scores(c, h, omega);
-    lunai_causal_grad_yz(c, omega, lunai_transposed(r), q, lunai_into(a->grad_k + p.wide, p.wide_row, true));
-  }
-  if (a->grad_v) {
-    lunai_chunk_scores(c, w, omega);
-    lunai_causal_grad_yz(c, omega, r2, g, lunai_into(a->grad_v + p.wide, p.wide_row, true));
-  }
+  if (a->grad_k)
+    lunai_causal_grad_yz(c, h, omega, lunai_transposed(r), q, lunai_into(a->grad_k + p.wide, p.wide_row, true));
+  if (a->grad_v) lunai_causal_grad_yz(c, w, omega, r2, g, lunai_into(a->grad_v + p.wide, p.wide_row, true));
   if (a->grad_s) {
     float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
-    lunai_chunk_scores(c, q, k);
-    lunai_causal_grad_yz(c, k, r, h, lunai_into(domega, l, true));
-    lunai_chunk_scores(c, g, v);
-    lunai_causal_grad_yz(c, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
+    lunai_causal_grad_yz(c, q, k, r, h, lunai_into(domega, l, true));
+    lunai_causal_grad_yz(c, g, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->s), s, l);
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->grad_s), ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
@@ -7242,8 +7215,7 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
 }
 
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
-  lunai_clear(s, sizeof *s);
-  s->kernels = kernels;
+  lunai_sweep_clear(s, kernels, a, a->outside, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -7253,8 +7225,6 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->lengths = a->lengths;
   s->unit = 2 * a->head_dim;
   s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
-  s->reverse = reverse;
-  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
@@ -7270,39 +7240,29 @@ LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_ca
                                     const lunai_parallel *parallel, void *scratch) {
   lunai_sweep s;
   if (a->mean_ka && a->rows == 1) {
-    lunai_luna_steps steps;
-    steps.kernels = kernels;
-    steps.args = a;
-    steps.scratch = (char *)scratch;
-    lunai_run(lunai_worth(parallel, a->batch * a->heads * a->head_dim * a->slots), lunai_luna_step, &steps);
+    s.kernels = kernels;
+    s.args = a;
+    s.threads_at = (char *)scratch;
+    lunai_run(lunai_worth(parallel, a->batch * a->heads * a->head_dim * a->slots), lunai_luna_step, &s);
     return;
   }
   lunai_luna_sweep(&s, kernels, a, false);
-  s.args = a;
-  s.sum = lunai_luna_sum;
-  s.output = lunai_luna_out;
   if (a->mean_ka && a->rows > 0) s.exchange = lunai_luna_exchange;
-  lunai_sweep_run(&s, parallel, scratch);
+  lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const lunai_causal_luna *a,
                                              const lunai_parallel *parallel, void *scratch) {
-  lunai_luna_grads grads;
-  lunai_sweep s;
   char *rest = (char *)scratch;
-  grads.args = a;
-  grads.h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
+  float *h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
+  lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
-  s.args = &grads;
-  s.sum = lunai_luna_sum_up;
-  s.output = lunai_luna_out_up;
-  lunai_sweep_run(&s, parallel, rest);
+  s.h = h;
+  lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out_up, parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
-  s.args = &grads;
-  s.sum = lunai_luna_sum_down;
-  s.output = lunai_luna_out_down;
-  lunai_sweep_run(&s, parallel, rest);
+  s.h = h;
+  lunai_sweep_run(&s, lunai_luna_sum_down, lunai_luna_out_down, parallel, rest);
 }
 #endif
 
