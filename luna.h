@@ -4831,8 +4831,8 @@ LUNAI_FN void lunai_dense_row_backward(const lunai_attention *a, const lunai_hea
                       (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[stat] : 0);
   for (int64_t j = 0; j < lunai_attention_keys(a, r, i); j++) {
     const int64_t k = r->k + j * a->k_row, v = r->v + j * a->v_row;
-    const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, i, j) -
-                                                       (double)a->log_sum_exp[stat]));
+    const double score = lunai_attention_score(a, r, i, j) - (double)a->log_sum_exp[stat];
+    const double p = (double)lunai_exp1_scalar((float)score);
     const double mask = (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
     const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
     const double ds = (double)a->scale * p * (dp - mean);
@@ -5043,59 +5043,6 @@ LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
       x[i * t->q_step + j * t->k_step] = value;
 }
 
-/* The largest sizes, and how to share the work among `threads`, which never changes a bit. */
-LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
-                                   int64_t threads, bool backward) {
-  memset(w, 0, sizeof *w);
-  w->kernels = kernels;
-  w->a = a;
-  w->backward = backward;
-  w->pairs = a->batch * a->heads;
-  w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
-  w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
-  w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
-  w->queries = a->query_offsets ? 0 : a->queries;
-  w->keys = a->key_offsets ? 0 : a->keys;
-  for (int64_t b = 0; a->query_offsets && b < a->batch; b++) {
-    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
-    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
-  }
-  if (a->causal) w->keys = lunai_min(w->keys, w->queries);
-  w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
-  const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE);
-  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
-  w->run = LUNAI_RUN;
-  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
-  w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
-  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * threads, lunai_max(w->query_blocks, 1)));
-  if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
-  else w->unit = w->queries * a->head_dim;
-  if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
-    w->unit += w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
-}
-
-/* how many keys of a block the queries before `last` see */
-LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
-  const int64_t key = block * LUNAI_KEY_BLOCK;
-  return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
-}
-
-/* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
-LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
-  return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
-}
-
-/* whether this unit alone writes its keys' gradients */
-LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
-
-/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
-   query block */
-LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
-  return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
-         query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
-}
-
-
 /* a thread's part of the scratch, from `scratch` on; returns its end */
 LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
@@ -5122,16 +5069,64 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   return scratch;
 }
 
+/* The largest sizes, and how to share the work among `threads`, which never changes a bit; returns the bytes of
+   scratch */
 LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
                                       int64_t threads, bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
-  lunai_attention_plan(w, kernels, a, threads, backward);
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->a = a;
+  w->backward = backward;
+  w->pairs = a->batch * a->heads;
+  w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
+  w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
+  w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
+  w->queries = a->query_offsets ? 0 : a->queries;
+  w->keys = a->key_offsets ? 0 : a->keys;
+  for (int64_t b = 0; a->query_offsets && b < a->batch; b++) {
+    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
+    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
+  }
+  if (a->causal) w->keys = lunai_min(w->keys, w->queries);
+  w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
+  const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE);
+  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
+  w->run = LUNAI_RUN;
+  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
+  w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
+  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * threads, lunai_max(w->query_blocks, 1)));
+  if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
+  else w->unit = w->queries * a->head_dim;
+  if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
+    w->unit += w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
   w->thread_bytes = (size_t)(lunai_attention_layout(w, zero, &space) - zero);
-  const int64_t units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  const int64_t units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
+}
+
+/* how many keys of a block the queries before `last` see */
+LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
+  const int64_t key = block * LUNAI_KEY_BLOCK;
+  return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
+}
+
+/* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
+LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
+  return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
+}
+
+/* whether this unit alone writes its keys' gradients */
+LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
+
+/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
+   query block */
+LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
+  return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
+         query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
 
 LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [width, depth] */
@@ -5647,11 +5642,9 @@ typedef struct lunai_sparse_work {
 
 /* whether queries follow one another */
 LUNAI_FN bool lunai_sparse_together(const lunai_sparse *s) { return !s->p->query_order; }
-LUNAI_FN void lunai_sparse_bounds(const lunai_sparse *s, int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
-  const bool together = lunai_sparse_together(s);
-  *low = row[0];
-  *high = row[together ? n - 1 : 0];
-  for (int64_t i = 1; i < n && !together; i++) {
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
+  *low = *high = row[0];
+  for (int64_t i = 1; i < n; i++) {
     *low = lunai_min(*low, row[i]);
     *high = lunai_max(*high, row[i]);
   }
@@ -5662,7 +5655,7 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
     if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
     r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
     if (r->width == 0) continue;
-    lunai_sparse_bounds(s, r->width, r->row, &r->low, &r->high);
+    lunai_sparse_bounds(r->width, r->row, &r->low, &r->high);
     return true;
   }
   return false;
@@ -5696,7 +5689,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   q.row = r->row + first;
   q.first = first;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
-  lunai_sparse_bounds(s, q.t.width, q.row, &q.low, &q.high);
+  lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
   const int64_t low = q.low - s->left;
   const int64_t high = q.high + s->right;
   if (keys.in_order) {
@@ -6276,16 +6269,13 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
   const float *k = u->k + at * d, *v = u->v + at * d;
   m->slots = lunai_real_slots(u->lengths, b, u->slots);
   m->n = u->heads * m->slots;
-  for (int64_t h = 0; h < u->heads; h++)
+  for (int64_t h = 0; h < u->heads; h++) {
     memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
-  if (m->slots < u->slots) {
-    for (int64_t h = 0; h < u->heads; h++) {
-      memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-      memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-    }
-    k = m->k;
-    v = m->v;
+    if (m->slots == u->slots) continue;
+    memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+    memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
   }
+  if (m->slots < u->slots) k = m->k, v = m->v;
   lunai_panels_of(kernels, lunai_transposed(lunai_dense(k, m->n, d)), m->score_panels);
   if (!backward) lunai_panels_of(kernels, lunai_dense(v, m->n, d), m->out_panels);
   else {
@@ -6452,7 +6442,8 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t
   return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
 }
 
-/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
+/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in
+   double */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
