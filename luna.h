@@ -5669,13 +5669,10 @@ LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
 LUNAI_FN lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
-  lunai_key_part k;
   int64_t i;
-  k.key = key;
-  k.n = n;
   for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
-  k.in_order = i == n;
-  return k;
+  const lunai_key_part part = { key, n, i == n };
+  return part;
 }
 /* of a part's keys; t.depth 0: it sees none of them */
 LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
@@ -5690,8 +5687,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   q.first = first;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
   lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
-  const int64_t low = q.low - s->left;
-  const int64_t high = q.high + s->right;
+  const int64_t low = q.low - s->left, high = q.high + s->right;
   if (keys.in_order) {
     q.key = lunai_min(n, lunai_max(0, low - key[0].row));
     n = lunai_max(q.key, lunai_min(n, high + 1 - key[0].row));
@@ -5851,74 +5847,60 @@ LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_spars
   }
 }
 
-/* what a run keeps from part to part */
-typedef struct lunai_sparse_rows_at {
-  float *out;
-  int64_t out_row;
-  bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
-} lunai_sparse_rows_at;
 /* the product's B is rows [key, key + depth) of those in `panels` */
 LUNAI_FN lunai_panels lunai_panels_from(lunai_panels panels, int64_t key) {
   panels.at += key * panels.row;
   return panels;
-}
-LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_attention_space *m,
-                                        const lunai_sparse *s, const lunai_sparse_run *r, int64_t n,
-                                        lunai_sparse_rows_at *x) {
-  const lunai_kernels *kernels = w->kernels;
-  const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
-  const lunai_list list = lunai_list_of_keys(m->key, n);
-  const lunai_key_part keys = lunai_key_part_of(m->key, n);
-  const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
-  const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
-  const bool finite = kernels->all_finite(v);
-  float *mask = lunai_drops(a) ? m->mask : NULL;
-  if (!finite) kernels->finite_copy(v, m->clean);
-  const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
-  for (int64_t first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
-    const int64_t last = q.key + q.t.depth;
-    const bool merge = x->seen[tile];
-    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
-        *out = x->out + first * x->out_row, *part = merge ? m->part : out;
-    const lunai_out to = lunai_into(part, merge ? dv : x->out_row, false);
-    if (q.t.depth == 0) continue;
-    x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
-                       m->score_panels + first / nr * nr * d + first % nr, m->scores);
-    lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
-    if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
-    kernels->tile_softmax(&q.t, m->scores, mask, stats);
-    lunai_matmul_panels(kernels, 1, lunai_scores(&q.t, m->scores), lunai_panels_from(values, q.key), to);
-    if (!finite) lunai_sparse_infinite(&q, m->scores, lunai_lines(v, q.key, last), to);
-    if (merge) kernels->attention_merge(lunai_dense(part, q.t.width, dv), stats, state, out, x->out_row);
-  }
 }
 LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_attention_space *m,
                                        const lunai_sparse *s, const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
-  const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->head.q, d, a->q_row, m->q);
+  const lunai_matrix all = lunai_listed(lunai_list_of_run(r), a->q + s->head.q, d, a->q_row, m->q);
   const bool together = lunai_sparse_together(s);
+  const lunai_out out = together ? lunai_into(a->out + s->head.out + r->row[0] * a->out_row, a->out_row, false)
+                                 : lunai_into(m->out, dv, false);
+  float *mask = lunai_drops(a) ? m->mask : NULL;
+  bool seen[LUNAI_RUN] = {false}; /* of each tile: whether it has had keys */
   lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
-  lunai_sparse_rows_at x;
   int64_t n;
-  memset(x.seen, 0, sizeof x.seen);
-  x.out = together ? a->out + s->head.out + r->row[0] * a->out_row : m->out;
-  x.out_row = together ? a->out_row : dv;
-  lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
-  while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0)
-    lunai_sparse_part_forward(w, m, s, r, n, &x);
+  lunai_panels_of(kernels, lunai_transposed(all), m->score_panels);
+  while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0) {
+    const lunai_list list = lunai_list_of_keys(m->key, n);
+    const lunai_key_part keys = lunai_key_part_of(m->key, n);
+    const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
+    const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
+    const bool finite = kernels->all_finite(v);
+    if (!finite) kernels->finite_copy(v, m->clean);
+    const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
+    for (int64_t first = 0; first < r->width; first += w->tile) {
+      const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
+      const int64_t last = q.key + q.t.depth, tile = first / w->tile;
+      const bool merge = seen[tile];
+      float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state;
+      float *place = out.at + first * out.row;
+      const lunai_out to = merge ? lunai_into(m->part, dv, false) : lunai_into(place, out.row, false);
+      if (q.t.depth == 0) continue;
+      seen[tile] = true;
+      lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
+                         m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores);
+      lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
+      if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
+      kernels->tile_softmax(&q.t, m->scores, mask, stats);
+      lunai_matmul_panels(kernels, 1, lunai_scores(&q.t, m->scores), lunai_panels_from(values, q.key), to);
+      if (!finite) lunai_sparse_infinite(&q, m->scores, lunai_lines(v, q.key, last), to);
+      if (merge) kernels->attention_merge(lunai_dense(m->part, q.t.width, dv), stats, state, place, out.row);
+    }
+  }
   for (int64_t i = 0; i < r->width; i++) {
     float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->head.out + r->row[i] * a->out_row;
-    const bool seen = x.seen[i / w->tile];
-    if (i % w->tile == 0 && seen)
-      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
-    const bool none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
+    const bool had = seen[i / w->tile];
+    if (i % w->tile == 0 && had)
+      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, out.at + i * out.row, out.row);
+    const bool none = !had || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) lunai_sparse_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LUNAI_HIDDEN */
-    else if (!together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
+    else if (!together) memcpy(row, out.at + i * dv, (size_t)dv * sizeof(float));
     if (a->log_sum_exp && !none) a->log_sum_exp[s->head.row + r->row[i] * a->heads] = state[i % w->tile];
   }
 }
@@ -6492,9 +6474,12 @@ LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns,
   const lunai_mean m = { at, rows, columns, row, (double)t };
   return m;
 }
-/* row t of item (batch row, head) of causal Luna's tensors */
+/* row t of item (batch row, head) of causal Luna's tensors, and the item's real slots */
 LUNAI_INLINE int64_t lunai_luna_row(const lunai_causal_luna *a, int64_t item, int64_t t) {
   return (item / a->heads * a->rows + t) * a->heads + item % a->heads;
+}
+LUNAI_INLINE int64_t lunai_luna_slots(const lunai_causal_luna *a, int64_t item) {
+  return lunai_real_slots(a->lengths, item / a->heads, a->slots);
 }
 /* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
@@ -6504,7 +6489,7 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
   float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    const int64_t real = lunai_luna_slots(a, item);
     double *ka = a->mean_ka ? a->mean_ka + item * state : means;
     double *av = a->mean_ka ? a->mean_av + item * state : means + state;
     for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
@@ -6519,9 +6504,8 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     }
   }
 }
-/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t:
-   dW_t = sum (g_t . v_j) A_j, dU = softmax's backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j,
-       dk_j += (h_t . A_j) q_t,
+/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t: dW_t = sum (g_t . v_j) A_j, dU = softmax's
+   backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j, dk_j += (h_t . A_j) q_t,
    dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
 LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
                                              float *scratch) {
@@ -6551,7 +6535,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    const int64_t real = lunai_luna_slots(a, item);
     const int64_t first = lunai_luna_row(a, item, 0), step = a->heads * a->slots;
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
@@ -6899,16 +6883,6 @@ LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai
   }
 }
 
-/* out += scores^T X */
-LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_matrix x, lunai_out out) {
-  int64_t last;
-  for (int64_t first = 0; first < c->rows; first = last) {
-    last = lunai_min(first + LUNAI_HALF, c->rows);
-    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
-                 lunai_lines(x, first, last), out, c->panels);
-  }
-}
-
 /* factor base / t of each row */
 LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
   for (int64_t t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
@@ -6957,9 +6931,14 @@ LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, l
    and X = G that of Z */
 LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix b, lunai_matrix a, lunai_matrix r,
                                    lunai_matrix x, lunai_out grad) {
+  int64_t last;
   lunai_chunk_scores(c, b, a);
   if (!c->begins) lunai_matmul(c->kernels, 1, a, r, grad, c->panels);
-  lunai_causal_apply_transposed(c, x, grad);
+  for (int64_t first = 0; first < c->rows; first = last) {
+    last = lunai_min(first + LUNAI_HALF, c->rows);
+    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
+                 lunai_lines(x, first, last), grad, c->panels);
+  }
 }
 
 /* state = Y^T Z */
@@ -7061,23 +7040,18 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
-typedef struct lunai_luna_place { int64_t wide, wide_row, narrow, narrow_row, slots; } lunai_luna_place;
-LUNAI_FN lunai_luna_place lunai_luna_at(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
-  const int64_t row = lunai_luna_row(a, c->item, c->first), d = a->head_dim;
-  const lunai_luna_place p = { row * d, a->heads * d, row * a->slots, a->heads * a->slots,
-                               lunai_real_slots(a->lengths, c->item / a->heads, a->slots) };
-  return p;
-}
-
 /* the chunk's rows of q, k, v or out; of s or w, without the masked slots */
 LUNAI_FN lunai_matrix lunai_luna_wide(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  return lunai_strided(x + p.wide, c->rows, a->head_dim, p.wide_row);
+  const int64_t d = a->head_dim;
+  return lunai_strided(x + lunai_luna_row(a, c->item, c->first) * d, c->rows, d, a->heads * d);
 }
 LUNAI_FN lunai_matrix lunai_luna_narrow(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  return lunai_strided(x + p.narrow, c->rows, p.slots, p.narrow_row);
+  return lunai_strided(x + lunai_luna_row(a, c->item, c->first) * a->slots, c->rows, lunai_luna_slots(a, c->item),
+                       a->heads * a->slots);
+}
+/* where out, or the gradient of q, k or v, is written */
+LUNAI_FN lunai_out lunai_luna_into(const lunai_causal_luna *a, const lunai_causal_chunk *c, float *x, bool add) {
+  return lunai_into(x + lunai_luna_row(a, c->item, c->first) * a->head_dim, a->heads * a->head_dim, add);
 }
 /* A = omega(s), into kept */
 LUNAI_FN lunai_matrix lunai_luna_omega(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
@@ -7097,24 +7071,23 @@ LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
 
 LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t l = p.slots;
+  const int64_t l = lunai_luna_slots(a, c->item), narrow = lunai_luna_row(a, c->item, c->first) * a->slots;
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix w = lunai_dense(c->buffer[0], c->rows, l);
   lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
   lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
-  if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
+  if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + narrow, a->heads * a->slots);
   for (int64_t t = 0; LUNAI_TRAINS && a->w && l < a->slots && t < c->rows; t++)
-    memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
+    memset(a->w + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
   lunai_chunk_scores(c, w, omega);
   lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
-                   lunai_into(a->out + p.wide, p.wide_row, false));
+                   lunai_luna_into(a, c, a->out, false));
 }
 
 LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const int64_t d = a->head_dim, l = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item);
   double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
   for (int64_t i = 0; i < d; i++) {
     double *own = state + i * l, *callers = ka + i * a->slots;
@@ -7136,7 +7109,7 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
-    const int64_t l = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+    const int64_t l = lunai_luna_slots(a, item);
     const int64_t wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
@@ -7158,8 +7131,7 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
 /* H, and the gradient of q */
 LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t l = p.slots;
+  const int64_t l = lunai_luna_slots(a, c->item);
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->buffer[0]);
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
@@ -7169,8 +7141,7 @@ LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
   const lunai_matrix h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), c->h);
   if (a->grad_q)
-    lunai_causal_grad_x(c, h, omega, c->state, lunai_luna_wide(a, c, a->k),
-                        lunai_into(a->grad_q + p.wide, p.wide_row, true));
+    lunai_causal_grad_x(c, h, omega, c->state, lunai_luna_wide(a, c, a->k), lunai_luna_into(a, c, a->grad_q, true));
 }
 
 /* kept = A, then G; the states are q^T H and W^T G */
@@ -7184,15 +7155,14 @@ LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c)
 
 LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, c->item);
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l), g = lunai_dense(c->kept + LUNAI_CHUNK * l, c->rows, d);
   const lunai_matrix h = lunai_dense(c->h, c->rows, l), w = lunai_luna_narrow(a, c, a->w);
   const lunai_matrix r = lunai_dense(c->state, d, l), r2 = lunai_dense(c->state + d * l, l, d);
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
   if (a->grad_k)
-    lunai_causal_grad_yz(c, h, omega, lunai_transposed(r), q, lunai_into(a->grad_k + p.wide, p.wide_row, true));
-  if (a->grad_v) lunai_causal_grad_yz(c, w, omega, r2, g, lunai_into(a->grad_v + p.wide, p.wide_row, true));
+    lunai_causal_grad_yz(c, h, omega, lunai_transposed(r), q, lunai_luna_into(a, c, a->grad_k, true));
+  if (a->grad_v) lunai_causal_grad_yz(c, w, omega, r2, g, lunai_luna_into(a, c, a->grad_v, true));
   if (a->grad_s) {
     float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
@@ -7201,7 +7171,8 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->s), s, l);
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->grad_s), ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
-    c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + p.narrow, p.narrow_row);
+    c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + lunai_luna_row(a, c->item, c->first) * a->slots,
+                          a->heads * a->slots);
   }
 }
 
