@@ -2579,7 +2579,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   R(void, tile_softmax, (const lunai_tile *t, float *s, const float *mask, float *stats)) \
   T(void, tile_slopes, (const lunai_tile *t, float *s, float *slopes, const float *mask, const float *stats)) \
   R(void, tile_hide, (int64_t lines, const lunai_tile *t, int64_t from, int64_t to, float value, float *x)) \
-  R(bool, finite_copy, (lunai_matrix x, float *y)) \
+  K(bool, finite_copy, (lunai_matrix x, float *y)) \
   R(void, attention_merge, (lunai_matrix part, const float *stats, float *state, float *out, int64_t out_row)) \
   R(void, attention_finish, (int64_t width, int64_t dim, float *state, float *out, int64_t out_row)) \
   R(void, unpack_softmax, (const lunai_unpack *u, const lunai_unpack_space *m, int64_t row, int64_t rows)) \
@@ -4604,59 +4604,71 @@ LUNAI_FN void LUNAI_K(apollo)(const lunai_update *update) {
    row's log-sum-exp. Guarded by tests/attention.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
-/* The reference. Offsets of row i of batch row b and head h, and how many keys it sees */
-typedef struct lunai_attention_row { int64_t q, k, v, out, stat, keys, element; } lunai_attention_row;
-LUNAI_FN bool lunai_attention_row_at(const lunai_attention *a, int64_t b, int64_t h, int64_t i,
-                                     lunai_attention_row *r) {
-  const int64_t first = a->query_offsets ? a->query_offsets[b] : b * a->queries;
-  const int64_t rows = a->query_offsets ? a->query_offsets[b + 1] - first : a->queries;
-  const int64_t key = a->key_offsets ? a->key_offsets[b] : 0;
-  if (i >= rows) return false;
-  r->q = (a->query_offsets ? first * a->q_row : b * a->q_batch) + i * a->q_row + h * a->q_head;
-  r->out = (a->query_offsets ? first * a->out_row : b * a->out_batch) + i * a->out_row + h * a->out_head;
-  r->k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r->v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r->keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
-  if (a->lengths) r->keys = lunai_min(r->keys, lunai_max(a->lengths[b], 0));
-  if (a->causal) r->keys = lunai_min(r->keys, i + 1);
-  r->stat = (first + i) * a->heads + h;
-  r->element = ((b * a->heads + h) * a->queries + i) * a->keys;
-  return true;
+#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
+
+LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
+LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
+  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
 }
-LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_attention_row *r, int64_t j) {
-  return (double)a->scale * lunai_inner(a->head_dim, a->q + r->q, 1, a->k + r->k + j * a->k_row, 1);
+
+/* One head of one batch row: its real sizes, and where it starts in each tensor, in log_sum_exp and sums (row), and
+   among dropout's elements. `across`: the scores of a query are contiguous, the keys are in panels and the queries read
+   in place; otherwise the scores of a key, and the converse. Same bits. */
+typedef struct lunai_head {
+  int64_t queries, keys, q, k, v, out, row, element;
+  bool across;
+} lunai_head;
+LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
+  const int64_t b = pair / a->heads, h = pair % a->heads;
+  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
+  lunai_head r;
+  r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
+  r.keys = lunai_real_slots(a->lengths, b, a->key_offsets ? a->key_offsets[b + 1] - key : a->keys);
+  if (a->causal && !lunai_is_sparse(a)) r.keys = lunai_min(r.keys, r.queries);
+  r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
+  r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
+  r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
+  r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
+  r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
+  r.element = pair * a->queries * a->keys;
+  r.across = r.keys <= LUNAI_FEW_KEYS && r.keys <= r.queries;
+  return r;
+}
+
+/* The reference. How many keys query i sees, and its score of the j-th */
+LUNAI_FN int64_t lunai_attention_keys(const lunai_attention *a, const lunai_head *r, int64_t i) {
+  return a->causal ? lunai_min(r->keys, i + 1) : r->keys;
+}
+LUNAI_FN double lunai_attention_score(const lunai_attention *a, const lunai_head *r, int64_t i, int64_t j) {
+  return (double)a->scale *
+         lunai_inner(a->head_dim, a->q + r->q + i * a->q_row, 1, a->k + r->k + j * a->k_row, 1);
 }
 
 /* out = sum_j p_j v_j, p = softmax(scale q K^T) [eq. 1]; columns of V by sixty-fours, whose sums are kept in double */
-LUNAI_FN void lunai_attention_row_reference(const lunai_attention *a, const lunai_attention_row *r) {
+LUNAI_FN void lunai_dense_row(const lunai_attention *a, const lunai_head *r, int64_t i) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
+  const int64_t keys = lunai_attention_keys(a, r, i), stat = r->row + i * a->heads;
   double max = -(double)INFINITY, total = 0, kept = 0;
-  for (int64_t j = 0; j < r->keys; j++) {
-    const double score = lunai_attention_score(a, r, j);
+  for (int64_t j = 0; j < keys; j++) {
+    const double score = lunai_attention_score(a, r, i, j);
     if (!(score <= max)) max = score;
   }
   for (int64_t first = 0; first == 0 || first < a->value_dim; first += 64) {
     const int64_t n = lunai_min(64, a->value_dim - first);
     double sum[64] = {0};
     total = kept = 0;
-    for (int64_t j = 0; j < r->keys; j++) {
-      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, j) - max));
-      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + j);
+    for (int64_t j = 0; j < keys; j++) {
+      const double p = (double)lunai_exp1_scalar((float)(lunai_attention_score(a, r, i, j) - max));
+      const double masked = p * (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
       total += p;
       kept += masked;
       for (int64_t e = 0; e < n; e++) sum[e] += masked * (double)a->v[r->v + j * a->v_row + first + e];
     }
-    for (int64_t e = 0; e < n; e++) a->out[r->out + first + e] = r->keys > 0 ? (float)(sum[e] / total) : 0;
+    for (int64_t e = 0; e < n; e++)
+      a->out[r->out + i * a->out_row + first + e] = keys > 0 ? (float)(sum[e] / total) : 0;
   }
-  if (a->log_sum_exp)
-    a->log_sum_exp[r->stat] = r->keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
-  if (a->sums) a->sums[r->stat] = r->keys > 0 ? (float)(kept / total) : 0;
-}
-LUNAI_FN void lunai_dense_reference(const lunai_attention *a) {
-  lunai_attention_row r;
-  for (int64_t b = 0; b < a->batch; b++)
-    for (int64_t h = 0; h < a->heads; h++)
-      for (int64_t i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) lunai_attention_row_reference(a, &r);
+  if (a->log_sum_exp) a->log_sum_exp[stat] = keys > 0 ? (float)(max + (double)lunai_log1_scalar((float)total)) : 0;
+  if (a->sums) a->sums[stat] = keys > 0 ? (float)(kept / total) : 0;
 }
 
 /* y += factor x */
@@ -4664,29 +4676,31 @@ LUNAI_FN void lunai_add_scaled(int64_t n, double factor, const float *x, float *
   for (int64_t i = 0; y && i < n; i++) y[i] += (float)(factor * (double)x[i]);
 }
 /* dP = m (dO . v + dsum), dS = P (dP - sum of P dP), where sum of P dP = dO . O + dsum sum */
-LUNAI_FN void lunai_dense_backward_reference(const lunai_attention *a) {
+LUNAI_FN void lunai_dense_row_backward(const lunai_attention *a, const lunai_head *r, int64_t i) {
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  lunai_attention_row r;
-  for (int64_t b = 0; b < a->batch; b++)
-    for (int64_t h = 0; h < a->heads; h++)
-      for (int64_t i = 0; lunai_attention_row_at(a, b, h, i, &r); i++) {
-        const float *g = a->grad_out + r.out;
-        const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[r.stat] : 0;
-        const double mean = lunai_inner(a->value_dim, g, 1, a->out + r.out, 1) +
-                     (extra != 0 ? extra * (double)a->sums[r.stat] : 0) -
-                     (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[r.stat] : 0);
-        for (int64_t j = 0; j < r.keys; j++) {
-          const int64_t k = r.k + j * a->k_row, v = r.v + j * a->v_row;
-          const double score = lunai_attention_score(a, &r, j) - (double)a->log_sum_exp[r.stat];
-          const double p = (double)lunai_exp1_scalar((float)score);
-          const double mask = (double)lunai_dropout_at(&dropout, r.element + j);
-          const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
-          const double ds = (double)a->scale * p * (dp - mean);
-          if (a->grad_q) lunai_add_scaled(a->head_dim, ds, a->k + k, a->grad_q + r.q);
-          if (a->grad_k) lunai_add_scaled(a->head_dim, ds, a->q + r.q, a->grad_k + k);
-          if (a->grad_v) lunai_add_scaled(a->value_dim, p * mask, g, a->grad_v + v);
-        }
-      }
+  const int64_t q = r->q + i * a->q_row, out = r->out + i * a->out_row, stat = r->row + i * a->heads;
+  const float *g = a->grad_out + out;
+  const double extra = a->grad_sums && lunai_drops(a) ? (double)a->grad_sums[stat] : 0;
+  const double mean = lunai_inner(a->value_dim, g, 1, a->out + out, 1) +
+                      (extra != 0 ? extra * (double)a->sums[stat] : 0) -
+                      (a->grad_log_sum_exp ? (double)a->grad_log_sum_exp[stat] : 0);
+  for (int64_t j = 0; j < lunai_attention_keys(a, r, i); j++) {
+    const int64_t k = r->k + j * a->k_row, v = r->v + j * a->v_row;
+    const double score = lunai_attention_score(a, r, i, j) - (double)a->log_sum_exp[stat];
+    const double p = (double)lunai_exp1_scalar((float)score);
+    const double mask = (double)lunai_dropout_at(&dropout, r->element + i * a->keys + j);
+    const double dp = mask * (lunai_inner(a->value_dim, g, 1, a->v + v, 1) + extra);
+    const double ds = (double)a->scale * p * (dp - mean);
+    lunai_add_scaled(a->head_dim, ds, a->k + k, lunai_offset(a->grad_q, q));
+    lunai_add_scaled(a->head_dim, ds, a->q + q, lunai_offset(a->grad_k, k));
+    lunai_add_scaled(a->value_dim, p * mask, g, lunai_offset(a->grad_v, v));
+  }
+}
+LUNAI_FN void lunai_dense_rows(const lunai_attention *a, bool backward) {
+  for (int64_t pair = 0; pair < a->batch * a->heads; pair++) {
+    const lunai_head head = lunai_head_at(a, pair);
+    for (int64_t i = 0; i < head.queries; i++) (backward ? lunai_dense_row_backward : lunai_dense_row)(a, &head, i);
+  }
 }
 #endif
 
@@ -4829,17 +4843,7 @@ LUNAI_FN void LUNAI_K(tile_slopes)(const lunai_tile *t, float *s, float *slopes,
 
 #elif !defined(LUNAI_PASS)
 
-#define LUNAI_TILE 64              /* queries of a tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_RUN 256              /* queries of one item of the forward work, at most */
-#define LUNAI_FEW_KEYS 128         /* so few are copied into panels, and the queries read in place */
-
-/* One head of one batch row: its real sizes, and where it starts in each tensor. `across`: the scores of a query are
-   contiguous, the keys are in panels and the queries read in place; otherwise the scores of a key, and the converse.
-   Same bits. */
-typedef struct lunai_head {
-  int64_t queries, keys, q, k, v, out, row, element;
-  bool across;
-} lunai_head;
 
 typedef struct lunai_attention_work {
   const lunai_kernels *kernels;
@@ -4856,33 +4860,17 @@ typedef struct lunai_attention_work {
   lunai_shares shares;                  /* of the items */
 } lunai_attention_work;
 
-typedef struct lunai_attention_space {  /* a thread's part of the scratch; see lunai_attention_layout */
+/* a thread's part of the scratch; see lunai_attention_layout, and of sparse attention lunai_sparse_layout */
+typedef struct lunai_attention_space {
   float *scores, *slopes, *mask, *mask_row, *clean, *score_panels, *slope_panels, *values, *product;
   float *own, *part, *stats, *state;
+  float *q, *grad, *k, *v, *out;        /* sparse: copies of rows, in the order of the pattern */
+  struct lunai_key *key;
 } lunai_attention_space;
-
-LUNAI_FN lunai_head lunai_head_at(const lunai_attention *a, int64_t pair) {
-  const int64_t b = pair / a->heads, h = pair % a->heads;
-  const int64_t query = a->query_offsets ? a->query_offsets[b] : 0, key = a->key_offsets ? a->key_offsets[b] : 0;
-  lunai_head r;
-  r.queries = a->query_offsets ? a->query_offsets[b + 1] - query : a->queries;
-  r.keys = a->key_offsets ? a->key_offsets[b + 1] - key : a->keys;
-  if (a->lengths) r.keys = lunai_min(r.keys, lunai_max(a->lengths[b], 0));
-  if (a->causal) r.keys = lunai_min(r.keys, r.queries);
-  r.q = (a->query_offsets ? query * a->q_row : b * a->q_batch) + h * a->q_head;
-  r.out = (a->query_offsets ? query * a->out_row : b * a->out_batch) + h * a->out_head;
-  r.k = (a->key_offsets ? key * a->k_row : b * a->k_batch) + h * a->k_head;
-  r.v = (a->key_offsets ? key * a->v_row : b * a->v_batch) + h * a->v_head;
-  r.row = (a->query_offsets ? query : b * a->queries) * a->heads + h;
-  r.element = pair * a->queries * a->keys;
-  r.across = r.keys <= LUNAI_FEW_KEYS && r.keys <= r.queries;
-  return r;
-}
 
 /* the tile of queries from `query` on, before `end`, and of the `depth` keys from `key` on, or fewer where causal */
 LUNAI_FN lunai_tile lunai_tile_at(const lunai_attention *a, const lunai_head *head, int64_t query, int64_t end,
-                                  int64_t key,
-                                  int64_t depth) {
+                                  int64_t key, int64_t depth) {
   lunai_tile t;
   t.query = query;
   t.key = key;
@@ -4910,59 +4898,6 @@ LUNAI_FN void lunai_tile_hide(const lunai_tile *t, float *x, float value) {
       x[i * t->q_step + j * t->k_step] = value;
 }
 
-/* The largest sizes, and how to share the work among `threads`, which never changes a bit. */
-LUNAI_FN void lunai_attention_plan(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
-                                   int64_t threads, bool backward) {
-  memset(w, 0, sizeof *w);
-  w->kernels = kernels;
-  w->a = a;
-  w->backward = backward;
-  w->pairs = a->batch * a->heads;
-  w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
-  w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
-  w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
-  w->queries = a->query_offsets ? 0 : a->queries;
-  w->keys = a->key_offsets ? 0 : a->keys;
-  for (int64_t b = 0; a->query_offsets && b < a->batch; b++) {
-    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
-    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
-  }
-  if (a->causal) w->keys = lunai_min(w->keys, w->queries);
-  w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
-  const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE);
-  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
-  w->run = LUNAI_RUN;
-  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
-  w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
-  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * threads, lunai_max(w->query_blocks, 1)));
-  if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
-  else w->unit = w->queries * a->head_dim;
-  if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
-    w->unit += w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
-}
-
-/* how many keys of a block the queries before `last` see */
-LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
-  const int64_t key = block * LUNAI_KEY_BLOCK;
-  return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
-}
-
-/* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
-LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
-  return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
-}
-
-/* whether this unit alone writes its keys' gradients */
-LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
-
-/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
-   query block */
-LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
-  return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
-         query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
-}
-
-
 /* a thread's part of the scratch, from `scratch` on; returns its end */
 LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
@@ -4989,32 +4924,64 @@ LUNAI_FN char *lunai_attention_layout(const lunai_attention_work *w, char *scrat
   return scratch;
 }
 
+/* The largest sizes, and how to share the work among `threads`, which never changes a bit; returns the bytes of
+   scratch */
 LUNAI_FN size_t lunai_attention_start(lunai_attention_work *w, const lunai_kernels *kernels, const lunai_attention *a,
                                       int64_t threads, bool backward, void *scratch) {
   lunai_attention_space space;
   char *zero = (char *)w; /* only distances count */
-  lunai_attention_plan(w, kernels, a, threads, backward);
+  memset(w, 0, sizeof *w);
+  w->kernels = kernels;
+  w->a = a;
+  w->backward = backward;
+  w->pairs = a->batch * a->heads;
+  w->q_shared = !a->query_offsets && a->q_batch == 0 && a->batch > 1;
+  w->k_shared = !a->key_offsets && a->k_batch == 0 && a->batch > 1;
+  w->v_shared = !a->key_offsets && a->v_batch == 0 && a->batch > 1;
+  w->queries = a->query_offsets ? 0 : a->queries;
+  w->keys = a->key_offsets ? 0 : a->keys;
+  for (int64_t b = 0; a->query_offsets && b < a->batch; b++) {
+    w->queries = lunai_max(w->queries, a->query_offsets[b + 1] - a->query_offsets[b]);
+    w->keys = lunai_max(w->keys, a->key_offsets[b + 1] - a->key_offsets[b]);
+  }
+  if (a->causal) w->keys = lunai_min(w->keys, w->queries);
+  w->blocks = lunai_divide_up(w->keys, LUNAI_KEY_BLOCK);
+  const int64_t tiles = lunai_divide_up(w->queries, LUNAI_TILE);
+  w->split = !backward && threads > 1 && w->blocks > 1 && tiles <= 8 && w->pairs * tiles < 2 * threads;
+  w->run = LUNAI_RUN;
+  while (!w->split && w->run > LUNAI_TILE && w->pairs * lunai_divide_up(w->queries, w->run) < 4 * threads) w->run /= 2;
+  w->query_blocks = lunai_divide_up(w->queries, LUNAI_KEY_BLOCK);
+  w->wave = lunai_min(w->pairs * w->blocks, lunai_divide_up(2 * threads, lunai_max(w->query_blocks, 1)));
+  if (!backward) w->unit = tiles * LUNAI_TILE * (a->value_dim + 3);
+  else w->unit = w->queries * a->head_dim;
+  if (backward && (w->query_blocks > 1 || w->k_shared || w->v_shared))
+    w->unit += w->query_blocks * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (a->head_dim + a->value_dim);
   w->thread_bytes = (size_t)(lunai_attention_layout(w, zero, &space) - zero);
-  const int64_t units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   w->scratch = (char *)scratch;
   if (scratch) w->partial = (float *)(void *)(w->scratch + (size_t)threads * w->thread_bytes);
+  const int64_t units = backward ? w->wave : w->split ? w->pairs * w->blocks : 0;
   return (size_t)threads * w->thread_bytes + (size_t)lunai_floats(units * w->unit);
 }
 
-/* see below */
-LUNAI_FN bool lunai_is_sparse(const lunai_attention *a) { return a->patterns != NULL; }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
-                                     bool backward);
-LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
-                               void *scratch);
-LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
-                                        const lunai_parallel *parallel, void *scratch);
+/* how many keys of a block the queries before `last` see */
+LUNAI_FN int64_t lunai_depth(const lunai_attention *a, const lunai_head *head, int64_t block, int64_t last) {
+  const int64_t key = block * LUNAI_KEY_BLOCK;
+  return lunai_min(lunai_min(LUNAI_KEY_BLOCK, head->keys - key), a->causal ? last - key : LUNAI_KEY_BLOCK);
+}
 
-LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
-                                        bool backward) {
-  lunai_attention_work w;
-  if (lunai_is_sparse(a)) return lunai_sparse_scratch(kernels, a, lunai_max(threads, 1), backward);
-  return lunai_attention_start(&w, kernels, a, lunai_max(threads, 1), backward, NULL);
+/* in a split's partial result, after the values: maximum, sum and sum after dropout of each query of a tile */
+LUNAI_FN float *lunai_stats_of(const lunai_attention_work *w, float *partial, int64_t query) {
+  return partial + lunai_divide_up(w->queries, LUNAI_TILE) * LUNAI_TILE * w->a->value_dim + 3 * query;
+}
+
+/* whether this unit alone writes its keys' gradients */
+LUNAI_FN bool lunai_direct(const lunai_head *head, bool shared) { return !shared && head->queries <= LUNAI_KEY_BLOCK; }
+
+/* the partial gradients a unit keeps: dQ [queries, head_dim], then dK [keys, head_dim] and dV [keys, value_dim] of each
+   query block */
+LUNAI_FN float *lunai_grad_part(const lunai_attention_work *w, int64_t unit, int64_t query_block) {
+  return w->partial + (unit - w->first) * w->unit + w->queries * w->a->head_dim +
+         query_block * lunai_min(w->keys, LUNAI_KEY_BLOCK) * (w->a->head_dim + w->a->value_dim);
 }
 
 LUNAI_FN lunai_matrix lunai_scores(const lunai_tile *t, const float *s) { /* [width, depth] */
@@ -5042,14 +5009,13 @@ LUNAI_FN void lunai_tile_mask(const lunai_kernels *kernels, const lunai_attentio
   lunai_tile_pad(t, mask, 0);
 }
 
-/* adds what finite_copy left out of V to the queries that see it */
-LUNAI_FN void lunai_add_infinite(const lunai_tile *t, const float *s, lunai_matrix v, lunai_out part) {
-  for (int64_t j = 0; j < t->depth; j++)
+/* adds what finite_copy left out of V to the rows of S V that see it: row i sees V's row j where i >= j - seen */
+LUNAI_FN void lunai_add_infinite(lunai_matrix s, lunai_matrix v, int64_t seen, lunai_out out) {
+  for (int64_t j = 0; j < s.columns; j++)
     for (int64_t c = 0; c < v.columns; c++) {
       const float x = v.at[j * v.row + c];
-      if (fabs((double)x) < (double)INFINITY) continue;
-      for (int64_t i = lunai_max(t->key + j - t->query, 0); i < t->width; i++)
-        part.at[i * part.row + c] += s[i * t->q_step + j * t->k_step] * x;
+      for (int64_t i = lunai_max(j - seen, 0); !lunai_is_finite(x) && i < s.rows; i++)
+        out.at[i * out.row + c] += s.at[i * s.row + j * s.column] * x;
     }
 }
 
@@ -5105,7 +5071,7 @@ LUNAI_FN void lunai_attention_item(const lunai_attention_work *w, const lunai_at
       kernels->tile_softmax(&t, m->scores, mask, stats);
       if (!once) lunai_matmul_panels(kernels, 1, s, lunai_panels_in(kernels, m->values, dv, depth), to);
       else lunai_matmul(kernels, 1, s, edge ? lunai_dense(m->clean, t.depth, dv) : v, to, m->values);
-      if (nonfinite) lunai_add_infinite(&t, m->scores, v, to);
+      if (nonfinite) lunai_add_infinite(s, v, query - key, to);
       if (merge) kernels->attention_merge(lunai_dense(part, t.width, dv), stats, state, out, a->out_row);
     }
   }
@@ -5153,28 +5119,25 @@ LUNAI_FN void lunai_attention_merge_task(void *work, int64_t thread, int64_t thr
   }
 }
 
-LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
-                                  const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_dense(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
+                              void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a)) {
-    lunai_run_sparse(kernels, a, parallel, scratch);
-    return;
-  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), false, scratch);
   lunai_run(parallel, lunai_attention_task, &w);
   if (w.split) lunai_run(parallel, lunai_attention_merge_task, &w);
 }
 
 /* Of each query of a tile: its log-sum-exp, delta = dO . O (+ the gradient of the row's sum, where dropout makes that
-   vary), and that gradient */
+   vary), and that gradient. list: the queries' rows; null: t->query and those after it */
 LUNAI_FN void lunai_attention_rows(const lunai_kernels *kernels, const lunai_attention *a, const lunai_head *head,
-                                   const lunai_tile *t, float *stats) {
+                                   const lunai_tile *t, const int32_t *list, float *stats) {
   float *lse = stats, *delta = stats + LUNAI_TILE, *add = stats + 2 * LUNAI_TILE;
   memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
   for (int64_t i = 0; i < t->width; i++) {
-    const int64_t at = head->row + (t->query + i) * a->heads, row = head->out + (t->query + i) * a->out_row;
+    const int64_t query = list ? list[i] : t->query + i, at = head->row + query * a->heads;
+    const int64_t out = head->out + query * a->out_row;
     lse[i] = a->log_sum_exp[at];
-    delta[i] = kernels->dot(a->value_dim, a->grad_out + row, a->out + row);
+    delta[i] = kernels->dot(a->value_dim, a->grad_out + out, a->out + out);
     if (a->grad_log_sum_exp) delta[i] -= a->grad_log_sum_exp[at];
     if (!a->grad_sums || !lunai_drops(a)) continue;
     add[i] = a->grad_sums[at];
@@ -5228,7 +5191,7 @@ LUNAI_FN void lunai_attention_backward_item(const lunai_attention_work *w, const
     }
     lunai_tile_product(kernels, &t, a->scale, t.across ? q : lunai_lines(k, 0, t.depth), m->score_panels, m->scores);
     lunai_tile_product(kernels, &t, 1, t.across ? g : lunai_lines(v, 0, t.depth), m->slope_panels, m->slopes);
-    lunai_attention_rows(kernels, a, &head, &t, stats);
+    lunai_attention_rows(kernels, a, &head, &t, NULL, stats);
     if (mask) lunai_tile_mask(kernels, a, &head, &t, m->mask_row, mask);
     kernels->tile_slopes(&t, m->scores, m->slopes, mask, stats);
     if (edge) lunai_tile_hide(&t, m->scores, 0);
@@ -5279,51 +5242,29 @@ LUNAI_FN void lunai_attention_merge_queries(const lunai_attention_work *w, int64
     lunai_add_rows(w->kernels, width, a->head_dim, w->partial + (unit - w->first) * w->unit + query * a->head_dim,
                    a->grad_q + head.q + query * a->q_row, a->q_row);
 }
-/* Where one tensor is queries and keys or values: a head's gradients are one thread's, so that their order is that of
-   units for any number of threads. */
-LUNAI_FN void lunai_attention_gather_heads(const lunai_attention_work *w, int64_t thread, int64_t threads) {
-  for (int64_t unit = w->first; unit < w->last; unit++) {
-    if (unit / w->blocks % w->a->heads % threads != thread) continue;
-    if (w->a->grad_k) lunai_attention_merge_keys(w, unit, true);
-    if (w->a->grad_v) lunai_attention_merge_keys(w, unit, false);
-    for (int64_t query = 0; query < w->queries; query += LUNAI_TILE) lunai_attention_merge_queries(w, unit, query);
-  }
-}
 /* Adds this wave's partial gradients in the order of units, so that a tensor that the batch shares gets its sum in
-   batch order. Items: each unit's keys, and each tile of queries; the first of those with one destination adds all. */
+   batch order. Keys of a unit and tiles of queries that have one destination have one thread; where one tensor is
+   queries and keys or values, so has all of a head. */
 LUNAI_FN void lunai_attention_gather_task(void *work, int64_t thread, int64_t threads) {
   const lunai_attention_work *w = (const lunai_attention_work *)work;
   const lunai_attention *a = w->a;
-  if (a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v)) {
-    lunai_attention_gather_heads(w, thread, threads);
-    return;
+  const bool by_head = a->grad_q && (a->grad_q == a->grad_k || a->grad_q == a->grad_v);
+  const int64_t tiles = a->grad_q ? lunai_divide_up(w->queries, LUNAI_TILE) : 0;
+  for (int64_t unit = w->first; unit < w->last; unit++) {
+    const int64_t pair = unit / w->blocks, head = pair % a->heads;
+    const int64_t own = by_head ? head : unit - w->first, shared = by_head ? head : own % (a->heads * w->blocks);
+    const int64_t group = w->q_shared ? head : pair - w->first / w->blocks;
+    if (a->grad_k && (w->k_shared ? shared : own) % threads == thread) lunai_attention_merge_keys(w, unit, true);
+    if (a->grad_v && (w->v_shared ? shared : own) % threads == thread) lunai_attention_merge_keys(w, unit, false);
+    for (int64_t tile = 0; tile < tiles; tile++)
+      if ((by_head ? head : group * tiles + tile) % threads == thread)
+        lunai_attention_merge_queries(w, unit, tile * LUNAI_TILE);
   }
-  const int64_t units = w->last - w->first, tiles = lunai_divide_up(w->queries, LUNAI_TILE),
-      same = a->heads * w->blocks;
-  const int64_t groups = w->q_shared ? a->heads : (w->last - 1) / w->blocks - w->first / w->blocks + 1;
-  for (int64_t item = thread; item < units; item += threads) {
-    const bool opens = item < same; /* no unit before it in this wave has its head and key block */
-    for (int64_t unit = w->first + item; unit < w->last; unit += same) {
-      const bool own = unit == w->first + item;
-      if (a->grad_k && (w->k_shared ? opens : own)) lunai_attention_merge_keys(w, unit, true);
-      if (a->grad_v && (w->v_shared ? opens : own)) lunai_attention_merge_keys(w, unit, false);
-    }
-  }
-  for (int64_t item = thread; a->grad_q && item < groups * tiles; item += threads)
-    for (int64_t unit = w->first; unit < w->last; unit++) {
-      const int64_t pair = unit / w->blocks;
-      if ((w->q_shared ? pair % a->heads : pair - w->first / w->blocks) == item / tiles)
-        lunai_attention_merge_queries(w, unit, item % tiles * LUNAI_TILE);
-    }
 }
 
-LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
-                                           const lunai_parallel *parallel, void *scratch) {
+LUNAI_FN void lunai_run_dense_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                       const lunai_parallel *parallel, void *scratch) {
   lunai_attention_work w;
-  if (lunai_is_sparse(a)) {
-    lunai_run_sparse_backward(kernels, a, parallel, scratch);
-    return;
-  }
   lunai_attention_start(&w, kernels, a, lunai_threads(parallel), true, scratch);
   for (; w.first < w.pairs * w.blocks; w.first = w.last) {
     w.last = lunai_min(w.first + w.wave, w.pairs * w.blocks);
@@ -5340,47 +5281,35 @@ LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const l
 #ifndef LUNAI_PASS
 #define LUNAI_HIDDEN (-3.0e38f)      /* a score: finite, so that a part of which a query sees nothing gives no NaN */
 
-/* One head of one batch row: its pattern, real sizes, and where it starts in each tensor */
 typedef struct lunai_sparse {
   const lunai_attention *a;
   const luna_attention_pattern *p;
-  int64_t queries, keys, left, right, blocks;
-  int64_t q, k, v, out, row, element;   /* element: of dropout; queries are `numbers` apart */
-  int64_t numbers;
+  lunai_head head;                      /* its real queries and keys; element: of dropout, queries `numbers` apart */
+  int64_t left, right, blocks, numbers;
 } lunai_sparse;
 typedef struct lunai_key { int32_t row, number; bool whole; } lunai_key;
 /* Those of a block's keys that a query in [low, high] may see; the next: at `at` of that run */
 typedef struct lunai_key_cursor { int64_t block, low, high, run, at; } lunai_key_cursor;
 LUNAI_FN lunai_key_cursor lunai_keys_from(int64_t block, int64_t low, int64_t high) {
-  lunai_key_cursor c;
-  c.block = block;
-  c.low = low;
-  c.high = high;
-  c.run = c.at = 0;
+  const lunai_key_cursor c = { block, low, high, 0, 0 };
   return c;
 }
 
 LUNAI_FN lunai_sparse lunai_sparse_at(const lunai_attention *a, int64_t pair) {
-  static const luna_attention_pattern all = { false, 0, 0, false, 0, NULL, NULL, NULL, NULL, NULL, 0 };
-  const int64_t b = pair / a->heads, h = pair % a->heads, unlimited = LUNAI_MAX_COUNT;
+  const int64_t unlimited = LUNAI_MAX_COUNT;
   lunai_sparse s;
   s.a = a;
-  s.p = !a->patterns ? &all : a->patterns + (a->pattern_count == 1 ? 0 : a->pattern_count == a->heads ? h : pair);
-  s.queries = a->lengths && a->patterns ? lunai_min(a->lengths[b], a->queries) : a->queries;
-  s.keys = a->lengths ? lunai_min(a->lengths[b], a->keys) : a->keys;
+  s.p = a->patterns + pair % a->pattern_count; /* one for all, one a head, or one a pair */
+  s.head = lunai_head_at(a, pair);
+  s.head.queries = lunai_real_slots(a->lengths, pair / a->heads, a->queries);
   s.left = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->left, unlimited)) : unlimited;
   s.right = s.p->window ? lunai_max(-unlimited, lunai_min(s.p->right, unlimited)) : unlimited;
   if (a->causal) s.right = lunai_min(s.right, 0);
   s.blocks = lunai_max(s.p->blocks, 1);
-  s.q = b * a->q_batch + h * a->q_head;
-  s.k = b * a->k_batch + h * a->k_head;
-  s.v = b * a->v_batch + h * a->v_head;
-  s.out = b * a->out_batch + h * a->out_head;
-  s.row = b * a->queries * a->heads + h;
   s.numbers = s.p->key_order ? s.p->key_count : a->keys;
-  s.element = pair * a->queries * s.numbers;
+  s.head.element = pair * a->queries * s.numbers;
   if (a->dropout_first > 0 && a->dropout_run == 0 && a->keys > 0) /* of pairs before, as many as this one has */
-    s.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
+    s.head.element += a->dropout_first / (a->queries * a->keys) * a->queries * s.numbers - a->dropout_first;
   return s;
 }
 /* its first query's number; of s->blocks: the end */
@@ -5393,29 +5322,29 @@ LUNAI_FN int64_t lunai_sparse_queries(const lunai_sparse *s, int64_t block, int6
   int64_t n = 0;
   for (; *at < end && n < limit; ++*at) {
     const int64_t row = s->p->query_order ? s->p->query_order[*at] : *at;
-    if (row < s->queries) rows[n++] = (int32_t)row;
+    if (row < s->head.queries) rows[n++] = (int32_t)row;
   }
   return n;
 }
 /* Up to `limit` of a cursor's keys, which moves; how many. keys may be null: counts them. */
 LUNAI_FN int64_t lunai_sparse_keys(const lunai_sparse *s, lunai_key_cursor *at, int64_t limit, lunai_key *keys) {
+  const luna_key_run all = { 0, (int32_t)s->head.keys, false }, *runs = s->p->blocks ? s->p->runs : &all;
+  const int64_t begin = s->p->blocks ? s->p->offsets[at->block] : 0;
   const int64_t end = s->p->blocks ? s->p->offsets[at->block + 1] : 1;
   int64_t n = 0;
-  if (s->p->blocks && at->run < s->p->offsets[at->block]) at->run = s->p->offsets[at->block];
-  for (; at->run < end; at->run++, at->at = 0) {
-    const int64_t first = s->p->blocks ? s->p->runs[at->run].first : 0,
-        last = s->p->blocks ? first + s->p->runs[at->run].count : s->keys;
-    const bool whole = s->p->blocks && s->p->runs[at->run].whole;
+  for (at->run = lunai_max(at->run, begin); at->run < end; at->run++, at->at = 0) {
+    const int64_t first = runs[at->run].first, last = first + runs[at->run].count;
+    const bool whole = runs[at->run].whole;
     const int64_t from = whole ? 0 : at->low - s->left, to = whole ? INT32_MAX : at->high + s->right;
     int64_t f = first + at->at, stop = last;
     if (!s->p->key_order) {
       f = lunai_max(f, from);
-      stop = lunai_min(last, lunai_min(s->keys, to + 1));
+      stop = lunai_min(last, lunai_min(s->head.keys, to + 1));
       if (!keys && stop > f) n += stop - f, f = stop;
     }
     for (; f < stop; f++) {
       const int64_t row = s->p->key_order ? s->p->key_order[f] : f;
-      if (row >= s->keys || row < from || row > to) continue;
+      if (row >= s->head.keys || row < from || row > to) continue;
       if (n == limit) {
         at->at = f - first;
         return n;
@@ -5434,75 +5363,61 @@ LUNAI_FN bool lunai_sparse_sees(const lunai_sparse *s, int64_t query, const luna
 /* what queries get that no block has */
 LUNAI_FN void lunai_sparse_clear(const lunai_attention *a, int64_t pair) {
   const lunai_sparse s = lunai_sparse_at(a, pair);
-  int64_t i = s.p->blocks ? 0 : s.queries;
+  int64_t i = s.p->blocks ? 0 : s.head.queries;
   for (; i < a->queries; i++) {
-    memset(a->out + s.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
-    if (a->log_sum_exp) a->log_sum_exp[s.row + i * a->heads] = -INFINITY;
+    memset(a->out + s.head.out + i * a->out_row, 0, (size_t)a->value_dim * sizeof(float));
+    if (a->log_sum_exp) a->log_sum_exp[s.head.row + i * a->heads] = -INFINITY;
   }
 }
 
-/* The reference: one query at a time, its keys in parts. */
-#define LUNAI_KEY_PART 64
-typedef struct lunai_sparse_walk { lunai_key_cursor cursor; lunai_key key[LUNAI_KEY_PART]; int64_t n, i;
-                                   } lunai_sparse_walk;
-LUNAI_FN void lunai_sparse_start_walk(lunai_sparse_walk *w, int64_t block, int64_t query) {
-  w->cursor = lunai_keys_from(block, query, query);
-  w->n = w->i = 0;
+/* The reference: one query at a time. Its next key after those before the cursor; false: there is none */
+LUNAI_FN bool lunai_sparse_next(const lunai_sparse *s, lunai_key_cursor *at, lunai_key *key) {
+  while (lunai_sparse_keys(s, at, 1, key)) if (lunai_sparse_sees(s, at->low, key)) return true;
+  return false;
 }
-/* the next key that the walk's query sees, or null */
-LUNAI_FN const lunai_key *lunai_sparse_next(const lunai_sparse *s, lunai_sparse_walk *w) {
-  for (;;) {
-    for (; w->i < w->n; w->i++)
-      if (lunai_sparse_sees(s, w->cursor.low, &w->key[w->i])) return &w->key[w->i++];
-    w->i = 0;
-    w->n = lunai_sparse_keys(s, &w->cursor, LUNAI_KEY_PART, w->key);
-    if (w->n == 0) return NULL;
-  }
-}
-LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query,
-                                  const lunai_key *key) {
+LUNAI_FN float lunai_sparse_score(const lunai_sparse *s, int64_t query, const lunai_key *key) {
   const lunai_attention *a = s->a;
-  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->q + query * a->q_row, a->k + s->k + key->row * a->k_row);
+  return a->scale * lunai_dot_reference(a->head_dim, a->q + s->head.q + query * a->q_row,
+                                        a->k + s->head.k + key->row * a->k_row);
 }
 LUNAI_FN void lunai_sparse_row(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  float *out = a->out + s->out + query * a->out_row, max = -INFINITY, total = 0;
-  const lunai_key *key;
-  lunai_sparse_walk w;
+  float *out = a->out + s->head.out + query * a->out_row, max = -INFINITY, total = 0;
+  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
+  lunai_key key;
   memset(out, 0, (size_t)a->value_dim * sizeof(float));
-  lunai_sparse_start_walk(&w, block, query);
-  while ((key = lunai_sparse_next(s, &w)) != NULL) {
-    const float score = lunai_sparse_score(s, query, key);
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const float score = lunai_sparse_score(s, query, &key);
     if (!(score <= max)) max = score;
   }
-  lunai_sparse_start_walk(&w, block, query);
-  while ((key = lunai_sparse_next(s, &w)) != NULL) {
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - max);
+  cursor = lunai_keys_from(block, query, query);
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, &key) - max);
     total += p;
     lunai_scale_add_reference(a->value_dim,
-                              p * lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number),
-                              a->v + s->v + key->row * a->v_row, out);
+                              p * lunai_dropout_at(&dropout, s->head.element + query * s->numbers + key.number),
+                              a->v + s->head.v + key.row * a->v_row, out);
   }
   if (a->log_sum_exp) /* -Inf without a key */
-    a->log_sum_exp[s->row + query * a->heads] = max + lunai_log1_scalar(total);
+    a->log_sum_exp[s->head.row + query * a->heads] = max + lunai_log1_scalar(total);
   if (total != 0) lunai_scale_reference(a->value_dim, 1 / total, out, out);
 }
-LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block,
-                                        int64_t query) {
+LUNAI_FN void lunai_sparse_row_backward(const lunai_sparse *s, int64_t block, int64_t query) {
   const lunai_attention *a = s->a;
+  const lunai_head *head = &s->head;
   const lunai_dropout dropout = lunai_attention_dropout(a);
-  const int64_t at = s->row + query * a->heads, out = s->out + query * a->out_row, q = s->q + query * a->q_row;
+  const int64_t at = head->row + query * a->heads, out = head->out + query * a->out_row;
+  const int64_t q = head->q + query * a->q_row;
   const float *g = a->grad_out + out;
   const float mean = lunai_dot_reference(a->value_dim, g, a->out + out) -
                      (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
-  const lunai_key *key;
-  lunai_sparse_walk w;
-  lunai_sparse_start_walk(&w, block, query);
-  while ((key = lunai_sparse_next(s, &w)) != NULL) {
-    const int64_t k = s->k + key->row * a->k_row, v = s->v + key->row * a->v_row;
-    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, key) - a->log_sum_exp[at]);
-    const float mask = lunai_dropout_at(&dropout, s->element + query * s->numbers + key->number);
+  lunai_key_cursor cursor = lunai_keys_from(block, query, query);
+  lunai_key key;
+  while (lunai_sparse_next(s, &cursor, &key)) {
+    const int64_t k = head->k + key.row * a->k_row, v = head->v + key.row * a->v_row;
+    const float p = lunai_exp1_scalar(lunai_sparse_score(s, query, &key) - a->log_sum_exp[at]);
+    const float mask = lunai_dropout_at(&dropout, head->element + query * s->numbers + key.number);
     const float ds = a->scale * p * (mask * lunai_dot_reference(a->value_dim, g, a->v + v) - mean);
     if (a->grad_q) lunai_scale_add_reference(a->head_dim, ds, a->k + k, a->grad_q + q);
     if (a->grad_k) lunai_scale_add_reference(a->head_dim, ds, a->q + q, a->grad_k + k);
@@ -5523,21 +5438,18 @@ LUNAI_FN void lunai_sparse_rows(const lunai_attention *a, bool backward) {
 }
 LUNAI_FN void lunai_attention_reference(const lunai_attention *a, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a)) lunai_sparse_rows(a, false);
-  else lunai_dense_reference(a);
+  (lunai_is_sparse(a) ? lunai_sparse_rows : lunai_dense_rows)(a, false);
 }
 LUNAI_FN void lunai_attention_backward_reference(const lunai_attention *a, const lunai_parallel *parallel,
                                                  void *scratch) {
   (void)parallel, (void)scratch;
-  if (lunai_is_sparse(a)) lunai_sparse_rows(a, true);
-  else lunai_dense_backward_reference(a);
+  (lunai_is_sparse(a) ? lunai_sparse_rows : lunai_dense_rows)(a, true);
 }
 
 /* up to LUNAI_RUN queries of a block */
 typedef struct lunai_sparse_run {
   int64_t block, at;                    /* at: the number of the query after them; -1: the block's first is next */
   int64_t width, low, high;             /* how many; the least and the greatest row */
-  bool together;                        /* they follow one another */
   int32_t row[LUNAI_RUN];
 } lunai_sparse_run;
 
@@ -5554,12 +5466,6 @@ typedef struct lunai_sparse_tile {
   lunai_key_part keys;
   lunai_tile t;
 } lunai_sparse_tile;
-
-typedef struct lunai_sparse_space {     /* a thread's part of the scratch */
-  float *scores, *slopes, *mask, *mask_row, *q, *grad, *k, *v, *clean, *score_panels, *slope_panels, *values, *product;
-  float *out, *part, *stats, *state;
-  lunai_key *key;
-} lunai_sparse_space;
 
 /* backward: a run, a part of its keys, and their partial gradients dQ [width, head_dim], dK [n, head_dim], dV [n,
    value_dim]; direct: dQ goes to its place, where nothing else is added */
@@ -5589,10 +5495,11 @@ typedef struct lunai_sparse_work {
   lunai_sparse_run walk;
 } lunai_sparse_work;
 
-LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, bool together, int64_t *low, int64_t *high) {
-  *low = row[0];
-  *high = row[together ? n - 1 : 0];
-  for (int64_t i = 1; i < n && !together; i++) {
+/* whether queries follow one another */
+LUNAI_FN bool lunai_sparse_together(const lunai_sparse *s) { return !s->p->query_order; }
+LUNAI_FN void lunai_sparse_bounds(int64_t n, const int32_t *row, int64_t *low, int64_t *high) {
+  *low = *high = row[0];
+  for (int64_t i = 1; i < n; i++) {
     *low = lunai_min(*low, row[i]);
     *high = lunai_max(*high, row[i]);
   }
@@ -5603,8 +5510,7 @@ LUNAI_FN bool lunai_sparse_next_run(const lunai_sparse *s, lunai_sparse_run *r) 
     if (r->at < 0) r->at = lunai_sparse_first(s, r->block);
     r->width = lunai_sparse_queries(s, r->block, &r->at, LUNAI_RUN, r->row);
     if (r->width == 0) continue;
-    r->together = !s->p->query_order;
-    lunai_sparse_bounds(r->width, r->row, r->together, &r->low, &r->high);
+    lunai_sparse_bounds(r->width, r->row, &r->low, &r->high);
     return true;
   }
   return false;
@@ -5618,13 +5524,10 @@ LUNAI_FN int64_t lunai_sparse_limit(int64_t keys) {
   return lunai_divide_up(lunai_divide_up(keys, lunai_max(lunai_divide_up(keys, LUNAI_KEY_BLOCK), 1)), 16) * 16;
 }
 LUNAI_FN lunai_key_part lunai_key_part_of(const lunai_key *key, int64_t n) {
-  lunai_key_part k;
   int64_t i;
-  k.key = key;
-  k.n = n;
   for (i = 0; i < n && !key[i].whole && key[i].row == key[0].row + i; i++);
-  k.in_order = i == n;
-  return k;
+  const lunai_key_part part = { key, n, i == n };
+  return part;
 }
 /* of a part's keys; t.depth 0: it sees none of them */
 LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lunai_sparse_run *r, lunai_key_part keys,
@@ -5638,9 +5541,8 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   q.row = r->row + first;
   q.first = first;
   q.t.width = q.t.length = lunai_min(width, r->width - first);
-  lunai_sparse_bounds(q.t.width, q.row, r->together, &q.low, &q.high);
-  const int64_t low = q.low - s->left;
-  const int64_t high = q.high + s->right;
+  lunai_sparse_bounds(q.t.width, q.row, &q.low, &q.high);
+  const int64_t low = q.low - s->left, high = q.high + s->right;
   if (keys.in_order) {
     q.key = lunai_min(n, lunai_max(0, low - key[0].row));
     n = lunai_max(q.key, lunai_min(n, high + 1 - key[0].row));
@@ -5655,7 +5557,7 @@ LUNAI_FN lunai_sparse_tile lunai_sparse_tile_of(const lunai_sparse *s, const lun
   return q;
 }
 
-LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_sparse_space *m) {
+LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lunai_attention_space *m) {
   const lunai_kernels *kernels = w->kernels;
   const int64_t d = w->a->head_dim, dv = w->a->value_dim, depth = LUNAI_KEY_BLOCK, back = w->backward ? 1 : 0;
   const int64_t masked = lunai_drops(w->a) ? 1 : 0, copied = w->copied ? 1 : 0;
@@ -5681,9 +5583,8 @@ LUNAI_FN char *lunai_sparse_layout(const lunai_sparse_work *w, char *scratch, lu
   return scratch;
 }
 LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *kernels, const lunai_attention *a,
-                                   int64_t threads,
-                                   bool backward, void *scratch) {
-  lunai_sparse_space space;
+                                   int64_t threads, bool backward, void *scratch) {
+  lunai_attention_space space;
   char *at = scratch ? (char *)scratch : (char *)w, *const start = at; /* without one only distances count */
   memset(w, 0, sizeof *w);
   w->kernels = kernels;
@@ -5704,14 +5605,11 @@ LUNAI_FN size_t lunai_sparse_start(lunai_sparse_work *w, const lunai_kernels *ke
   w->parts = (lunai_sparse_part *)(void *)at;
   at += lunai_round((size_t)w->wave * sizeof *w->parts);
   for (int64_t i = 0; i < w->wave; i++) {
-    float *q = lunai_take(&at, LUNAI_RUN * a->head_dim), *k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
-    float *v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
-    float *key = lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
-    if (!scratch) continue;
-    w->parts[i].q = q;
-    w->parts[i].k = k;
-    w->parts[i].v = v;
-    w->parts[i].key = (lunai_key *)(void *)key;
+    lunai_sparse_part counted, *part = scratch ? &w->parts[i] : &counted;
+    part->q = lunai_take(&at, LUNAI_RUN * a->head_dim);
+    part->k = lunai_take(&at, LUNAI_KEY_BLOCK * a->head_dim);
+    part->v = lunai_take(&at, LUNAI_KEY_BLOCK * a->value_dim);
+    part->key = (lunai_key *)(void *)lunai_take(&at, LUNAI_KEY_BLOCK * (int64_t)(sizeof(lunai_key) / sizeof(float)));
   }
   w->shared = (a->heads > 1 && a->q_head == 0) || (a->batch > 1 && a->q_batch == 0) || !a->grad_q ||
               a->grad_q == a->grad_k || a->grad_q == a->grad_v;
@@ -5742,7 +5640,7 @@ LUNAI_FN lunai_matrix lunai_listed(lunai_list list, const float *x, int64_t widt
 /* what a query does not see becomes `value` */
 LUNAI_FN void lunai_sparse_hide(const lunai_kernels *kernels, const lunai_sparse_tile *q, float *x, float value) {
   const lunai_sparse *s = q->s;
-  const bool together = q->run->together;
+  const bool together = lunai_sparse_together(s);
   const int64_t width = q->t.width, lowest = q->high - s->left, highest = q->low + s->right; /* those that all see */
   int64_t lines;
   for (int64_t j = 0; j < q->t.depth; j += lines, x += lines * q->t.k_step) {
@@ -5777,7 +5675,7 @@ LUNAI_FN void lunai_sparse_mask(const lunai_kernels *kernels, const lunai_sparse
   for (int64_t i = 0; i < q->t.width; i++) {
     for (int64_t j = 0; j < q->t.depth; j = end) {
       for (end = j + 1; end < q->t.depth && key[end].number == key[end - 1].number + 1; end++);
-      kernels->dropout_mask(&dropout, q->s->element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
+      kernels->dropout_mask(&dropout, q->s->head.element + q->row[i] * q->s->numbers + key[j].number, end - j, row + j);
     }
     for (int64_t j = 0; j < q->t.depth; j++) mask[j * q->t.k_step + i] = row[j];
   }
@@ -5804,80 +5702,68 @@ LUNAI_FN void lunai_sparse_product(const lunai_sparse_work *w, const lunai_spars
   }
 }
 
-/* what a run keeps from part to part */
-typedef struct lunai_sparse_rows_at {
-  float *out;
-  int64_t out_row;
-  bool seen[LUNAI_RUN];                 /* of each tile: whether it has had keys */
-} lunai_sparse_rows_at;
 /* the product's B is rows [key, key + depth) of those in `panels` */
 LUNAI_FN lunai_panels lunai_panels_from(lunai_panels panels, int64_t key) {
   panels.at += key * panels.row;
   return panels;
 }
-LUNAI_FN void lunai_sparse_part_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
-                                        const lunai_sparse_run *r, int64_t n, lunai_sparse_rows_at *x) {
-  const lunai_kernels *kernels = w->kernels;
-  const lunai_attention *a = w->a;
-  const int64_t d = a->head_dim, dv = a->value_dim, nr = kernels->nr;
-  const lunai_list list = lunai_list_of_keys(m->key, n);
-  const lunai_key_part keys = lunai_key_part_of(m->key, n);
-  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
-  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
-  const bool finite = kernels->all_finite(v);
-  float *mask = lunai_drops(a) ? m->mask : NULL;
-  if (!finite) kernels->finite_copy(v, m->clean);
-  const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
-  for (int64_t first = 0, tile = 0; first < r->width; first += w->tile, tile++) {
-    const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
-    const int64_t last = q.key + q.t.depth;
-    const bool merge = x->seen[tile];
-    float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state,
-        *out = x->out + first * x->out_row, *part = merge ? m->part : out;
-    const lunai_out to = lunai_into(part, merge ? dv : x->out_row, false);
-    if (q.t.depth == 0) continue;
-    x->seen[tile] = true;
-    lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
-                       m->score_panels + first / nr * nr * d + first % nr, m->scores);
-    lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
-    if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
-    kernels->tile_softmax(&q.t, m->scores, mask, stats);
-    lunai_matmul_panels(kernels, 1, lunai_scores(&q.t, m->scores), lunai_panels_from(values, q.key), to);
-    if (!finite) lunai_sparse_infinite(&q, m->scores, lunai_lines(v, q.key, last), to);
-    if (merge) kernels->attention_merge(lunai_dense(part, q.t.width, dv), stats, state, out, x->out_row);
-  }
-}
-LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_sparse_space *m, const lunai_sparse *s,
-                                       const lunai_sparse_run *r) {
+LUNAI_FN void lunai_sparse_run_forward(const lunai_sparse_work *w, const lunai_attention_space *m,
+                                       const lunai_sparse *s, const lunai_sparse_run *r) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
   const int64_t d = a->head_dim, dv = a->value_dim, limit = lunai_sparse_limit(lunai_sparse_count(s, r));
-  const lunai_matrix q = lunai_listed(lunai_list_of_run(r), a->q + s->q, d, a->q_row, m->q);
+  const lunai_matrix all = lunai_listed(lunai_list_of_run(r), a->q + s->head.q, d, a->q_row, m->q);
+  const bool together = lunai_sparse_together(s);
+  const lunai_out out = together ? lunai_into(a->out + s->head.out + r->row[0] * a->out_row, a->out_row, false)
+                                 : lunai_into(m->out, dv, false);
+  float *mask = lunai_drops(a) ? m->mask : NULL;
+  bool seen[LUNAI_RUN] = {false}; /* of each tile: whether it has had keys */
   lunai_key_cursor cursor = lunai_keys_from(r->block, r->low, r->high);
-  lunai_sparse_rows_at x;
   int64_t n;
-  memset(x.seen, 0, sizeof x.seen);
-  x.out = r->together ? a->out + s->out + r->row[0] * a->out_row : m->out;
-  x.out_row = r->together ? a->out_row : dv;
-  lunai_panels_of(kernels, lunai_transposed(q), m->score_panels);
-  while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0)
-    lunai_sparse_part_forward(w, m, s, r, n, &x);
+  lunai_panels_of(kernels, lunai_transposed(all), m->score_panels);
+  while (limit && (n = lunai_sparse_keys(s, &cursor, limit, m->key)) > 0) {
+    const lunai_list list = lunai_list_of_keys(m->key, n);
+    const lunai_key_part keys = lunai_key_part_of(m->key, n);
+    const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
+    const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
+    const bool finite = kernels->all_finite(v);
+    if (!finite) kernels->finite_copy(v, m->clean);
+    const lunai_panels values = lunai_panels_of(kernels, finite ? v : lunai_dense(m->clean, n, dv), m->values);
+    for (int64_t first = 0; first < r->width; first += w->tile) {
+      const lunai_sparse_tile q = lunai_sparse_tile_of(s, r, keys, first, w->tile);
+      const int64_t last = q.key + q.t.depth, tile = first / w->tile;
+      const bool merge = seen[tile];
+      float *state = m->state + 3 * LUNAI_TILE * tile, *stats = merge ? m->stats : state;
+      float *place = out.at + first * out.row;
+      const lunai_out to = merge ? lunai_into(m->part, dv, false) : lunai_into(place, out.row, false);
+      if (q.t.depth == 0) continue;
+      seen[tile] = true;
+      lunai_tile_product(kernels, &q.t, a->scale, lunai_lines(k, q.key, last),
+                         m->score_panels + first / kernels->nr * kernels->nr * d + first % kernels->nr, m->scores);
+      lunai_sparse_hide(kernels, &q, m->scores, LUNAI_HIDDEN);
+      if (mask) lunai_sparse_mask(kernels, &q, m->mask_row, mask);
+      kernels->tile_softmax(&q.t, m->scores, mask, stats);
+      lunai_matmul_panels(kernels, 1, lunai_scores(&q.t, m->scores), lunai_panels_from(values, q.key), to);
+      if (!finite) lunai_sparse_infinite(&q, m->scores, lunai_lines(v, q.key, last), to);
+      if (merge) kernels->attention_merge(lunai_dense(m->part, q.t.width, dv), stats, state, place, out.row);
+    }
+  }
   for (int64_t i = 0; i < r->width; i++) {
-    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->out + r->row[i] * a->out_row;
-    const bool seen = x.seen[i / w->tile];
-    if (i % w->tile == 0 && seen)
-      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, x.out + i * x.out_row, x.out_row);
-    const bool none = !seen || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
+    float *state = m->state + 3 * LUNAI_TILE * (i / w->tile), *row = a->out + s->head.out + r->row[i] * a->out_row;
+    const bool had = seen[i / w->tile];
+    if (i % w->tile == 0 && had)
+      kernels->attention_finish(lunai_min(w->tile, r->width - i), dv, state, out.at + i * out.row, out.row);
+    const bool none = !had || state[i % w->tile] < 0.5f * LUNAI_HIDDEN; /* NaN is not */
     if (none) lunai_sparse_row(s, r->block, r->row[i]); /* zeros and -Inf, or scores below LUNAI_HIDDEN */
-    else if (!r->together) memcpy(row, x.out + i * dv, (size_t)dv * sizeof(float));
-    if (a->log_sum_exp && !none) a->log_sum_exp[s->row + r->row[i] * a->heads] = state[i % w->tile];
+    else if (!together) memcpy(row, out.at + i * dv, (size_t)dv * sizeof(float));
+    if (a->log_sum_exp && !none) a->log_sum_exp[s->head.row + r->row[i] * a->heads] = state[i % w->tile];
   }
 }
 LUNAI_FN void lunai_sparse_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
   const int64_t pairs = w->a->batch * w->a->heads;
   int64_t count = 0;
-  lunai_sparse_space space;
+  lunai_attention_space space;
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (int64_t pair = 0; pair < pairs; pair++) {
     const lunai_sparse s = lunai_sparse_at(w->a, pair);
@@ -5891,11 +5777,6 @@ LUNAI_FN void lunai_sparse_clear_task(void *work, int64_t thread, int64_t thread
   const lunai_attention *a = ((const lunai_sparse_work *)work)->a;
   for (int64_t pair = thread; pair < a->batch * a->heads; pair += threads) lunai_sparse_clear(a, pair);
 }
-LUNAI_FN size_t lunai_sparse_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
-                                     bool backward) {
-  lunai_sparse_work w;
-  return lunai_sparse_start(&w, kernels, a, threads, backward, NULL);
-}
 LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attention *a, const lunai_parallel *parallel,
                                void *scratch) {
   lunai_sparse_work w;
@@ -5908,10 +5789,12 @@ LUNAI_FN void lunai_run_sparse(const lunai_kernels *kernels, const lunai_attenti
 LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *part) {
   for (;;) {
     part->n = w->limit ? lunai_sparse_keys(&w->s, &w->cursor, w->limit, part->key) : 0;
-    part->s = w->s;
-    part->run = w->walk;
-    part->direct = part->n == w->keys && w->walk.together && !w->shared;
-    if (part->n > 0) return true;
+    if (part->n > 0) {
+      part->s = w->s;
+      part->run = w->walk;
+      part->direct = part->n == w->keys && lunai_sparse_together(&w->s) && !w->shared;
+      return true;
+    }
     while (w->pair < 0 || !lunai_sparse_next_run(&w->s, &w->walk)) {
       if (++w->pair >= w->a->batch * w->a->heads) return false;
       w->s = lunai_sparse_at(w->a, w->pair);
@@ -5923,18 +5806,7 @@ LUNAI_FN bool lunai_sparse_next_part(lunai_sparse_work *w, lunai_sparse_part *pa
     w->cursor = lunai_keys_from(w->walk.block, w->walk.low, w->walk.high);
   }
 }
-/* of each query of a tile: its log-sum-exp, delta = dO . O - the gradient of that, and 0 */
-LUNAI_FN void lunai_sparse_stats(const lunai_sparse_work *w, const lunai_sparse_tile *q, float *stats) {
-  const lunai_attention *a = w->a;
-  memset(stats, 0, 3 * LUNAI_TILE * sizeof *stats);
-  for (int64_t i = 0; i < q->t.width; i++) {
-    const int64_t at = q->s->row + q->row[i] * a->heads, out = q->s->out + q->row[i] * a->out_row;
-    stats[i] = a->log_sum_exp[at];
-    stats[LUNAI_TILE + i] = w->kernels->dot(a->value_dim, a->grad_out + out, a->out + out) -
-                            (a->grad_log_sum_exp ? a->grad_log_sum_exp[at] : 0);
-  }
-}
-LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_sparse_space *m,
+LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai_attention_space *m,
                                          const lunai_sparse_part *part) {
   const lunai_kernels *kernels = w->kernels;
   const lunai_attention *a = w->a;
@@ -5943,13 +5815,13 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
   const int64_t d = a->head_dim, dv = a->value_dim, n = part->n;
   const lunai_list queries = lunai_list_of_run(r), list = lunai_list_of_keys(part->key, n);
   const lunai_key_part keys = lunai_key_part_of(part->key, n);
-  const lunai_matrix all = lunai_listed(queries, a->q + s->q, d, a->q_row, m->q);
-  const lunai_matrix grad = lunai_listed(queries, a->grad_out + s->out, dv, a->out_row, m->grad);
-  const lunai_matrix k = lunai_listed(list, a->k + s->k, d, a->k_row, m->k);
-  const lunai_matrix v = lunai_listed(list, a->v + s->v, dv, a->v_row, m->v);
+  const lunai_matrix all = lunai_listed(queries, a->q + s->head.q, d, a->q_row, m->q);
+  const lunai_matrix grad = lunai_listed(queries, a->grad_out + s->head.out, dv, a->out_row, m->grad);
+  const lunai_matrix k = lunai_listed(list, a->k + s->head.k, d, a->k_row, m->k);
+  const lunai_matrix v = lunai_listed(list, a->v + s->head.v, dv, a->v_row, m->v);
   const bool finite = kernels->all_finite(k);
   float stats[3 * LUNAI_TILE], *mask = lunai_drops(a) ? m->mask : NULL;
-  float *to = part->direct ? a->grad_q + s->q + r->row[0] * a->q_row : part->q;
+  float *to = part->direct ? a->grad_q + s->head.q + r->row[0] * a->q_row : part->q;
   const int64_t to_row = part->direct ? a->q_row : d;
   if (!part->direct) memset(part->q, 0, (size_t)(r->width * d) * sizeof(float));
   memset(part->k, 0, (size_t)(n * d) * sizeof(float));
@@ -5968,7 +5840,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
     lunai_sparse_product(w, &tile, a->scale, lunai_lines(k, key, last), m->score_panels, m->scores);
     lunai_sparse_product(w, &tile, 1, lunai_lines(v, key, last), m->slope_panels, m->slopes);
     if (mask) lunai_sparse_mask(kernels, &tile, m->mask_row, mask);
-    lunai_sparse_stats(w, &tile, stats);
+    lunai_attention_rows(kernels, a, &s->head, t, tile.row, stats);
     kernels->tile_slopes(t, m->scores, m->slopes, mask, stats);
     lunai_sparse_hide(kernels, &tile, m->scores, 0);
     lunai_sparse_hide(kernels, &tile, m->slopes, 0);
@@ -5986,7 +5858,7 @@ LUNAI_FN void lunai_sparse_part_backward(const lunai_sparse_work *w, const lunai
 }
 LUNAI_FN void lunai_sparse_backward_task(void *work, int64_t thread, int64_t threads) {
   const lunai_sparse_work *w = (const lunai_sparse_work *)work;
-  lunai_sparse_space space;
+  lunai_attention_space space;
   lunai_sparse_layout(w, w->scratch + (size_t)thread * w->thread_bytes, &space);
   for (int64_t i = thread; i < w->count; i += threads) lunai_sparse_part_backward(w, &space, &w->parts[i]);
 }
@@ -6007,11 +5879,11 @@ LUNAI_FN void lunai_sparse_gather_task(void *work, int64_t thread, int64_t threa
     const lunai_list queries = lunai_list_of_run(&p->run), keys = lunai_list_of_keys(p->key, p->n);
     if (!p->direct)
       lunai_sparse_add(w, thread, threads, queries, lunai_dense(p->q, queries.n, a->head_dim),
-                       lunai_into(lunai_offset(a->grad_q, p->s.q), a->q_row, true));
+                       lunai_into(lunai_offset(a->grad_q, p->s.head.q), a->q_row, true));
     lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->k, p->n, a->head_dim),
-                     lunai_into(lunai_offset(a->grad_k, p->s.k), a->k_row, true));
+                     lunai_into(lunai_offset(a->grad_k, p->s.head.k), a->k_row, true));
     lunai_sparse_add(w, thread, threads, keys, lunai_dense(p->v, p->n, a->value_dim),
-                     lunai_into(lunai_offset(a->grad_v, p->s.v), a->v_row, true));
+                     lunai_into(lunai_offset(a->grad_v, p->s.head.v), a->v_row, true));
   }
 }
 LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const lunai_attention *a,
@@ -6024,17 +5896,30 @@ LUNAI_FN void lunai_run_sparse_backward(const lunai_kernels *kernels, const luna
     lunai_run(parallel, lunai_sparse_gather_task, &w);
   } while (w.count == w.wave);
 }
+
+LUNAI_FN size_t lunai_attention_scratch(const lunai_kernels *kernels, const lunai_attention *a, int64_t threads,
+                                        bool backward) {
+  lunai_attention_work dense;
+  lunai_sparse_work sparse;
+  if (lunai_is_sparse(a)) return lunai_sparse_start(&sparse, kernels, a, lunai_max(threads, 1), backward, NULL);
+  return lunai_attention_start(&dense, kernels, a, lunai_max(threads, 1), backward, NULL);
+}
+LUNAI_FN void lunai_run_attention(const lunai_kernels *kernels, const lunai_attention *a,
+                                  const lunai_parallel *parallel, void *scratch) {
+  (lunai_is_sparse(a) ? lunai_run_sparse : lunai_run_dense)(kernels, a, parallel, scratch);
+}
+LUNAI_FN void lunai_run_attention_backward(const lunai_kernels *kernels, const lunai_attention *a,
+                                           const lunai_parallel *parallel, void *scratch) {
+  (lunai_is_sparse(a) ? lunai_run_sparse_backward : lunai_run_dense_backward)(kernels, a, parallel, scratch);
+}
 #endif
 
 /* ---- the folded unpack: row panels of 64 against all heads' slots at once ---- */
 #ifndef LUNAI_PASS
 /* The reference. A row's probabilities p [heads, slots] before dropout, from its log-sum-exps once these are known [eq.
    4] */
-LUNAI_FN int64_t lunai_unpack_slots(const lunai_unpack *u, int64_t b) {
-  return u->lengths ? lunai_max(0, lunai_min(u->lengths[b], u->slots)) : u->slots;
-}
 LUNAI_FN void lunai_unpack_row(const lunai_unpack *u, int64_t b, int64_t i, bool backward, float *p) {
-  const int64_t slots = lunai_unpack_slots(u, b), row = b * u->rows + i;
+  const int64_t slots = lunai_real_slots(u->lengths, b, u->slots), row = b * u->rows + i;
   for (int64_t h = 0; h < u->heads; h++) {
     const int64_t at = (b * u->heads + h) * u->slots;
     float max = -(float)INFINITY;
@@ -6058,7 +5943,7 @@ LUNAI_FN void lunai_unpack_reference(const lunai_unpack *u, const lunai_parallel
   (void)parallel;
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
-      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_real_slots(u->lengths, b, u->slots);
       lunai_unpack_row(u, b, i, false, p);
       for (int64_t h = 0; h < u->heads; h++)
         for (int64_t l = 0; l < slots; l++) p[h * u->slots + l] *= lunai_unpack_mask_at(u, b, h, i, l);
@@ -6076,7 +5961,7 @@ LUNAI_FN void lunai_unpack_backward_reference(const lunai_unpack *u, const lunai
   (void)parallel;
   for (int64_t b = 0; b < u->batch; b++)
     for (int64_t i = 0; i < u->rows; i++) {
-      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_unpack_slots(u, b);
+      const int64_t row = (b * u->rows + i) * u->dim, slots = lunai_real_slots(u->lengths, b, u->slots);
       lunai_unpack_row(u, b, i, true, p);
       for (int64_t e = 0; e < u->dim; e++) g[e] = u->grad_out[row + e] * lunai_dropout_at(&u->last, row + e);
       if (u->grad_out_bias) lunai_add_scaled(u->dim, 1, g, u->grad_out_bias);
@@ -6219,18 +6104,15 @@ LUNAI_FN void lunai_unpack_prepare(const lunai_kernels *kernels, const lunai_unp
                                    lunai_unpack_space *m) {
   const int64_t at = b * u->heads * u->slots, d = u->dim;
   const float *k = u->k + at * d, *v = u->v + at * d;
-  m->slots = lunai_unpack_slots(u, b);
+  m->slots = lunai_real_slots(u->lengths, b, u->slots);
   m->n = u->heads * m->slots;
-  for (int64_t h = 0; h < u->heads; h++)
+  for (int64_t h = 0; h < u->heads; h++) {
     memcpy(m->bias + h * m->slots, u->bias + at + h * u->slots, (size_t)m->slots * sizeof(float));
-  if (m->slots < u->slots) {
-    for (int64_t h = 0; h < u->heads; h++) {
-      memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-      memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
-    }
-    k = m->k;
-    v = m->v;
+    if (m->slots == u->slots) continue;
+    memcpy(m->k + h * m->slots * d, k + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
+    memcpy(m->v + h * m->slots * d, v + h * u->slots * d, (size_t)(m->slots * d) * sizeof(float));
   }
+  if (m->slots < u->slots) k = m->k, v = m->v;
   lunai_panels_of(kernels, lunai_transposed(lunai_dense(k, m->n, d)), m->score_panels);
   if (!backward) lunai_panels_of(kernels, lunai_dense(v, m->n, d), m->out_panels);
   else {
@@ -6353,7 +6235,8 @@ LUNAI_FN void lunai_unpack_gather_task(void *work, int64_t thread, int64_t threa
   const int64_t d = u->dim, items = u->heads * u->slots;
   for (int64_t item = thread; item <= items; item += threads)
     for (int64_t unit = w->first; unit < w->last; unit++) {
-      const int64_t b = unit / w->blocks, real = lunai_unpack_slots(u, b), n = u->heads * real, at = b * items + item;
+      const int64_t b = unit / w->blocks, at = b * items + item;
+      const int64_t real = lunai_real_slots(u->lengths, b, u->slots), n = u->heads * real;
       const float *part = w->partial + (unit - w->first) * w->unit;
       const int64_t from = item < items ? item / u->slots * real + item % u->slots : 0;
       if (item == items) {
@@ -6388,14 +6271,20 @@ LUNAI_FN void lunai_run_unpack_backward(const lunai_kernels *kernels, const luna
    so the bits are the same whether one thread sweeps a head or many share its chunks. Guarded by tests/causal.c
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNAI_PASS
-/* ---- the reference ---- */
+/* where a row of item (batch row, head) lies in x and y, in z and out */
+LUNAI_INLINE int64_t lunai_causal_xy(const lunai_causal *c, int64_t item, int64_t row) {
+  return item / c->heads * c->xy_batch + item % c->heads * c->xy_head + row * c->xy_row;
+}
+LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t row) {
+  return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
+}
 
-/* out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in double */
+/* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in
+   double */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
   for (int64_t item = 0; item < c->batch * c->heads; item++) {
-    const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head;
-    const int64_t z = item / c->heads * c->z_batch + item % c->heads * c->z_head;
+    const int64_t xy = lunai_causal_xy(c, item, 0), z = lunai_causal_z(c, item, 0);
     for (int64_t t = 0; t < c->rows; t++)
       for (int64_t first = 0; first < c->value_dim; first += 64) {
         const int64_t n = lunai_min(64, c->value_dim - first);
@@ -6413,10 +6302,8 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
   for (int64_t item = 0; item < c->batch * c->heads; item++)
     for (int64_t t = 0; t < c->rows; t++)
       for (int64_t j = 0; j <= t; j++) {
-        const int64_t xy = item / c->heads * c->xy_batch + item % c->heads * c->xy_head, x = xy + t * c->xy_row,
-                      y = xy + j * c->xy_row;
-        const int64_t head = item / c->heads * c->z_batch + item % c->heads * c->z_head, z = head + j * c->z_row;
-        const float *g = c->grad_out + head + t * c->z_row;
+        const int64_t x = lunai_causal_xy(c, item, t), y = lunai_causal_xy(c, item, j), z = lunai_causal_z(c, item, j);
+        const float *g = c->grad_out + lunai_causal_z(c, item, t);
         const double score = lunai_inner(c->dim, c->x + x, 1, c->y + y, 1) / (double)(t + 1);
         const double slope = lunai_inner(c->value_dim, g, 1, c->z + z, 1) / (double)(t + 1);
         if (c->grad_x) lunai_add_scaled(c->dim, slope, c->y + y, c->grad_x + x);
@@ -6425,9 +6312,6 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
       }
 }
 
-LUNAI_INLINE int64_t lunai_real_slots(const int32_t *lengths, int64_t b, int64_t slots) {
-  return lengths ? lunai_max(0, lunai_min(lengths[b], slots)) : slots;
-}
 /* M += (y^T z - M) / t, result = factor x M */
 LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, const float *x, double factor,
                               float *result) {
@@ -6442,11 +6326,15 @@ LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, cons
   }
 }
 LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns, int64_t row, lunai_int64 t) {
-  lunai_mean m;
-  m.at = at;
-  m.rows = rows; m.columns = columns; m.row = row;
-  m.t = (double)t;
+  const lunai_mean m = { at, rows, columns, row, (double)t };
   return m;
+}
+/* row t of item (batch row, head) of causal Luna's tensors, and the item's real slots */
+LUNAI_INLINE int64_t lunai_luna_row(const lunai_causal_luna *a, int64_t item, int64_t t) {
+  return (item / a->heads * a->rows + t) * a->heads + item % a->heads;
+}
+LUNAI_INLINE int64_t lunai_luna_slots(const lunai_causal_luna *a, int64_t item) {
+  return lunai_real_slots(a->lengths, item / a->heads, a->slots);
 }
 /* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
@@ -6456,13 +6344,12 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
   float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
-    double *ka = a->mean_ka ? a->mean_ka + item * state : means, *av = a->mean_ka ? a->mean_av + item * state : means +
-        state;
+    const int64_t real = lunai_luna_slots(a, item);
+    double *ka = a->mean_ka ? a->mean_ka + item * state : means;
+    double *av = a->mean_ka ? a->mean_av + item * state : means + state;
     for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
-      const int64_t row = (item / a->heads * a->rows + t) * a->heads + item % a->heads, wide = row * d,
-                    narrow = row * a->slots;
+      const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const lunai_int64 now = a->position + t + 1;
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
@@ -6472,9 +6359,8 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     }
   }
 }
-/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t:
-   dW_t = sum (g_t . v_j) A_j, dU = softmax's backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j,
-       dk_j += (h_t . A_j) q_t,
+/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t: dW_t = sum (g_t . v_j) A_j, dU = softmax's
+   backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j, dk_j += (h_t . A_j) q_t,
    dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
 LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
                                              float *scratch) {
@@ -6504,8 +6390,8 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
-    const int64_t real = lunai_real_slots(a->lengths, item / a->heads, a->slots);
-    const int64_t first = item / a->heads * a->rows * a->heads + item % a->heads, step = a->heads * a->slots;
+    const int64_t real = lunai_luna_slots(a, item);
+    const int64_t first = lunai_luna_row(a, item, 0), step = a->heads * a->slots;
     const float *s = a->s + first * a->slots;
     memset(domega, 0, (size_t)(a->rows * a->slots) * sizeof(float));
     for (int64_t t = 0; t < a->rows; t++)
@@ -6608,13 +6494,14 @@ typedef struct lunai_causal_chunk {
                                         reads the state before the chunk, and kept */
   /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
   float *scores, *panels, *buffer[3];
+  float *h;                          /* causal Luna, backward: its rows of H */
 } lunai_causal_chunk;
+typedef void (*lunai_chunk_step)(const void *args, const lunai_causal_chunk *c);
 
 typedef struct lunai_sweep {
   const lunai_kernels *kernels;
   const void *args;
-  void (*sum)(const void *args, const lunai_causal_chunk *c);
-  void (*output)(const void *args, const lunai_causal_chunk *c);
+  lunai_chunk_step sum, output, now; /* now: the one that threads share */
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
@@ -6624,6 +6511,7 @@ typedef struct lunai_sweep {
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
   lunai_outside *outside;            /* or null */
   bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
+  float *h;                          /* [items, rows, slots], or null: see lunai_causal_chunk */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
@@ -6701,6 +6589,7 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.scores = lunai_take(&buffer, LUNAI_CHUNK * LUNAI_CHUNK);
   c.panels = lunai_take(&buffer, lunai_chunk_panels(s->kernels, s->dim, s->value_dim));
   for (int i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
+  c.h = lunai_offset(s->h, (item * s->rows + c.first) * s->slots);
   return c;
 }
 
@@ -6744,20 +6633,14 @@ LUNAI_FN void lunai_sweep_items(void *work, int64_t thread, int64_t threads) {
 
 /* or the threads share a window of chunks: their sums, the scan (each thread its elements of every state), their
    outputs */
-LUNAI_INLINE void lunai_sweep_window(const lunai_sweep *s, int64_t thread, int64_t threads, bool output) {
+LUNAI_FN void lunai_sweep_window(void *work, int64_t thread, int64_t threads) {
+  const lunai_sweep *s = (const lunai_sweep *)work;
   const int64_t window = lunai_min(s->window, s->chunks - s->start);
   const int64_t end = lunai_share(s->items * window, thread + 1, threads);
   for (int64_t i = lunai_share(s->items * window, thread, threads); i < end; i++) {
     const lunai_causal_chunk c = lunai_sweep_chunk(s, i / window, s->start + i % window, i, thread);
-    if (output) s->output(s->args, &c);
-    else s->sum(s->args, &c);
+    s->now(s->args, &c);
   }
-}
-LUNAI_FN void lunai_sweep_sums(void *work, int64_t thread, int64_t threads) {
-  lunai_sweep_window((const lunai_sweep *)work, thread, threads, false);
-}
-LUNAI_FN void lunai_sweep_outputs(void *work, int64_t thread, int64_t threads) {
-  lunai_sweep_window((const lunai_sweep *)work, thread, threads, true);
 }
 LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
@@ -6770,7 +6653,23 @@ LUNAI_FN void lunai_sweep_scans(void *work, int64_t thread, int64_t threads) {
   }
 }
 
-LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch);
+LUNAI_FN void lunai_sweep_pass(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
+  parallel = lunai_worth(parallel, s->items * s->rows * s->dim * s->value_dim);
+  (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
+  if (lunai_threads(parallel) == 1 || s->window == 1) {
+    lunai_run(parallel, lunai_sweep_items, s);
+    return;
+  }
+  for (int64_t item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
+  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
+    s->now = s->sum;
+    lunai_run(parallel, lunai_sweep_window, s);
+    lunai_run(parallel, lunai_sweep_scans, s);
+    s->now = s->output;
+    if (!s->summing) lunai_run(parallel, lunai_sweep_window, s);
+  }
+  for (int64_t item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
+}
 /* What the other ranks' rows add: this rank's sums go out, those of the ranks before, or after, come back. */
 LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   lunai_outside *o = s->outside;
@@ -6779,7 +6678,7 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
   if (s->reverse || !o->received) {
     s->summing = true;
     memset(state, 0, (size_t)o->count * sizeof(double));
-    lunai_sweep_run(s, parallel, scratch);
+    lunai_sweep_pass(s, parallel, scratch);
     s->summing = false;
     for (int64_t i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
     o->scan(o->op, state, o->count, s->reverse);
@@ -6788,22 +6687,20 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
   }
   s->position = o->position;
 }
-LUNAI_FN void lunai_sweep_run(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
-  const int64_t work = s->items * s->rows * s->dim * s->value_dim;
-  if (s->outside && !s->summing) lunai_sweep_exchange(s, parallel, scratch);
-  parallel = lunai_worth(parallel, work);
-  (void)lunai_sweep_plan(s, lunai_threads(parallel), scratch);
-  if (lunai_threads(parallel) == 1 || s->window == 1) {
-    lunai_run(parallel, lunai_sweep_items, s);
-    return;
-  }
-  for (int64_t item = 0; item < s->items; item++) lunai_sweep_start(s, item, lunai_sweep_carried(s, item));
-  for (s->start = 0; s->start < s->chunks; s->start += s->window) {
-    lunai_run(parallel, lunai_sweep_sums, s);
-    lunai_run(parallel, lunai_sweep_scans, s);
-    if (!s->summing) lunai_run(parallel, lunai_sweep_outputs, s);
-  }
-  for (int64_t item = 0; item < s->items; item++) lunai_sweep_end(s, item, lunai_sweep_carried(s, item));
+LUNAI_FN void lunai_sweep_run(lunai_sweep *s, lunai_chunk_step sum, lunai_chunk_step output,
+                              const lunai_parallel *parallel, void *scratch) {
+  s->sum = sum;
+  s->output = output;
+  if (s->outside) lunai_sweep_exchange(s, parallel, scratch);
+  lunai_sweep_pass(s, parallel, scratch);
+}
+LUNAI_FN void lunai_sweep_clear(lunai_sweep *s, const lunai_kernels *kernels, const void *args, lunai_outside *outside,
+                                bool reverse) {
+  lunai_clear(s, sizeof *s);
+  s->kernels = kernels;
+  s->args = args;
+  s->outside = outside;
+  s->reverse = reverse;
 }
 
 /* ---- parts of a chunk ---- */
@@ -6841,16 +6738,6 @@ LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai
   }
 }
 
-/* out += scores^T X */
-LUNAI_FN void lunai_causal_apply_transposed(const lunai_causal_chunk *c, lunai_matrix x, lunai_out out) {
-  int64_t last;
-  for (int64_t first = 0; first < c->rows; first = last) {
-    last = lunai_min(first + LUNAI_HALF, c->rows);
-    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
-                 lunai_lines(x, first, last), out, c->panels);
-  }
-}
-
 /* factor base / t of each row */
 LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
   for (int64_t t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
@@ -6865,20 +6752,12 @@ LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_
   const int64_t n = z.columns;
   const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
   const bool clean = c->kernels->all_finite(z);
-  if (!clean)
-    for (int64_t t = 0; t < c->rows; t++)
-      for (int64_t i = 0; i < n; i++)
-        buffer[t * n + i] = lunai_is_finite(z.at[t * z.row + i]) ? z.at[t * z.row + i] : 0;
+  if (!clean) c->kernels->finite_copy(z, buffer);
   out.add = !c->begins;
   if (!c->begins)
     lunai_matmul(c->kernels, 1, x, lunai_dense(mean, x.columns, n), lunai_into(out.at, out.row, false), c->panels);
   lunai_causal_apply(c, (float)(1 / base), clean ? z : lunai_dense(buffer, c->rows, n), out);
-  if (!clean)
-    for (int64_t j = 0; j < c->rows; j++)
-      for (int64_t i = 0; i < n; i++)
-        if (!lunai_is_finite(z.at[j * z.row + i]))
-          for (int64_t t = j; t < c->rows; t++)
-            out.at[t * out.row + i] += c->scores[t * LUNAI_CHUNK + j] * z.at[j * z.row + i];
+  if (!clean) lunai_add_infinite(lunai_strided(c->scores, c->rows, c->rows, LUNAI_CHUNK), z, 0, out);
   lunai_causal_factors(c, factor, base, factors);
   c->kernels->scale_rows(lunai_strided(out.at, c->rows, n, out.row), factors, out.at, out.row);
 }
@@ -6891,9 +6770,10 @@ LUNAI_FN lunai_matrix lunai_causal_divide(const lunai_causal_chunk *c, float fac
   return lunai_dense(y, x.rows, x.columns);
 }
 
-/* grad (+)= G S^T + scores Y, S = before M: the gradient of the causal product's X */
-LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, const float *mean, lunai_matrix y,
-                                  lunai_out grad) {
+/* grad (+)= G S^T + ((G Z^T) o L) Y, S = before M: the gradient of the causal product's X */
+LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, lunai_matrix z, const float *mean,
+                                  lunai_matrix y, lunai_out grad) {
+  lunai_chunk_scores(c, g, z);
   if (!c->begins) {
     lunai_matmul(c->kernels, (float)c->before, g, lunai_transposed(lunai_dense(mean, y.columns, g.columns)), grad,
                  c->panels);
@@ -6902,11 +6782,18 @@ LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, c
   lunai_causal_apply(c, 1, y, grad);
 }
 
-/* grad += A B + scores^T X: the gradient of Y (A = Z, B = R^T) and of Z (A = Y, B = R, X = G) */
-LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix a, lunai_matrix b, lunai_matrix x,
-                                   lunai_out grad) {
-  if (!c->begins) lunai_matmul(c->kernels, 1, a, b, grad, c->panels);
-  lunai_causal_apply_transposed(c, x, grad);
+/* grad += A R + ((B A^T) o L)^T X, R the reverse state: with A = Z, R^T and B = G the gradient of Y, with A = Y, B = X
+   and X = G that of Z */
+LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix b, lunai_matrix a, lunai_matrix r,
+                                   lunai_matrix x, lunai_out grad) {
+  int64_t last;
+  lunai_chunk_scores(c, b, a);
+  if (!c->begins) lunai_matmul(c->kernels, 1, a, r, grad, c->panels);
+  for (int64_t first = 0; first < c->rows; first = last) {
+    last = lunai_min(first + LUNAI_HALF, c->rows);
+    lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
+                 lunai_lines(x, first, last), grad, c->panels);
+  }
 }
 
 /* state = Y^T Z */
@@ -6916,19 +6803,16 @@ LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, lunai_matrix y, luna
 }
 
 /* ---- the causal product ---- */
-LUNAI_INLINE int64_t lunai_causal_xy(const lunai_causal *a, const lunai_causal_chunk *c) {
-  return c->item / a->heads * a->xy_batch + c->item % a->heads * a->xy_head + c->first * a->xy_row;
-}
-LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *a, const lunai_causal_chunk *c) {
-  return c->item / a->heads * a->z_batch + c->item % a->heads * a->z_head + c->first * a->z_row;
-}
 
-/* the chunk's rows of a tensor with x's strides, or z's */
+/* the chunk's rows of a tensor with x's strides, or z's; of a gradient */
 LUNAI_FN lunai_matrix lunai_causal_at_x(const lunai_causal *a, const lunai_causal_chunk *c, const float *x) {
-  return lunai_strided(x + lunai_causal_xy(a, c), c->rows, a->dim, a->xy_row);
+  return lunai_strided(x + lunai_causal_xy(a, c->item, c->first), c->rows, a->dim, a->xy_row);
 }
 LUNAI_FN lunai_matrix lunai_causal_at_z(const lunai_causal *a, const lunai_causal_chunk *c, const float *z) {
-  return lunai_strided(z + lunai_causal_z(a, c), c->rows, a->value_dim, a->z_row);
+  return lunai_strided(z + lunai_causal_z(a, c->item, c->first), c->rows, a->value_dim, a->z_row);
+}
+LUNAI_FN lunai_out lunai_causal_into_x(const lunai_causal *a, const lunai_causal_chunk *c, float *grad) {
+  return lunai_into(grad + lunai_causal_xy(a, c->item, c->first), a->xy_row, true);
 }
 
 LUNAI_FN void lunai_causal_sum_yz(const void *args, const lunai_causal_chunk *c) {
@@ -6941,15 +6825,14 @@ LUNAI_FN void lunai_causal_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_matrix x = lunai_causal_at_x(a, c, a->x);
   lunai_chunk_scores(c, x, lunai_causal_at_x(a, c, a->y));
   lunai_causal_mix(c, 1, x, c->state, lunai_causal_at_z(a, c, a->z),
-                   lunai_into(a->out + lunai_causal_z(a, c), a->z_row, false));
+                   lunai_into(a->out + lunai_causal_z(a, c->item, c->first), a->z_row, false));
 }
 
 LUNAI_FN void lunai_causal_out_x(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal *a = (const lunai_causal *)args;
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_causal_at_z(a, c, a->grad_out), c->buffer[0]);
-  lunai_chunk_scores(c, g, lunai_causal_at_z(a, c, a->z));
-  lunai_causal_grad_x(c, g, c->state, lunai_causal_at_x(a, c, a->y),
-                      lunai_into(a->grad_x + lunai_causal_xy(a, c), a->xy_row, true));
+  lunai_causal_grad_x(c, g, lunai_causal_at_z(a, c, a->z), c->state, lunai_causal_at_x(a, c, a->y),
+                      lunai_causal_into_x(a, c, a->grad_x));
 }
 
 /* reverse: kept = G, the state is R */
@@ -6964,21 +6847,15 @@ LUNAI_FN void lunai_causal_out_yz(const void *args, const lunai_causal_chunk *c)
   const lunai_matrix g = lunai_dense(c->kept, c->rows, a->value_dim), r = lunai_dense(c->state, a->dim, a->value_dim);
   const lunai_matrix x = lunai_causal_at_x(a, c, a->x), y = lunai_causal_at_x(a, c, a->y);
   const lunai_matrix z = lunai_causal_at_z(a, c, a->z);
-  if (a->grad_y) {
-    lunai_chunk_scores(c, g, z);
-    lunai_causal_grad_yz(c, z, lunai_transposed(r), x,
-                         lunai_into(a->grad_y + lunai_causal_xy(a, c), a->xy_row, true));
-  }
-  if (a->grad_z) {
-    lunai_chunk_scores(c, x, y);
-    lunai_causal_grad_yz(c, y, r, g, lunai_into(a->grad_z + lunai_causal_z(a, c), a->z_row, true));
-  }
+  if (a->grad_y)
+    lunai_causal_grad_yz(c, g, z, lunai_transposed(r), x, lunai_causal_into_x(a, c, a->grad_y));
+  if (a->grad_z)
+    lunai_causal_grad_yz(c, x, y, r, g,
+                         lunai_into(a->grad_z + lunai_causal_z(a, c->item, c->first), a->z_row, true));
 }
 
 LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal *a, bool reverse) {
-  memset(s, 0, sizeof *s);
-  s->kernels = kernels;
-  s->args = a;
+  lunai_sweep_clear(s, kernels, a, a->outside, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -6987,8 +6864,6 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
   s->slots = 1;
   s->unit = a->dim * a->value_dim;
   s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
-  s->reverse = reverse;
-  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_scratch(const lunai_kernels *kernels, const lunai_causal *a, int64_t threads,
@@ -7002,9 +6877,7 @@ LUNAI_FN void lunai_run_causal(const lunai_kernels *kernels, const lunai_causal 
                                void *scratch) {
   lunai_sweep s;
   lunai_causal_sweep(&s, kernels, a, false);
-  s.sum = lunai_causal_sum_yz;
-  s.output = lunai_causal_out;
-  lunai_sweep_run(&s, parallel, scratch);
+  lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const lunai_causal *a,
@@ -7012,41 +6885,28 @@ LUNAI_FN void lunai_run_causal_backward(const lunai_kernels *kernels, const luna
   lunai_sweep s;
   if (a->grad_x) {
     lunai_causal_sweep(&s, kernels, a, false);
-    s.sum = lunai_causal_sum_yz;
-    s.output = lunai_causal_out_x;
-    lunai_sweep_run(&s, parallel, scratch);
+    lunai_sweep_run(&s, lunai_causal_sum_yz, lunai_causal_out_x, parallel, scratch);
   }
   if (a->grad_y || a->grad_z || a->outside) {
     lunai_causal_sweep(&s, kernels, a, true);
-    s.sum = lunai_causal_sum_xg;
-    s.output = lunai_causal_out_yz;
-    lunai_sweep_run(&s, parallel, scratch);
+    lunai_sweep_run(&s, lunai_causal_sum_xg, lunai_causal_out_yz, parallel, scratch);
   }
 }
 
 /* ---- causal Luna: masked slots are left out of every product and never read ---- */
 
-/* a chunk's offset in q, k, v, out (wide), in s and w (narrow), and its real slots */
-typedef struct lunai_luna_place { int64_t wide, wide_row, narrow, narrow_row, slots; } lunai_luna_place;
-LUNAI_FN lunai_luna_place lunai_luna_at(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
-  const int64_t b = c->item / a->heads, head = c->item % a->heads, row = (b * a->rows + c->first) * a->heads + head;
-  lunai_luna_place p;
-  p.wide = row * a->head_dim;
-  p.wide_row = a->heads * a->head_dim;
-  p.narrow = row * a->slots;
-  p.narrow_row = a->heads * a->slots;
-  p.slots = lunai_real_slots(a->lengths, b, a->slots);
-  return p;
-}
-
 /* the chunk's rows of q, k, v or out; of s or w, without the masked slots */
 LUNAI_FN lunai_matrix lunai_luna_wide(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  return lunai_strided(x + p.wide, c->rows, a->head_dim, p.wide_row);
+  const int64_t d = a->head_dim;
+  return lunai_strided(x + lunai_luna_row(a, c->item, c->first) * d, c->rows, d, a->heads * d);
 }
 LUNAI_FN lunai_matrix lunai_luna_narrow(const lunai_causal_luna *a, const lunai_causal_chunk *c, const float *x) {
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  return lunai_strided(x + p.narrow, c->rows, p.slots, p.narrow_row);
+  return lunai_strided(x + lunai_luna_row(a, c->item, c->first) * a->slots, c->rows, lunai_luna_slots(a, c->item),
+                       a->heads * a->slots);
+}
+/* where out, or the gradient of q, k or v, is written */
+LUNAI_FN lunai_out lunai_luna_into(const lunai_causal_luna *a, const lunai_causal_chunk *c, float *x, bool add) {
+  return lunai_into(x + lunai_luna_row(a, c->item, c->first) * a->head_dim, a->heads * a->head_dim, add);
 }
 /* A = omega(s), into kept */
 LUNAI_FN lunai_matrix lunai_luna_omega(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
@@ -7066,24 +6926,23 @@ LUNAI_FN void lunai_luna_sum(const void *args, const lunai_causal_chunk *c) {
 
 LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t l = p.slots;
+  const int64_t l = lunai_luna_slots(a, c->item), narrow = lunai_luna_row(a, c->item, c->first) * a->slots;
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix w = lunai_dense(c->buffer[0], c->rows, l);
   lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
   lunai_causal_mix(c, a->scale, q, c->state, omega, lunai_into(c->buffer[0], l, false));
   c->kernels->softmax(c->rows, l, w.at, c->buffer[0]);
-  if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + p.narrow, p.narrow_row);
+  if (LUNAI_TRAINS && a->w) c->kernels->copy_rows(w, a->w + narrow, a->heads * a->slots);
   for (int64_t t = 0; LUNAI_TRAINS && a->w && l < a->slots && t < c->rows; t++)
-    memset(a->w + p.narrow + t * p.narrow_row + l, 0, (size_t)(a->slots - l) * sizeof(float));
+    memset(a->w + narrow + t * a->heads * a->slots + l, 0, (size_t)(a->slots - l) * sizeof(float));
   lunai_chunk_scores(c, w, omega);
   lunai_causal_mix(c, 1, w, c->state + a->head_dim * l, lunai_luna_wide(a, c, a->v),
-                   lunai_into(a->out + p.wide, p.wide_row, false));
+                   lunai_luna_into(a, c, a->out, false));
 }
 
 LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
-  const int64_t d = a->head_dim, l = lunai_real_slots(a->lengths, item / a->heads, a->slots);
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item);
   double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
   for (int64_t i = 0; i < d; i++) {
     double *own = state + i * l, *callers = ka + i * a->slots;
@@ -7092,24 +6951,21 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
   memcpy(store ? av : state + d * l, store ? state + d * l : av, (size_t)(d * l) * sizeof(double));
 }
 
-typedef struct lunai_luna_steps {
-  const lunai_kernels *kernels; const lunai_causal_luna *args; char *scratch;
-} lunai_luna_steps;
 LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
   return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
 }
 
-/* one row: no chunk */
+/* one row: no chunk; of the sweep kernels, args and threads_at are set */
 LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
-  const lunai_luna_steps *s = (const lunai_luna_steps *)work;
-  const lunai_causal_luna *a = s->args;
+  const lunai_sweep *s = (const lunai_sweep *)work;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
-  char *scratch = s->scratch + thread * lunai_step_bytes(a);
+  char *scratch = s->threads_at + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
-    const int64_t l = lunai_real_slots(a->lengths, item / a->heads, a->slots), wide = item * d,
-                  narrow = item * a->slots;
+    const int64_t l = lunai_luna_slots(a, item);
+    const int64_t wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
     if (a->position == 0) {
       for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
@@ -7127,78 +6983,56 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
 
 /* ---- causal Luna, backward ----
    G = diag(1/t) dOut, H = diag(scale/t) dU [rows, slots], which the forward sweep leaves for the reverse one. */
-typedef struct lunai_luna_grads { const lunai_causal_luna *args; float *h; } lunai_luna_grads;
-LUNAI_INLINE float *lunai_luna_h(const lunai_luna_grads *g, const lunai_causal_chunk *c) {
-  return g->h + (c->item * g->args->rows + c->first) * g->args->slots;
-}
-LUNAI_FN void lunai_luna_sum_up(const void *args, const lunai_causal_chunk *c) {
-  lunai_luna_sum(((const lunai_luna_grads *)args)->args, c);
-}
-
 /* H, and the gradient of q */
 LUNAI_FN void lunai_luna_out_up(const void *args, const lunai_causal_chunk *c) {
-  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
-  const lunai_causal_luna *a = grads->args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t l = p.slots;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const int64_t l = lunai_luna_slots(a, c->item);
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l);
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->buffer[0]);
   float *w = c->buffer[0], *dw = c->buffer[1], *du = c->buffer[2];
-  lunai_chunk_scores(c, g, lunai_luna_wide(a, c, a->v));
-  lunai_causal_grad_x(c, g, c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
+  lunai_causal_grad_x(c, g, lunai_luna_wide(a, c, a->v), c->state + a->head_dim * l, omega, lunai_into(dw, l, false));
   c->kernels->copy_rows(lunai_luna_narrow(a, c, a->w), w, l);
   memset(du, 0, (size_t)(c->rows * l) * sizeof(float));
   c->kernels->softmax_backward(c->rows, l, w, dw, du);
-  const lunai_matrix h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), lunai_luna_h(grads, c));
-  if (!a->grad_q) return;
-  lunai_chunk_scores(c, h, omega);
-  lunai_causal_grad_x(c, h, c->state, lunai_luna_wide(a, c, a->k), lunai_into(a->grad_q + p.wide, p.wide_row, true));
+  const lunai_matrix h = lunai_causal_divide(c, a->scale, lunai_dense(du, c->rows, l), c->h);
+  if (a->grad_q)
+    lunai_causal_grad_x(c, h, omega, c->state, lunai_luna_wide(a, c, a->k), lunai_luna_into(a, c, a->grad_q, true));
 }
 
 /* kept = A, then G; the states are q^T H and W^T G */
 LUNAI_FN void lunai_luna_sum_down(const void *args, const lunai_causal_chunk *c) {
-  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
-  const lunai_causal_luna *a = grads->args;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t l = lunai_luna_omega(a, c).columns;
   const lunai_matrix g = lunai_causal_divide(c, 1, lunai_luna_wide(a, c, a->grad_out), c->kept + LUNAI_CHUNK * l);
-  lunai_causal_sum(c, lunai_luna_wide(a, c, a->q), lunai_dense(lunai_luna_h(grads, c), c->rows, l), c->state);
+  lunai_causal_sum(c, lunai_luna_wide(a, c, a->q), lunai_dense(c->h, c->rows, l), c->state);
   lunai_causal_sum(c, lunai_luna_narrow(a, c, a->w), g, c->state + a->head_dim * l);
 }
 
 LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c) {
-  const lunai_luna_grads *grads = (const lunai_luna_grads *)args;
-  const lunai_causal_luna *a = grads->args;
-  const lunai_luna_place p = lunai_luna_at(a, c);
-  const int64_t d = a->head_dim, l = p.slots;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, c->item);
   const lunai_matrix omega = lunai_dense(c->kept, c->rows, l), g = lunai_dense(c->kept + LUNAI_CHUNK * l, c->rows, d);
-  const lunai_matrix h = lunai_dense(lunai_luna_h(grads, c), c->rows, l), w = lunai_luna_narrow(a, c, a->w);
+  const lunai_matrix h = lunai_dense(c->h, c->rows, l), w = lunai_luna_narrow(a, c, a->w);
   const lunai_matrix r = lunai_dense(c->state, d, l), r2 = lunai_dense(c->state + d * l, l, d);
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
-  if (a->grad_k) {
-    lunai_chunk_scores(c, h, omega);
-    lunai_causal_grad_yz(c, omega, lunai_transposed(r), q, lunai_into(a->grad_k + p.wide, p.wide_row, true));
-  }
-  if (a->grad_v) {
-    lunai_chunk_scores(c, w, omega);
-    lunai_causal_grad_yz(c, omega, r2, g, lunai_into(a->grad_v + p.wide, p.wide_row, true));
-  }
+  if (a->grad_k)
+    lunai_causal_grad_yz(c, h, omega, lunai_transposed(r), q, lunai_luna_into(a, c, a->grad_k, true));
+  if (a->grad_v) lunai_causal_grad_yz(c, w, omega, r2, g, lunai_luna_into(a, c, a->grad_v, true));
   if (a->grad_s) {
     float *domega = c->buffer[0], *s = c->buffer[1], *ds = c->buffer[2];
     memset(domega, 0, (size_t)(c->rows * l) * sizeof(float));
-    lunai_chunk_scores(c, q, k);
-    lunai_causal_grad_yz(c, k, r, h, lunai_into(domega, l, true));
-    lunai_chunk_scores(c, g, v);
-    lunai_causal_grad_yz(c, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
+    lunai_causal_grad_yz(c, q, k, r, h, lunai_into(domega, l, true));
+    lunai_causal_grad_yz(c, g, v, lunai_transposed(r2), w, lunai_into(domega, l, true));
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->s), s, l);
     c->kernels->copy_rows(lunai_luna_narrow(a, c, a->grad_s), ds, l);
     c->kernels->activate_backward(a->activation, c->rows * l, s, domega, ds);
-    c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + p.narrow, p.narrow_row);
+    c->kernels->copy_rows(lunai_dense(ds, c->rows, l), a->grad_s + lunai_luna_row(a, c->item, c->first) * a->slots,
+                          a->heads * a->slots);
   }
 }
 
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
-  lunai_clear(s, sizeof *s);
-  s->kernels = kernels;
+  lunai_sweep_clear(s, kernels, a, a->outside, reverse);
   s->items = a->batch * a->heads;
   s->heads = a->heads;
   s->rows = a->rows;
@@ -7208,8 +7042,6 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->lengths = a->lengths;
   s->unit = 2 * a->head_dim;
   s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
-  s->reverse = reverse;
-  s->outside = a->outside;
 }
 
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
@@ -7225,39 +7057,29 @@ LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_ca
                                     const lunai_parallel *parallel, void *scratch) {
   lunai_sweep s;
   if (a->mean_ka && a->rows == 1) {
-    lunai_luna_steps steps;
-    steps.kernels = kernels;
-    steps.args = a;
-    steps.scratch = (char *)scratch;
-    lunai_run(lunai_worth(parallel, a->batch * a->heads * a->head_dim * a->slots), lunai_luna_step, &steps);
+    s.kernels = kernels;
+    s.args = a;
+    s.threads_at = (char *)scratch;
+    lunai_run(lunai_worth(parallel, a->batch * a->heads * a->head_dim * a->slots), lunai_luna_step, &s);
     return;
   }
   lunai_luna_sweep(&s, kernels, a, false);
-  s.args = a;
-  s.sum = lunai_luna_sum;
-  s.output = lunai_luna_out;
   if (a->mean_ka && a->rows > 0) s.exchange = lunai_luna_exchange;
-  lunai_sweep_run(&s, parallel, scratch);
+  lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const lunai_causal_luna *a,
                                              const lunai_parallel *parallel, void *scratch) {
-  lunai_luna_grads grads;
-  lunai_sweep s;
   char *rest = (char *)scratch;
-  grads.args = a;
-  grads.h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
+  float *h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
+  lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
-  s.args = &grads;
-  s.sum = lunai_luna_sum_up;
-  s.output = lunai_luna_out_up;
-  lunai_sweep_run(&s, parallel, rest);
+  s.h = h;
+  lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out_up, parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
-  s.args = &grads;
-  s.sum = lunai_luna_sum_down;
-  s.output = lunai_luna_out_down;
-  lunai_sweep_run(&s, parallel, rest);
+  s.h = h;
+  lunai_sweep_run(&s, lunai_luna_sum_down, lunai_luna_out_down, parallel, rest);
 }
 #endif
 
