@@ -8009,17 +8009,15 @@ typedef struct lunai_st {
 /* a JSON string between its quotes, escapes not decoded */
 typedef struct lunai_st_text { const char *at; size_t size; } lunai_st_text;
 
-typedef enum lunai_st_dtype {
-  LUNAI_ST_BOOL, LUNAI_ST_U8, LUNAI_ST_I8, LUNAI_ST_F8_E4M3, LUNAI_ST_F8_E5M2, LUNAI_ST_I16, LUNAI_ST_U16, LUNAI_ST_F16,
-  LUNAI_ST_BF16, LUNAI_ST_I32, LUNAI_ST_U32, LUNAI_ST_F32, LUNAI_ST_F64, LUNAI_ST_I64, LUNAI_ST_U64, LUNAI_ST_DTYPES
-} lunai_st_dtype;
-
-/* name and bytes an element, in the order of the enum */
-typedef struct lunai_st_format { const char *name; int size; } lunai_st_format;
-static LUNAI_UNUSED const lunai_st_format lunai_st_formats[LUNAI_ST_DTYPES] = {
-  {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"I16", 2}, {"U16", 2}, {"F16", 2},
-  {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4}, {"F64", 8}, {"I64", 8}, {"U64", 8}
-};
+/* name, bytes of an element, and bits of the exponent of those that can be read as real numbers */
+#define LUNAI_ST_FORMATS(F) \
+  F(BOOL, 1, 0) F(U8, 1, 0) F(I8, 1, 0) F(F8_E4M3, 1, 0) F(F8_E5M2, 1, 0) F(I16, 2, 0) F(U16, 2, 0) F(F16, 2, 5) \
+  F(BF16, 2, 8) F(I32, 4, 0) F(U32, 4, 0) F(F32, 4, 8) F(F64, 8, 11) F(I64, 8, 0) F(U64, 8, 0)
+#define LUNAI_ST_DTYPE(name, size, exponent) LUNAI_ST_##name,
+typedef enum lunai_st_dtype { LUNAI_ST_FORMATS(LUNAI_ST_DTYPE) LUNAI_ST_DTYPES } lunai_st_dtype;
+#define LUNAI_ST_FORMAT(name, size, exponent) { #name, size, exponent },
+typedef struct lunai_st_format { const char *name; int size, exponent; } lunai_st_format;
+static LUNAI_UNUSED const lunai_st_format lunai_st_formats[] = { LUNAI_ST_FORMATS(LUNAI_ST_FORMAT) };
 
 typedef struct lunai_st_tensor {
   lunai_st_text name;
@@ -8031,7 +8029,10 @@ typedef struct lunai_st_tensor {
   size_t bytes;
 } lunai_st_tensor;
 
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return lunai_st_formats[t->dtype].exponent > 0; }
+
 /* Text: UTF-8 and the escapes of JSON. */
+static LUNAI_UNUSED const char lunai_hex_digits[] = "0123456789abcdefABCDEF";
 
 /* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no
    character */
@@ -8064,11 +8065,9 @@ LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
   uint32_t value = 0;
   if (end - at < 4) return LUNAI_ST_BAD;
   for (int i = 0; i < 4; i++) {
-    const char c = at[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' &&
-        c <= 'F' ? c - 'A' + 10 : -1;
-    if (digit < 0) return LUNAI_ST_BAD;
-    value = value << 4 | (uint32_t)digit;
+    const char *digit = (const char *)memchr(lunai_hex_digits, at[i], 22);
+    if (!digit) return LUNAI_ST_BAD;
+    value = value << 4 | (uint32_t)(digit - lunai_hex_digits - (*digit >= 'A' && *digit <= 'F' ? 6 : 0));
   }
   return value;
 }
@@ -8097,20 +8096,20 @@ LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
 }
 
-/* the order of a text, decoded (to end or its closing quote), and a UTF-8 string: by byte, which is by character */
-LUNAI_FN int lunai_st_order(const char *at, const char *end, const char *string) {
-  char utf8[4];
-  while (at < end && *at != '"') {
-    const uint32_t code = lunai_st_character(&at, end);
-    if (code == LUNAI_ST_BAD) return 1;
-    const size_t n = lunai_st_encode(code, utf8);
-    for (size_t i = 0; i < n; i++, string++)
-      if (*string == 0 || *string != utf8[i]) return (uint8_t)*string < (uint8_t)utf8[i] || *string == 0 ? 1 : -1;
+/* The order of a JSON string at p, to its closing quote or `end`, and of one at q, which is JSON too or UTF-8 with a 0
+   after it: by character, decoded. */
+LUNAI_FN int lunai_st_order(const char *p, const char *end, const char *q, bool json) {
+  for (;;) {
+    while (p < end && *p == *q && *p != '"' && *p != '\\' && (int8_t)*p > 0) p++, q++; /* ASCII is itself */
+    const bool p_ends = p == end || *p == '"', q_ends = *q == (json ? '"' : 0);
+    if (p_ends || q_ends) return q_ends - p_ends;
+    const uint32_t c = lunai_st_character(&p, end);
+    const uint32_t d = json ? lunai_st_character(&q, end) : lunai_st_utf8(&q, q + 4); /* stops at the 0 */
+    if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
   }
-  return *string == 0 ? 0 : -1;
 }
 LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
-  return lunai_st_order(text.at, text.at + text.size, string) == 0;
+  return lunai_st_order(text.at, text.at + text.size, string, false) == 0;
 }
 
 /* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size
@@ -8146,17 +8145,10 @@ LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
   while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
   return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
 }
-/* the order of two items: by hash, then by character, so that colliding names are only slower */
+/* the order of two items: by hash, then by character, so that colliding names are only slower; without st: of numbers */
 LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
-  const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
-  if (a >> 32 != b >> 32) return a < b ? -1 : 1;
-  for (;;) {
-    while (*p == *q && *p != '"' && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
-    if (*p == '"' || *q == '"') return (*p != '"') - (*q != '"');
-    const uint32_t c = lunai_st_character(&p, end);
-    const uint32_t d = lunai_st_character(&q, end);
-    if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
-  }
+  if (!st || a >> 32 != b >> 32) return (a > b) - (a < b);
+  return lunai_st_order(st->header + (uint32_t)a + 1, st->header + st->header_size, st->header + (uint32_t)b + 1, true);
 }
 
 /* The JSON of a header. The grammar nests three deep and rejects other keys and values, so nothing recurses. */
@@ -8165,6 +8157,7 @@ typedef struct lunai_st_json {
   const char *wrong;                             /* the first error, or null */
   const char *meta;                              /* where __metadata__ starts */
   size_t pairs;                                  /* in __metadata__ */
+  bool first;                                    /* an object begins here: its first member is next */
 } lunai_st_json;
 
 LUNAI_FN bool lunai_st_fail(lunai_st_json *j, const char *wrong) {
@@ -8218,32 +8211,42 @@ LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int max) {
   return lunai_st_take(j, ']') ? count : -1;
 }
 
+LUNAI_FN bool lunai_st_key(lunai_st_json *j, lunai_st_text *key) {
+  return lunai_st_string(j, key) && lunai_st_take(j, ':');
+}
 /* the key and the colon of an object's next member; false at the object's end, or when something is wrong */
-LUNAI_FN bool lunai_st_member(lunai_st_json *j, bool first, lunai_st_text *key) {
+LUNAI_FN bool lunai_st_member(lunai_st_json *j, lunai_st_text *key) {
+  const bool first = j->first;
+  j->first = false;
   if (first && !lunai_st_take(j, '{')) return false;
   if (lunai_st_skip(j, '}')) return false;
-  return (first || lunai_st_take(j, ',')) && lunai_st_string(j, key) && lunai_st_take(j, ':');
+  return (first || lunai_st_take(j, ',')) && lunai_st_key(j, key);
 }
 
 LUNAI_FN bool lunai_st_metadata(lunai_st_json *j) {
   lunai_st_text key, value;
-  bool first = true;
   if (j->meta) return lunai_st_fail(j, "there is more than one __metadata__");
   if (!lunai_st_next_is(j, '{')) return lunai_st_fail(j, "__metadata__ is not an object");
-  for (j->meta = j->at; lunai_st_member(j, first, &key); first = false) {
+  j->meta = j->at;
+  for (j->first = true; lunai_st_member(j, &key); j->pairs++) {
     if (!lunai_st_next_is(j, '"')) return lunai_st_fail(j, "__metadata__ holds something other than strings");
     if (!lunai_st_string(j, &value)) return false;
-    j->pairs++;
   }
   return !j->wrong;
 }
 
+/* elements of a shape; -1: too many, or a negative size */
+LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
+  int64_t count = 1;
+  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
+  return count;
+}
 /* {"dtype": ..., "shape": ..., "data_offsets": ...} in any order, each once */
-LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offsets[2]) {
+LUNAI_FN bool lunai_st_entry(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t) {
+  int64_t offsets[2] = { 0, 0 };
   lunai_st_text key, dtype;
   int seen = 0, part;
-  bool first = true;
-  for (; lunai_st_member(j, first, &key); first = false) {
+  for (j->first = true; lunai_st_member(j, &key); seen |= part) {
     if (lunai_st_equal(key, "dtype")) {
       part = 1;
       if (!lunai_st_string(j, &dtype)) return false;
@@ -8261,18 +8264,9 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
       return lunai_st_fail(j, "a tensor has a key other than dtype, shape and data_offsets");
     }
     if (seen & part) return lunai_st_fail(j, "a tensor has the same key twice");
-    seen |= part;
   }
-  return !j->wrong && (seen == 7 || lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets"));
-}
-
-/* elements of a shape; -1: too many, or a negative size */
-LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
-  int64_t count = 1;
-  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
-  return count;
-}
-LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
+  if (j->wrong) return false;
+  if (seen != 7) return lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets");
   t->count = lunai_st_count(t->rank, t->shape);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
@@ -8284,25 +8278,23 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   return true;
 }
 
-LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lunai_st_tensor *out) {
-  int64_t offsets[2];
-  for (; lunai_st_member(j, first, &out->name); first = false) {
-    if (!lunai_st_equal(out->name, "__metadata__"))
-      return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
+LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *out) {
+  while (lunai_st_member(j, &out->name)) {
+    if (!lunai_st_equal(out->name, "__metadata__")) return lunai_st_entry(st, j, out);
     if (!lunai_st_metadata(j)) return false;
   }
   return false;
 }
 
 LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
-  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0 };
+  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0, offset == 0 };
   return j;
 }
 
 /* the next tensor in the order of the header; *cursor starts at 0 */
 LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor *out) {
   lunai_st_json j = lunai_st_json_at(st, *cursor);
-  if (!lunai_st_read(st, &j, *cursor == 0, out)) return false;
+  if (!lunai_st_read(st, &j, out)) return false;
   *cursor = (size_t)(j.at - st->header);
   return true;
 }
@@ -8316,7 +8308,7 @@ LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t co
     const size_t middle = low + (high - low) / 2;
     int order = items[middle] >> 32 < hash ? -1 : items[middle] >> 32 > hash;
     *j = lunai_st_json_at(st, (uint32_t)items[middle]);
-    if (order == 0) order = lunai_st_order(j->at + 1, j->end, name);
+    if (order == 0) order = lunai_st_order(j->at + 1, j->end, name, false);
     if (order == 0) return true;
     if (order < 0) low = middle + 1;
     else high = middle;
@@ -8325,12 +8317,11 @@ LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t co
 }
 
 LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tensor *out) {
-  int64_t offsets[2];
   lunai_st_json j;
   size_t cursor = 0;
   if (st->names)
-    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_string(&j, &out->name) &&
-           lunai_st_take(&j, ':') && lunai_st_entry(&j, out, offsets) && lunai_st_place(st, &j, out, offsets);
+    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_key(&j, &out->name) &&
+           lunai_st_entry(st, &j, out);
   while (lunai_st_next(st, &cursor, out))
     if (lunai_st_equal(out->name, name)) return true;
   return false;
@@ -8338,7 +8329,8 @@ LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tenso
 
 LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_text *key, lunai_st_text *value) {
   lunai_st_json j = lunai_st_json_at(st, *cursor ? *cursor : st->meta);
-  if (st->meta == 0 || !lunai_st_member(&j, *cursor == 0, key) || !lunai_st_string(&j, value)) return false;
+  j.first = *cursor == 0;
+  if (st->meta == 0 || !lunai_st_member(&j, key) || !lunai_st_string(&j, value)) return false;
   *cursor = (size_t)(j.at - st->header);
   return true;
 }
@@ -8348,18 +8340,14 @@ LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *
   lunai_st_json j;
   size_t cursor = 0;
   if (st->keys)
-    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_string(&j, &name) &&
-           lunai_st_take(&j, ':') && lunai_st_string(&j, value);
+    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_key(&j, &name) && lunai_st_string(&j, value);
   while (lunai_st_meta_next(st, &cursor, &name, value))
     if (lunai_st_equal(name, key)) return true;
   return false;
 }
 
-/* Heapsort of numbers, or of an index's items: in place, and n log n for any input. */
-LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, uint64_t a, uint64_t b) {
-  return texts ? lunai_st_compare(st, a, b) : (a > b) - (a < b);
-}
-LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, size_t count) {
+/* Heapsort: in place, and n log n for any input. */
+LUNAI_FN void lunai_st_sort(const lunai_st *st, uint64_t *items, size_t count) {
   size_t start = count / 2, end = count, root, child;
   uint64_t item;
   while (end > 1) {
@@ -8369,8 +8357,8 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
       items[end] = items[0];
     }
     for (root = start; (child = 2 * root + 1) < end; root = child) {
-      if (child + 1 < end && lunai_st_item_compare(st, texts, items[child], items[child + 1]) < 0) child++;
-      if (lunai_st_item_compare(st, texts, item, items[child]) >= 0) break;
+      if (child + 1 < end && lunai_st_compare(st, items[child], items[child + 1]) < 0) child++;
+      if (lunai_st_compare(st, item, items[child]) >= 0) break;
       items[root] = items[child];
     }
     items[root] = item;
@@ -8385,7 +8373,7 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   size_t cursor = 0, count = 0;
   while (lunai_st_next(st, &cursor, &t))
     if (t.bytes > 0) begins[count++] = (uint64_t)(t.data - st->data);
-  lunai_st_sort(st, false, begins, count);
+  lunai_st_sort(NULL, begins, count);
   for (size_t i = 0; i < count; i++)
     if (i == 0 ? begins[i] != 0 : begins[i] == begins[i - 1]) return false;
   for (cursor = 0; lunai_st_next(st, &cursor, &t);) {
@@ -8403,7 +8391,7 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
 
 /* whether sorted items are unique */
 LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
-  lunai_st_sort(st, true, items, count);
+  lunai_st_sort(st, items, count);
   for (size_t i = 1; i < count; i++)
     if (lunai_st_compare(st, items[i - 1], items[i]) == 0) return false;
   return true;
@@ -8431,7 +8419,6 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   lunai_st_tensor t;
   uint64_t header_size = 0;
   size_t covered = 0;
-  bool first = true;
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
   st->bytes = (const uint8_t *)bytes;
@@ -8445,7 +8432,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   st->data_size = size - 8 - st->header_size;
   lunai_st_json j = lunai_st_json_at(st, 0);
   if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
-  for (st->contiguous = true; lunai_st_read(st, &j, first, &t); first = false, st->tensors++) {
+  for (st->contiguous = true; lunai_st_read(st, &j, &t); st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
     st->contiguous = st->contiguous && (t.bytes == 0 || t.data == st->data + covered);
     covered += t.bytes;
@@ -8463,9 +8450,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
 
 LUNAI_FN bool lunai_st_little(void) {
   const uint16_t one = 1;
-  uint8_t low;
-  memcpy(&low, &one, 1);
-  return low == 1;
+  return *(const uint8_t *)&one == 1;
 }
 
 /* the value of a floating-point pattern with so many bits of exponent and mantissa */
@@ -8478,40 +8463,31 @@ LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bit
                       (exponent ? exponent : 1) - max / 2 - mantissa_bits);
 }
 
+/* the tensor's data in place where this machine can read it as float, else null */
+LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
+  const bool fits = t->dtype == LUNAI_ST_F32 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
+  return fits ? (const float *)(const void *)t->data : NULL;
+}
+
 /* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
-  const int size = lunai_st_formats[t->dtype].size;
-  int exponent_bits = 8, mantissa_bits = 23;
-  switch (t->dtype) {
-    case LUNAI_ST_F32: break;
-    case LUNAI_ST_BF16: mantissa_bits = 7; break;
-    case LUNAI_ST_F16: exponent_bits = 5; mantissa_bits = 10; break;
-    case LUNAI_ST_F64: exponent_bits = 11; mantissa_bits = 52; break;
-    default: return false;
-  }
-  if (t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little()) {
-    if (t->bytes > 0) memcpy(out, t->data, t->bytes);
+  const int size = lunai_st_formats[t->dtype].size, exponent = lunai_st_formats[t->dtype].exponent;
+  if (t->dtype == LUNAI_ST_F32 && lunai_st_little()) {
+    lunai_copy(out, t->data, t->bytes);
     return true;
   }
-  for (int64_t i = 0; i < t->count; i++) {
+  for (int64_t i = 0; i < t->count && exponent; i++) {
     const uint8_t *at = t->data + (size_t)i * (size_t)size;
     uint64_t bits = 0;
     for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-    if (exponent_bits == 8 && sizeof(float) == 4) { /* a float, or its upper half: keeps NaNs as they are */
-      const uint32_t pattern = (uint32_t)(bits << (23 - mantissa_bits));
+    if (exponent == 8) { /* a float, or its upper half: keeps NaNs as they are */
+      const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
       memcpy(&out[i], &pattern, sizeof(pattern));
     } else {
-      out[i] = (float)lunai_st_real(bits, exponent_bits, mantissa_bits);
+      out[i] = (float)lunai_st_real(bits, exponent, 8 * size - 1 - exponent);
     }
   }
-  return true;
-}
-
-/* the tensor's data in place where this machine can read it as float, else null */
-LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
-  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() &&
-      (uintptr_t)t->data % sizeof(float) == 0;
-  return fits ? (const float *)(const void *)t->data : NULL;
+  return exponent > 0;
 }
 
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
@@ -13656,10 +13632,6 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
     status = ctx->backend->copy(ctx, data + at, block, (size_t)part.count * sizeof(float), 1);
   }
   return lunai_backend_result(ctx, "a parameter's values", status);
-}
-
-LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
-  return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
 }
 
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
