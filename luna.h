@@ -8145,7 +8145,8 @@ LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
   while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
   return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
 }
-/* the order of two items: by hash, then by character, so that colliding names are only slower; without st: of numbers */
+/* The order of two items: by hash, then by character, so that colliding names are only slower. Without st: of
+   numbers. */
 LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
   if (!st || a >> 32 != b >> 32) return (a > b) - (a < b);
   return lunai_st_order(st->header + (uint32_t)a + 1, st->header + st->header_size, st->header + (uint32_t)b + 1, true);
@@ -8493,14 +8494,15 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
 /* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
 typedef struct lunai_st_writer {
   bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
-  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* copies a tensor's elements to the host;
-                                                                              null: they are read in place */
   void *user;
+  /* copies a tensor's elements to the host; null: they are read in place */
+  bool (*fetch)(void *device, float *out, const float *from, int64_t count);
+  void *device;
   uint64_t written;
   bool failed;
+  const char *pair, *tensor, *end;               /* what comes before the next of the header; null: the data's turn */
+  uint64_t begin;                                /* where the next tensor's data begins */
 } lunai_st_writer;
-typedef struct lunai_st_pair { const char *key, *value; } lunai_st_pair;
-typedef struct lunai_st_source { const char *name; int rank; const int64_t *shape; const float *data; } lunai_st_source;
 
 LUNAI_FN void lunai_st_write_bytes(lunai_st_writer *w, const void *bytes, size_t size) {
   if (w->failed || size == 0) return;
@@ -8526,7 +8528,6 @@ LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size
 
 /* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
 LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
-  static const char hex[] = "0123456789abcdef";
   const char *at = string, *end = string + strlen(string), *start = string;
   char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
   lunai_st_write_text(w, "\"");
@@ -8537,8 +8538,8 @@ LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
     if (w->failed) return;
     if (code >= 0x20 && code != '"' && code != '\\') continue;
     lunai_st_write_bytes(w, start, (size_t)(character - start));
-    escape[4] = hex[code >> 4];
-    escape[5] = hex[code & 15];
+    escape[4] = lunai_hex_digits[code >> 4 & 15];
+    escape[5] = lunai_hex_digits[code & 15];
     if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
     else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
     start = at;
@@ -8549,86 +8550,73 @@ LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
 
 LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
   float block[1024];
-  if (w->fetch) {
-    lunai_st_writer local = *w;
-    local.fetch = NULL;
-    for (int64_t i = 0; i < count && !local.failed; i += 1024) {
-      local.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
-      lunai_st_write_floats(&local, block, lunai_min(1024, count - i));
+  const int64_t step = w->fetch || !lunai_st_little() ? 1024 : count;
+  for (int64_t i = 0; i < count && !w->failed; i += step) {
+    const int64_t n = lunai_min(step, count - i);
+    const float *from = w->fetch ? block : x + i;
+    if (w->fetch) w->failed = !w->fetch(w->device, block, x + i, n);
+    if (lunai_st_little()) lunai_st_write_bytes(w, from, (size_t)n * sizeof(float));
+    else for (int64_t k = 0; k < n; k++) {
+      uint32_t pattern;
+      memcpy(&pattern, &from[k], sizeof(pattern));
+      lunai_st_write_little(w, pattern, 4);
     }
-    w->failed = local.failed;
-    w->written = local.written;
-    return;
-  }
-  if (sizeof(float) == 4 && lunai_st_little()) {
-    lunai_st_write_bytes(w, x, (size_t)count * sizeof(float));
-    return;
-  }
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t pattern;
-    memcpy(&pattern, &x[i], sizeof(pattern));
-    lunai_st_write_little(w, pattern, 4);
   }
 }
 
-/* elements of a tensor to be written; -1: invalid */
-LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
-  if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
-  const int64_t count = lunai_st_count(source->rank, source->shape);
-  return count > 0 && !source->data ? -1 : count;
+LUNAI_FN void lunai_st_put_pair(lunai_st_writer *w, const char *key, const char *value) {
+  if (!w->pair) return;
+  lunai_st_write_text(w, w->pair);
+  lunai_st_write_string(w, key);
+  lunai_st_write_text(w, ":");
+  lunai_st_write_string(w, value);
+  w->pair = ",", w->tensor = "},", w->end = "}}";
 }
-
-/* "name": {...}; begin: where the tensor's data begins. Returns where they end. */
-LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source *source, uint64_t begin) {
-  const int64_t count = lunai_st_source_count(source);
-  const uint64_t end = begin + 4 * (uint64_t)count;
-  if (count < 0) return w->failed = true, begin;
-  lunai_st_write_string(w, source->name);
+/* data: [shape], may be null without elements */
+LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, int rank, const int64_t *shape,
+                                  const float *data) {
+  const int64_t count = rank < 0 || rank > LUNAI_ST_RANK ? -1 : lunai_st_count(rank, shape);
+  if (count < 0 || (count > 0 && !data) || strcmp(name, "__metadata__") == 0) w->failed = true;
+  if (w->failed) return;
+  if (!w->tensor) {
+    lunai_st_write_floats(w, data, count);
+    return;
+  }
+  lunai_st_write_text(w, w->tensor);
+  lunai_st_write_string(w, name);
   lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":[");
-  for (int i = 0; i < source->rank; i++) {
+  for (int i = 0; i < rank; i++) {
     if (i > 0) lunai_st_write_text(w, ",");
-    lunai_st_write_number(w, (uint64_t)source->shape[i]);
+    lunai_st_write_number(w, (uint64_t)shape[i]);
   }
   lunai_st_write_text(w, "],\"data_offsets\":[");
-  lunai_st_write_number(w, begin);
+  lunai_st_write_number(w, w->begin);
   lunai_st_write_text(w, ",");
-  lunai_st_write_number(w, end);
+  lunai_st_write_number(w, w->begin += 4 * (uint64_t)count);
   lunai_st_write_text(w, "]}");
-  return end;
+  w->tensor = ",", w->end = "}";
 }
 
-LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
-                                    const lunai_st_source *tensors, int64_t tensor_count) {
-  uint64_t end = 0;
-  lunai_st_write_text(w, "{");
-  for (int64_t i = 0; i < meta_count; i++) {
-    lunai_st_write_text(w, i == 0 ? "\"__metadata__\":{" : ",");
-    lunai_st_write_string(w, metas[i].key);
-    lunai_st_write_text(w, ":");
-    lunai_st_write_string(w, metas[i].value);
-  }
-  if (meta_count > 0) lunai_st_write_text(w, "}");
-  for (int64_t i = 0; i < tensor_count; i++) {
-    if (i > 0 || meta_count > 0) lunai_st_write_text(w, ",");
-    end = lunai_st_write_entry(w, &tensors[i], end);
-  }
-  lunai_st_write_text(w, "}");
+/* what puts a file's pairs, then its tensors; their names and keys must be unique */
+typedef void (*lunai_st_contents)(lunai_st_writer *w, const void *what);
+LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
+  w->pair = "{\"__metadata__\":{", w->tensor = "{", w->end = "{}";
+  contents(w, what);
+  lunai_st_write_text(w, w->end);
+  w->pair = w->tensor = NULL;
 }
-
 /* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
-   place. Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
-LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
-                             const lunai_st_source *tensors, int64_t tensor_count) {
+   place. Nothing is written when the header cannot be. */
+LUNAI_FN bool lunai_st_write(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
   lunai_st_writer counter;
   memset(&counter, 0, sizeof(counter));
-  lunai_st_write_header(&counter, metas, meta_count, tensors, tensor_count);
+  lunai_st_write_header(&counter, contents, what);
   const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
   if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
   lunai_st_write_little(w, size, 8);
-  lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
+  lunai_st_write_header(w, contents, what);
   for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  for (int64_t i = 0; i < tensor_count && !w->failed; i++)
-    lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
+  contents(w, what);                             /* the data */
   return !w->failed;
 }
 
@@ -17712,57 +17700,32 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx,
 /* ---------------------------------------------------------------------------------------------------------------------
    >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
-typedef struct lunai_saving { luna_ctx *ctx; luna_io io; } lunai_saving;
-LUNAI_FN bool lunai_save_write(void *user, const void *bytes, size_t size) {
-  const luna_io *io = &((lunai_saving *)user)->io;
-  return io->write(io->user, bytes, size);
-}
-LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_t count) {
-  luna_ctx *ctx = ((lunai_saving *)user)->ctx;
+LUNAI_FN bool lunai_save_fetch(void *device, float *out, const float *from, int64_t count) {
+  luna_ctx *ctx = (luna_ctx *)device;
   return ctx->backend->copy(ctx, out, from, (size_t)count * sizeof(float), 2) == LUNA_OK;
 }
-
-/* what a file holds besides a set's parameters and pairs */
-LUNAI_FN lunai_st_source lunai_source_of(const char *name, const luna_tensor *like, const float *data) {
-  const lunai_st_source source = { name, like->rank, like->shape, data };
-  return source;
+LUNAI_FN luna_status lunai_save(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
+                                const luna_io *io) {
+  lunai_st_writer w;
+  memset(&w, 0, sizeof w);
+  w.write = io->write;
+  w.user = io->user;
+  w.fetch = lunai_on_device(ctx) ? lunai_save_fetch : NULL;
+  w.device = ctx;
+  if (ctx->options.measure || lunai_st_write(&w, contents, what)) return LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call ? ctx->call : name, lunai_file_name(ctx));
 }
-typedef struct lunai_extras {
-  const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
-} lunai_extras;
-
-LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
-                                const char *name) {
-  luna_ctx *ctx = params->ctx;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  int64_t pair_count = extras->pair_count, count = 0;
-  if (ctx->call) name = ctx->call;
-  for (const lunai_meta *m = params->metas; m; m = m->next) pair_count++;
-  lunai_st_pair *pairs = (lunai_st_pair *)lunai_step_host(ctx, name, false, (size_t)pair_count * sizeof *pairs);
-  const size_t bytes = (size_t)(params->size + extras->count) * sizeof(lunai_st_source);
-  lunai_st_source *sources = pairs ? (lunai_st_source *)lunai_step_host(ctx, name, false, bytes) : NULL;
-  if (!sources) return lunai_step_rewind(ctx, mark), ctx->last_status;
-  pair_count = extras->pair_count;
-  lunai_copy(pairs, extras->pairs, (size_t)pair_count * sizeof *pairs);
-  for (const lunai_meta *m = params->metas; m; m = m->next) {
-    const lunai_st_pair pair = { m->key, m->value };
-    pairs[pair_count++] = pair;
-  }
-  for (lunai_param *p = params->first; p; p = p->next)
-    sources[count++] = lunai_source_of(p->name, &p->tensor, p->tensor.data);
-  lunai_copy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
-  lunai_saving saving = { ctx, *io };
-  lunai_st_writer writer = { lunai_save_write, lunai_on_device(ctx) ? lunai_save_fetch : NULL, &saving, 0, false };
-  if (!ctx->options.measure) lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
-  lunai_step_rewind(ctx, mark);
-  return writer.failed ? lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx)) : LUNA_OK;
+LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
+  const luna_params *params = (const luna_params *)set;
+  for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
+  for (const lunai_param *p = params->first; p; p = p->next)
+    lunai_st_put_tensor(w, p->name, p->tensor.rank, p->tensor.shape, p->tensor.data);
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
-  const lunai_extras none = { NULL, NULL, 0, 0 };
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_given(params->ctx, "luna_save_io", io ? "io->write" : "io", io && io->write))
     return params->ctx->last_status;
-  return lunai_save(params, &none, io, "luna_save_io");
+  return lunai_save(params->ctx, "luna_save_io", lunai_put_set, params, io);
 }
 
 /* the parameter a tensor of a file belongs to, or null */
@@ -18121,7 +18084,7 @@ enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUN
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
-  for (int i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
+  for (int i = 0; i < 16; i++) out[i] = lunai_hex_digits[value >> (60 - 4 * i) & 15];
   out[16] = 0;
 }
 LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
@@ -18129,9 +18092,9 @@ LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   *out = 0;
   if (!lunai_st_meta(st, key, &value) || value.size != 16) return false;
   for (size_t i = 0; i < 16; i++) {
-    const char c = value.at[i];
-    if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'))) return false;
-    *out = *out << 4 | (uint64_t)(c <= '9' ? c - '0' : c - 'a' + 10);
+    const char *digit = (const char *)memchr(lunai_hex_digits, value.at[i], 16); /* in lower case */
+    if (!digit) return false;
+    *out = *out << 4 | (uint64_t)(digit - lunai_hex_digits);
   }
   return true;
 }
@@ -18153,11 +18116,25 @@ LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
 }
 
+typedef struct lunai_training { const luna_optimizer *o; uint64_t value[LUNAI_TRAINING_KEYS]; } lunai_training;
+LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *what) {
+  const lunai_training *training = (const lunai_training *)what;
+  const luna_optimizer *o = training->o;
+  char text[17], name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
+  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
+    lunai_hex(training->value[k], text);
+    lunai_st_put_pair(w, lunai_training_keys[k], text);
+  }
+  lunai_put_set(w, o->params);
+  for (const lunai_trained *t = o->trained; t < o->trained + o->size; t++)
+    for (int k = 0; k < o->moments; k++) {
+      lunai_moment_name(name, k, t->name);
+      lunai_st_put_tensor(w, name, t->tensor->rank, t->tensor->shape, t->moment[k]);
+    }
+}
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_io *io) {
-  char text[LUNAI_TRAINING_KEYS][17];
-  uint64_t value[LUNAI_TRAINING_KEYS];
-  lunai_st_pair pairs[LUNAI_TRAINING_KEYS];
-  int64_t count = 0;
+  lunai_training training;
+  uint64_t *value = training.value;
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
   if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
@@ -18165,7 +18142,7 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   luna_status status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
   if (status != LUNA_OK) return status;
   luna_step_state state = lunai_optimizer_state(o);
-  memset(value, 0, sizeof value);
+  training.o = o;
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
   value[LUNAI_TRAINING_UPDATES] = state.updates;
@@ -18175,31 +18152,9 @@ LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_i
   state = lunai_state_of(ctx, ctx->state);
   value[LUNAI_TRAINING_STEP] = state.step;
   value[LUNAI_TRAINING_SEED] = state.seed;
-  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
-    lunai_hex(value[k], text[k]);
-    pairs[k].key = lunai_training_keys[k];
-    pairs[k].value = text[k];
-  }
-  const lunai_mark mark = lunai_step_mark(ctx);
-  const size_t bytes = (size_t)(o->size * o->moments) * sizeof(lunai_st_source);
-  lunai_st_source *sources = (lunai_st_source *)lunai_step_host(ctx, "luna_save_training", false, bytes);
-  bool good = sources != NULL;
-  for (int64_t i = 0; i < o->size && good; i++)
-    for (int k = 0; k < o->moments && good; k++) {
-      const lunai_trained *t = &o->trained[i];
-      char *name = (char *)lunai_step_host(ctx, "luna_save_training", false, LUNAI_MOMENT_NAME + strlen(t->name));
-      good = name != NULL;
-      if (!good) break;
-      lunai_moment_name(name, k, t->name);
-      sources[count++] = lunai_source_of(name, t->tensor, t->moment[k]);
-    }
-  const lunai_extras extras = { pairs, sources, LUNAI_TRAINING_KEYS, count };
-  status = good ? lunai_save(o->params, &extras, io, "luna_save_training_io") : ctx->last_status;
-  lunai_step_rewind(ctx, mark);
-  return status;
+  return lunai_save(ctx, "luna_save_training_io", lunai_put_training, &training, io);
 }
 
-/* finds a moment; *wrong says why there is none */
 LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
   char name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   lunai_moment_name(name, moment, t->name);
