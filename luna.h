@@ -17800,8 +17800,8 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   }
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
-  luna_ctx *ctx = params->ctx;
+LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
+  luna_params *params = (luna_params *)set;
   luna_status status = params->borrowing ? lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call) :
                        lunai_load_check(params, st);
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
@@ -17812,69 +17812,68 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* What a file is read for. read gets it with its index, which is in the step. */
-typedef struct lunai_reading lunai_reading;
-struct lunai_reading {
-  luna_ctx *ctx;
-  const char *name;                  /* of the call */
-  luna_status (*read)(const lunai_reading *r, lunai_st *st);
-  void *into;                        /* the reader's */
-  luna_params *params;
-};
-LUNAI_FN lunai_chunk *lunai_last_chunk(const luna_ctx *ctx) {
-  lunai_chunk *last = ctx->arena[0].steps;
-  while (last && last->next) last = last->next;
-  return last;
-}
-/* Chunks of the step that a file needed, those after `last` (null: all), go back to the allocator: no step may ever be
-   as large. */
-LUNAI_FN void lunai_chunks_after(luna_ctx *ctx, lunai_chunk *last) {
-  for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
-    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
-  if (!last) ctx->arena[0].step = NULL;
-}
-LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
-  luna_ctx *ctx = r->ctx;
+/* What loads a file `into` something. The file's index is in the step. */
+typedef luna_status (*lunai_loader)(luna_ctx *ctx, void *into, lunai_st *st);
+/* Reads a file whole, unless io has no read and `user` is its bytes, and loads it. Chunks of the step that this needed
+   go back to the allocator: no step may ever be as large. */
+LUNAI_FN luna_status lunai_read(luna_ctx *ctx, const char *name, lunai_loader load, void *into, const luna_io *io) {
   luna_status status = LUNA_OK;
+  const char *wrong = NULL;
+  void *bytes = io->user;
   lunai_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  const char *outer = lunai_enter(ctx, r->name);
+  const char *outer = lunai_enter(ctx, name);
   const lunai_mark mark = lunai_step_mark(ctx);
-  lunai_chunk *last = lunai_last_chunk(ctx);
-  const char *wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
-  if (!wrong) {
+  lunai_chunk **newer = &ctx->arena[0].steps;
+  while (*newer) newer = &(*newer)->next;
+  if (io->read && (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)))
+    status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
+  else if (io->read && io->size && !io->read(io->user, bytes, (size_t)io->size))
+    status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
+  else wrong = bytes || io->size == 0 ? lunai_st_open(&st, bytes, (size_t)io->size) : "bytes is null";
+  if (status == LUNA_OK && !wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
     uint64_t *index = (uint64_t *)lunai_step_host(ctx, ctx->call, false, need);
     if (!index) status = ctx->last_status;
     else wrong = lunai_st_index(&st, index, index + st.tensors);
   }
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
-  if (status == LUNA_OK) status = r->read(r, &st);
+  if (status == LUNA_OK) status = load(ctx, into, &st);
   lunai_step_rewind(ctx, mark);
-  lunai_chunks_after(ctx, last);
+  while (*newer) lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
+  if (newer == &ctx->arena[0].steps) ctx->arena[0].step = NULL;
   lunai_leave(ctx, outer);
   return status;
 }
-
-LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
-LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params };
-  return lunai_read_bytes(&r, bytes, size);
+LUNAI_FN luna_status lunai_read_bytes(luna_ctx *ctx, const char *name, lunai_loader load, void *into,
+                                      const void *bytes, size_t size) {
+  const luna_io io = { NULL, NULL, (void *)(uintptr_t)bytes, size };
+  return lunai_read(ctx, name, load, into, &io);
 }
 
-LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
-  luna_params *params = r->params;
+LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
+  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_bytes", lunai_load, params, bytes, size);
+}
+LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_given(params->ctx, "luna_load_io", io ? "io->read" : "io", io && io->read))
+    return params->ctx->last_status;
+  return lunai_read(params->ctx, "luna_load_io", lunai_load, params, io);
+}
+
+LUNAI_FN luna_status lunai_load_borrowed(luna_ctx *ctx, void *set, lunai_st *st) {
+  luna_params *params = (luna_params *)set;
   uint64_t *names = params->source.names;
   luna_error_id wrong;
-  if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
-  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
+  if (params->shared) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return ctx->last_status;
   for (lunai_param *p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
-    if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
+    if (wrong) return lunai_fail_status(ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    names = (uint64_t *)lunai_persist_host(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
-    if (!names) return params->ctx->last_status;
+    names = (uint64_t *)lunai_persist_host(ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    if (!names) return ctx->last_status;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
@@ -17886,20 +17885,9 @@ LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL, params };
-  return lunai_read_bytes(&r, bytes, size);
+  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, params, bytes, size);
 }
 
-LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
-  memset(entry, 0, sizeof *entry);
-  entry->name = name;
-  entry->dtype = lunai_st_formats[t->dtype].name;
-  entry->rank = t->rank;
-  for (int a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
-  entry->count = t->count;
-  entry->data = t->data;
-  entry->bytes = t->bytes;
-}
 LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
   lunai_st_tensor t;
   memset(&t, 0, sizeof t);
@@ -17917,54 +17905,50 @@ LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   if (out) lunai_st_decode(text, out, size);
   return out;
 }
-LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
-  const luna_inspection *inspection = (const luna_inspection *)r->into;
-  luna_ctx *ctx = r->ctx;
+LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, void *into, lunai_st *st) {
+  const luna_inspection *inspection = (const luna_inspection *)into;
   const lunai_mark mark = lunai_step_mark(ctx);
-  luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_st_text key, value;
-  luna_file_tensor entry;
-  size_t cursor = 0;
-  while (status == LUNA_OK && inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value)) {
+  for (size_t cursor = 0; inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value);) {
     const char *k = lunai_step_text(ctx, key), *v = k ? lunai_step_text(ctx, value) : NULL;
-    if (v) inspection->pair(inspection->user, k, v);
-    else status = LUNA_OUT_OF_MEMORY;
+    if (!v) return LUNA_OUT_OF_MEMORY;
+    inspection->pair(inspection->user, k, v);
     lunai_step_rewind(ctx, mark);
   }
-  cursor = 0;
-  while (status == LUNA_OK && inspection->tensor && lunai_st_next(st, &cursor, &t)) {
+  for (size_t cursor = 0; inspection->tensor && lunai_st_next(st, &cursor, &t);) {
     const char *name = lunai_step_text(ctx, t.name);
-    if (name) {
-      lunai_entry_of(&t, name, &entry);
-      inspection->tensor(inspection->user, &entry);
-    } else status = LUNA_OUT_OF_MEMORY;
+    luna_file_tensor entry = { name, lunai_st_formats[t.dtype].name, t.rank, { 0 }, t.count, t.data, t.bytes };
+    if (!name) return LUNA_OUT_OF_MEMORY;
+    memcpy(entry.shape, t.shape, (size_t)t.rank * sizeof t.shape[0]);
+    inspection->tensor(inspection->user, &entry);
     lunai_step_rewind(ctx, mark);
   }
-  return status;
+  return LUNA_OK;
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  const lunai_reading r = { ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
-  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r.name, "inspection");
-  return lunai_read_bytes(&r, bytes, size);
+  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect_bytes", "inspection");
+  return lunai_read_bytes(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, bytes, size);
 }
 
-LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
-  luna_params *params = r->params;
-  luna_load_report none, *m = r->into ? (luna_load_report *)r->into : &none;
+typedef struct lunai_matching { luna_params *params; luna_load_report *report; } lunai_matching;
+LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st) {
+  luna_params *params = ((lunai_matching *)into)->params;
+  luna_load_report none, *m = ((lunai_matching *)into)->report;
   char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
   size_t cursor = 0;
-  if (!r->into) memset(&none, 0, sizeof none);
-  if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
+  memset(&none, 0, sizeof none);
+  if (!m) m = &none;
+  if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
-    if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
+    if (!why && !ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &t);
     if (why) m->missing++;
     if (why && m->report) m->report(m->user, p->name, why);
   }
@@ -17976,36 +17960,24 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
   }
   if (m->loaded) return LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_ERROR_NOTHING_MATCHES, params->ctx->call, params->size,
-                           lunai_file_name(params->ctx));
+  return lunai_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, lunai_file_name(ctx));
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, report, params };
-  return lunai_read_bytes(&r, bytes, size);
+  lunai_matching m = { params, report };
+  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, &m, bytes, size);
 }
 
-/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
-   name and shape; then the file may have no more. False: a sentence says why. */
-LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
-  const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
-  s->params->filling = NULL;
-  if (status == LUNA_OK && made != count)
-    status = lunai_fail_status(s->params->ctx, LUNA_ERROR_FILE_TENSOR_COUNT, s->params->ctx->call,
-                               lunai_file_name(s->params->ctx), count, made);
-  return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
+LUNAI_FN luna_status lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why);
 }
-
-LUNAI_FN bool lunai_not_a_model(luna_ctx *ctx, const char *why) {
-  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why) == LUNA_OK;
-}
-/* a model's config from a file; false with a sentence */
-LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count, void *config,
-                                luna_layer_config *layer) {
+/* a model's config from a file */
+LUNAI_FN luna_status lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count,
+                                       void *config, luna_layer_config *layer) {
   const char *wrong = lunai_fields_read(st, fields, count, config);
   if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
-  return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx));
+  return layer->dim % layer->heads ? lunai_not_a_model(ctx, LUNAI_NO_HEADS) : LUNA_OK;
 }
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -18015,44 +17987,47 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-/* wanted: the kind that the file must have; 0: any */
-LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+/* into setup's struct, its bytes of the member of luna_model at `at`; kind: that the file must have, 0: any */
+typedef struct lunai_kind_load { lunai_setup setup; luna_model_kind kind; size_t at; } lunai_kind_load;
+/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
+   name and shape; then the file may have no more. */
+LUNAI_FN luna_status lunai_load_kind(luna_ctx *ctx, void *into, lunai_st *st) {
   static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
-  luna_ctx *ctx = s->params->ctx;
+  const lunai_kind_load *load = (const lunai_kind_load *)into;
+  luna_params *params = load->setup.params;
+  const int64_t count = lunai_st_tensors(st, NULL);
+  luna_model model;
   lunai_model_config m;
   lunai_st_text kind;
   int k = 0;
+  memset(&model, 0, sizeof model);
   memset(&m, 0, sizeof m);
-  if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
+  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size);
   if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
   while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
-  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
-  if (wanted && wanted != model->kind)
+  model.kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (load->kind && load->kind != model.kind)
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
-                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
-  if (model->kind == LUNA_MODEL_LM ?
-      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
-      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
-    return false;
+                             kinds[load->kind - LUNA_MODEL_LM]);
+  luna_status status = model.kind == LUNA_MODEL_LM ?
+      lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer);
+  if (status != LUNA_OK) return status;
   /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
      memory comes first, are at most as many as tensors. */
   const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
-  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > lunai_st_tensors(st, NULL))
+  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > count)
     return lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  if (!s->params->borrowing) s->params->filling = st;
-  return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
-}
-/* into setup's struct, its bytes of the member of luna_model at `at` */
-typedef struct lunai_kind_load { lunai_setup setup; luna_model_kind kind; size_t at; } lunai_kind_load;
-LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
-  const lunai_kind_load *k = (const lunai_kind_load *)r->into;
-  luna_model any;
-  memset(&any, 0, sizeof any);
-  if (!lunai_model_load_st(&any, k->kind, &k->setup, st)) return LUNA_BAD_FILE;
-  memcpy(k->setup.made, (const char *)&any + k->at, k->setup.size);
-  return LUNA_OK;
+  params->filling = params->borrowing ? NULL : st;
+  status = lunai_model_init(&model, params, &m);
+  params->filling = NULL;
+  if (status == LUNA_OK && params->size != count)
+    status = lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, lunai_file_name(ctx), count, params->size);
+  if (status == LUNA_OK && !params->borrowing) status = lunai_load_pairs(params, st);
+  if (status == LUNA_OK) memcpy(load->setup.made, (const char *)&model + load->at, load->setup.size);
+  return status;
 }
 #define LUNAI_KIND_LOADS(F) \
   F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
@@ -18061,16 +18036,17 @@ LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
   F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
 #define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
   LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
+    const char *const name = #call; \
     lunai_kind_load k; \
-    const lunai_reading r = { lunai_ctx_of(params), #call, lunai_load_kind, &k, params }; \
-    const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
+    const bool good = lunai_setup_begin(&k.setup, name, params, NULL, model, sizeof *model); \
     k.kind = (luna_model_kind)chosen; \
     k.at = offsetof(luna_model, member); \
     return lunai_setup_end(&k.setup, good && load == LUNA_OK); \
   }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, lunai_read_bytes(&r, bytes, size), const void *bytes, \
-                     size_t size)
+  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, \
+                     lunai_read_bytes(params->ctx, name, lunai_load_kind, &k, bytes, size), \
+                     const void *bytes, size_t size)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 
@@ -18192,14 +18168,13 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
-  luna_optimizer *o = (luna_optimizer *)r->into;
-  luna_ctx *ctx = o->params->ctx;
+LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
+  luna_optimizer *o = (luna_optimizer *)into;
   uint64_t value[LUNAI_TRAINING_KEYS];
   lunai_st_tensor t;
   luna_status status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
-  if (status == LUNA_OK) status = lunai_load_st(o->params, st);
+  if (status == LUNA_OK) status = lunai_load(ctx, o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
                                                                        run */
   if (status != LUNA_OK || ctx->options.measure) return status;
@@ -18220,36 +18195,12 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training_bytes", lunai_load_training, o, NULL };
-  return lunai_read_bytes(&r, bytes, size);
+  luna_ctx *ctx = o ? o->params->ctx : NULL;
+  return lunai_read_bytes(ctx, "luna_load_training_bytes", lunai_load_training, o, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
 
-/* --- the same through luna_io, and by path --- */
-LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
-  luna_ctx *ctx = r->ctx;
-  const char *outer = lunai_enter(ctx, r->name);
-  const lunai_mark mark = lunai_step_mark(ctx);
-  lunai_chunk *last = lunai_last_chunk(ctx);
-  luna_status status = LUNA_OK;
-  void *bytes;
-  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes))
-    status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
-  else if (io->size && !io->read(io->user, bytes, (size_t)io->size))
-    status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
-  if (status == LUNA_OK) status = lunai_read_bytes(r, bytes, (size_t)io->size);
-  lunai_step_rewind(ctx, mark);
-  lunai_chunks_after(ctx, last);
-  lunai_leave(ctx, outer);
-  return status;
-}
-LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params };
-  if (!params) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_given(params->ctx, r.name, io ? "io->read" : "io", io && io->read)) return params->ctx->last_status;
-  return lunai_read_io(&r, io);
-}
-
+/* --- the same by path --- */
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
@@ -18498,45 +18449,43 @@ LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *pat
 }
 #endif
 
-LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
-  luna_ctx *ctx = r->ctx;
+LUNAI_FN luna_status lunai_read_path(luna_ctx *ctx, const char *name, lunai_loader load, void *into,
+                                     const char *path) {
   luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
+  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
   FILE *file = fopen(path, "rb");
-  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
+  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
   int64_t size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   const luna_io io = { lunai_file_read, NULL, file, (uint64_t)size };
   rewind(file);
   ctx->path = path;
-  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
-  else status = lunai_read_io(r, &io);
+  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, name, path);
+  else status = lunai_read(ctx, name, load, into, &io);
   ctx->path = NULL;
   fclose(file);
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load", lunai_load, NULL, params };
-  return lunai_read_path(&r, path);
+  return lunai_read_path(lunai_ctx_of(params), "luna_load", lunai_load, params, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(&r, path), const char *path)
+  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(params->ctx, name, lunai_load_kind, &k, path), \
+                     const char *path)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report, params };
-  return lunai_read_path(&r, path);
+  lunai_matching m = { params, report };
+  return lunai_read_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, &m, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  const lunai_reading r = { ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
-  return lunai_read_path(&r, path);
+  return lunai_read_path(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, NULL };
-  return lunai_read_path(&r, path);
+  return lunai_read_path(o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, path);
 }
 #endif
 #endif /* !LUNA_NO_STDIO */
