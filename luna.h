@@ -13398,13 +13398,10 @@ LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t has
 }
 
 LUNAI_FN bool lunai_is_ours(const char *name) { return strncmp(name, "luna.", 5) == 0; }
-LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
-  const size_t na = strlen(a), nb = strlen(b);
+LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *text) {
   void *memory;
-  if (!lunai_persist(ctx, na + nb + 1, false, &memory)) return NULL;
-  memcpy(memory, a, na);
-  memcpy((char *)memory + na, b, nb + 1);
-  return (char *)memory;
+  const size_t size = strlen(text) + 1;
+  return lunai_persist(ctx, size, false, &memory) ? (char *)memcpy(memory, text, size) : NULL;
 }
 
 /* UTF-8, as names and pairs must be to go into a checkpoint */
@@ -13682,7 +13679,7 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   lunai_param *p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
-  if (p) p->name = lunai_persist_text(ctx, name, "");
+  if (p) p->name = lunai_persist_text(ctx, name);
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
     lunai_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
@@ -13719,9 +13716,7 @@ typedef struct lunai_setup {
   uint64_t prefix;                   /* its hash */
   const char *outer;                 /* for lunai_leave */
   lunai_persistent_mark memory;
-  lunai_param *last;
-  lunai_meta *last_meta, *replaced;
-  int64_t count;
+  luna_params before;                /* what the set was */
 } lunai_setup;
 /* Begins an init; false, with a sentence where there is a context, when it cannot succeed. lunai_setup_end must
    follow either way. */
@@ -13734,10 +13729,7 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (!params) return false;
   s->prefix = lunai_hash(prefix ? prefix : "");
   s->memory = lunai_persistent(params->ctx);
-  s->last = params->last;
-  s->last_meta = params->last_meta;
-  s->replaced = params->replaced;
-  s->count = params->size;
+  s->before = *params;
   params->ctx->setups++;
   s->outer = lunai_enter(params->ctx, name);
   params->ctx->last_status = params->ctx->open_status;
@@ -13753,17 +13745,14 @@ LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
-  for (; params->replaced != s->replaced; params->replaced = params->replaced->next)
+  const luna_params *before = &s->before;
+  for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (lunai_param *p = s->last ? s->last->next : params->first; p; p = p->next)
-    *lunai_param_place(params, p->name, p->hash, s->count) = NULL;
-  params->last = s->last;
-  params->last_meta = s->last_meta;
-  params->size = s->count;
-  if (s->last) s->last->next = NULL;
-  else params->first = NULL;
-  if (s->last_meta) s->last_meta->next = NULL;
-  else params->metas = NULL;
+  for (lunai_param *p = before->last ? before->last->next : params->first; p; p = p->next)
+    *lunai_param_place(params, p->name, p->hash, before->size) = NULL;
+  *params = *before;
+  if (params->last) params->last->next = NULL;
+  if (params->last_meta) params->last_meta->next = NULL;
   lunai_persistent_rewind(params->ctx, s->memory);
 }
 LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
@@ -13819,8 +13808,8 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
   }
   const lunai_persistent_mark mark = lunai_persistent(params->ctx);
   lunai_meta *pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
-  if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
-  if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value, "");
+  if (pair) pair->key = lunai_persist_text(params->ctx, key);
+  if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value);
   if (!pair || !pair->value) {
     lunai_persistent_rewind(params->ctx, mark);
     return lunai_fail_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
@@ -17475,7 +17464,7 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group)
   } else {
     if (!lunai_persist(ctx, sizeof *kept, false, &memory)) return false;
     kept = (lunai_group *)memory;
-    name = lunai_persist_text(ctx, name, "");
+    name = lunai_persist_text(ctx, name);
     if (!name) return lunai_persistent_rewind(ctx, mark), false;
   }
   kept->group = *group;
