@@ -394,7 +394,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
   X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
   X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
-  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: '%s'") \
+  X(SAVE_PATH, CANNOT_WRITE, "%s: the path '%s', or what it links to, is longer than %d bytes") \
   X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
   X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
@@ -17702,7 +17702,7 @@ LUNAI_FN luna_status lunai_save(luna_ctx *ctx, const char *name, lunai_st_conten
   w.fetch = lunai_on_device(ctx) ? lunai_save_fetch : NULL;
   w.device = ctx;
   if (ctx->options.measure || lunai_st_write(&w, contents, what)) return LUNA_OK;
-  return lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call ? ctx->call : name, lunai_file_name(ctx));
+  return lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx));
 }
 LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
@@ -18081,13 +18081,22 @@ LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
 }
 
-typedef struct lunai_training { const luna_optimizer *o; uint64_t value[LUNAI_TRAINING_KEYS]; } lunai_training;
-LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *what) {
-  const lunai_training *training = (const lunai_training *)what;
-  const luna_optimizer *o = training->o;
+LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
+  const luna_optimizer *o = (const luna_optimizer *)optimizer;
+  luna_ctx *ctx = o->params->ctx;
+  const luna_step_state updates = lunai_optimizer_state(o), step = lunai_state_of(ctx, ctx->state);
   char text[17], name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
+  uint64_t value[LUNAI_TRAINING_KEYS];
+  value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
+  value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
+  value[LUNAI_TRAINING_UPDATES] = updates.updates;
+  value[LUNAI_TRAINING_SKIPPED] = updates.skipped;
+  value[LUNAI_TRAINING_ROW] = updates.skipped_in_row;
+  value[LUNAI_TRAINING_LR] = lunai_float_bits(o->config.lr);
+  value[LUNAI_TRAINING_STEP] = step.step;
+  value[LUNAI_TRAINING_SEED] = step.seed;
   for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
-    lunai_hex(training->value[k], text);
+    lunai_hex(value[k], text);
     lunai_st_put_pair(w, lunai_training_keys[k], text);
   }
   lunai_put_set(w, o->params);
@@ -18097,27 +18106,16 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *what) {
       lunai_st_put_tensor(w, name, t->tensor->rank, t->tensor->shape, t->moment[k]);
     }
 }
+/* all parameters have moments: zeros, for who loads them */
+LUNAI_FN luna_status lunai_save_joined(const luna_optimizer *o) {
+  return lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
+}
 LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_io *io) {
-  lunai_training training;
-  uint64_t *value = training.value;
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
   if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
-  /* zeros, for who loads it */
-  luna_status status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
-  if (status != LUNA_OK) return status;
-  luna_step_state state = lunai_optimizer_state(o);
-  training.o = o;
-  value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
-  value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
-  value[LUNAI_TRAINING_UPDATES] = state.updates;
-  value[LUNAI_TRAINING_SKIPPED] = state.skipped;
-  value[LUNAI_TRAINING_ROW] = state.skipped_in_row;
-  value[LUNAI_TRAINING_LR] = lunai_float_bits(o->config.lr);
-  state = lunai_state_of(ctx, ctx->state);
-  value[LUNAI_TRAINING_STEP] = state.step;
-  value[LUNAI_TRAINING_SEED] = state.seed;
-  return lunai_save(ctx, "luna_save_training_io", lunai_put_training, &training, io);
+  const luna_status status = lunai_save_joined(o);
+  return status == LUNA_OK ? lunai_save(ctx, "luna_save_training_io", lunai_put_training, o, io) : status;
 }
 
 LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
@@ -18260,10 +18258,8 @@ LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_
    temporary file of a number so held is abandoned. */
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   struct _stat old;
-  int64_t number;
-  int descriptor;
   if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return LUNA_ERROR_SAVE_IRREGULAR;
-  for (number = 0; number < LUNAI_SAVERS; number++) {
+  for (int64_t number = 0; number < LUNAI_SAVERS; number++) {
     lunai_saving_name(s, ".luna-%d.lock", number);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
     if (s->lock == INVALID_HANDLE_VALUE) {
@@ -18272,7 +18268,8 @@ LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
     }
     lunai_saving_name(s, ".luna-%d.tmp", number);
     DeleteFileA(s->temporary);
-    descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
+    const int flags = _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT;
+    const int descriptor = _open(s->temporary, flags, _S_IREAD | _S_IWRITE);
     s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
     if (s->file) return LUNA_ERROR_NONE;
     CloseHandle(s->lock);
@@ -18286,8 +18283,7 @@ LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
 }
 /* retries for a second: another process may have the file open */
 LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) {
-  int i;
-  for (i = 0; i < 200; i++, Sleep(5)) {
+  for (int i = 0; i < 200; i++, Sleep(5)) {
     if (MoveFileExA(s->temporary, s->path, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) return true;
     if (GetLastError() != ERROR_ACCESS_DENIED && GetLastError() != ERROR_SHARING_VIOLATION) break;
   }
@@ -18391,50 +18387,42 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 }
 #endif
 
-typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
-LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
+LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
+                                     const char *path) {
   lunai_saving_file s;
   luna_io io = { NULL, lunai_file_write, NULL, 0 };
-  if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
-  if (strlen(path) + 32 > sizeof s.path)
-    return lunai_fail_status(ctx, LUNA_ERROR_SAVE_PATH, ctx->call, (int64_t)sizeof s.path - 32, path);
+  luna_error_id wrong = LUNA_ERROR_SAVE_PATH;
+  if (ctx->options.measure) return LUNA_OK;
   memset(&s, 0, sizeof s);
-  memcpy(s.path, path, strlen(path));
-  s.folder = lunai_folder_of(path);
-  const luna_error_id wrong = lunai_saving_open(&s);
-  if (wrong == LUNA_ERROR_SAVE_PATH)
-    return lunai_fail_status(ctx, (int)wrong, ctx->call, (int64_t)sizeof s.path - 32, path);
-  if (wrong) return lunai_fail_status(ctx, (int)wrong, ctx->call, path);
+  if (strlen(path) + 32 <= sizeof s.path) {
+    memcpy(s.path, path, strlen(path));
+    s.folder = lunai_folder_of(path);
+    wrong = lunai_saving_open(&s);
+  }
+  if (wrong) return lunai_fail_status(ctx, (int)wrong, name, path, (int64_t)sizeof s.path - 32);
   io.user = s.file;
-  luna_status status = saver(what, &io);
+  ctx->path = path;
+  luna_status status = lunai_save(ctx, name, contents, what, &io);
+  ctx->path = NULL;
   if (status == LUNA_OK && !lunai_saving_flush(&s))
-    status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call, path);
+    status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, path);
   if (status == LUNA_OK && !lunai_saving_replace(&s))
-    status = lunai_fail_status(ctx, LUNA_ERROR_SAVE_REPLACE, ctx->call, path);
+    status = lunai_fail_status(ctx, LUNA_ERROR_SAVE_REPLACE, name, path);
   lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
-LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_saver saver, const void *what,
-                                     const char *path) {
-  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
-  ctx->call = name;
-  ctx->path = path;
-  const luna_status status = lunai_save_file(ctx, saver, what, path);
-  ctx->call = ctx->path = NULL;
-  return status;
-}
-LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) {
-  return luna_save_io((const luna_params *)params, io);
-}
 LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
-  return params ? lunai_save_path(params->ctx, "luna_save", lunai_save_params, params, path) : LUNA_BAD_ARGUMENT;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_given(params->ctx, "luna_save", "path", path != NULL)) return params->ctx->last_status;
+  return lunai_save_path(params->ctx, "luna_save", lunai_put_set, params, path);
 }
 #ifndef LUNA_NO_TRAIN
-LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) {
-  return luna_save_training_io((const luna_optimizer *)optimizer, io);
-}
 LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) {
-  return o ? lunai_save_path(o->params->ctx, "luna_save_training", lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = o->params->ctx;
+  if (!lunai_is_given(ctx, "luna_save_training", "path", path != NULL)) return ctx->last_status;
+  const luna_status status = lunai_save_joined(o);
+  return status == LUNA_OK ? lunai_save_path(ctx, "luna_save_training", lunai_put_training, o, path) : status;
 }
 #endif
 
