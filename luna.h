@@ -2110,9 +2110,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 #ifdef LUNA_ONLY_STREAM
-#define LUNAI_ONCE LUNAI_CALL         /* small: one copy */
+#define LUNAI_ONCE LUNAI_CALL        /* small: one copy */
+#define LUNAI_REST(function) NULL
 #else
 #define LUNAI_ONCE LUNAI_INLINE
+#define LUNAI_REST(function) function
 #endif
 
 #ifndef LUNA_ASSERT
@@ -2205,10 +2207,7 @@ LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
 #endif
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
-  lunai_parallel_call call;
-  call.task = task;
-  call.work = work;
-  call.threads = lunai_threads(parallel);
+  lunai_parallel_call call = { task, work, lunai_threads(parallel) };
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
 }
@@ -2265,34 +2264,23 @@ LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t elemen
 }
 LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
+  const float keep = 1.0f / (1.0f - probability);
+  const lunai_dropout d = { seed, op, step, lunai_dropout_threshold(probability), keep, 0, 0, 0 };
   return d;
 }
 
 /* A matrix to read: element (i, j) is at[i * row + j * column] */
 typedef struct lunai_matrix { const float *at; int64_t rows, columns, row, column; } lunai_matrix;
 LUNAI_INLINE lunai_matrix lunai_strided(const float *at, int64_t rows, int64_t columns, int64_t row) {
-  lunai_matrix a;
-  a.at = at;
-  a.rows = rows; a.columns = columns;
-  a.row = row; a.column = 1;
+  const lunai_matrix a = { at, rows, columns, row, 1 };
   return a;
 }
 LUNAI_INLINE lunai_matrix lunai_dense(const float *at, int64_t rows, int64_t columns) {
   return lunai_strided(at, rows, columns, columns);
 }
 LUNAI_INLINE lunai_matrix lunai_transposed(lunai_matrix a) {
-  const lunai_matrix b = a;
-  a.rows = b.columns; a.columns = b.rows;
-  a.row = b.column; a.column = b.row;
-  return a;
+  const lunai_matrix b = { a.at, a.columns, a.rows, a.column, a.row };
+  return b;
 }
 /* its columns, or rows, [first, last) */
 LUNAI_INLINE lunai_matrix lunai_columns(lunai_matrix a, int64_t first, int64_t last) {
@@ -2308,10 +2296,7 @@ LUNAI_INLINE lunai_matrix lunai_lines(lunai_matrix a, int64_t first, int64_t las
 /* Where a matrix goes, its rows `row` floats apart; add: to what is there */
 typedef struct lunai_out { float *at; int64_t row; bool add; } lunai_out;
 LUNAI_INLINE lunai_out lunai_into(float *at, int64_t row, bool add) {
-  lunai_out c;
-  c.at = at;
-  c.row = row;
-  c.add = add;
+  const lunai_out c = { at, row, add };
   return c;
 }
 /* n columns of B in panels of nr: row p of panel j is at[j * step + p * row] */
@@ -2503,19 +2488,11 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
 LUNAI_FN float lunai_each_scalar(int kind, float a, float b, float c);
 LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
-#if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
-#define LUNAI_TRAIN(function) NULL
-#else
-#define LUNAI_TRAIN(function) function
-#endif
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_REST(function) NULL
-#else
-#define LUNAI_REST(function) function
-#endif
 #ifdef LUNA_NO_TRAIN
+#define LUNAI_TRAIN(function) NULL
 #define LUNAI_TRAINS false           /* no tape, no dropout */
 #else
+#define LUNAI_TRAIN(function) function
 #define LUNAI_TRAINS true
 #endif
 
@@ -7776,10 +7753,8 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 }
 
 LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
-  lunai_parallel p;
-  p.run = run->parallel_for;
-  p.user = run->parallel_user;
-  p.threads = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
+  const int64_t threads = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
+  const lunai_parallel p = { run->parallel_for, run->parallel_user, threads };
   return p;
 }
 
