@@ -7959,7 +7959,7 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>safetensors: reading and writing files of tensors, without allocation or stdio
+   >>safetensors: reading files of tensors, without allocation or stdio
    8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype":
    "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without
    holes. lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
@@ -7971,9 +7971,9 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
 
 typedef struct lunai_st {
-  const uint8_t *bytes, *data;
+  const uint8_t *data;
   const char *header;
-  size_t size, data_size, header_size;
+  size_t data_size, header_size;
   /* where the object __metadata__ begins in the header; 0: there is none */
   size_t meta;
   size_t tensors, pairs;                         /* their number */
@@ -8014,17 +8014,15 @@ static LUNAI_UNUSED const char lunai_hex_digits[] = "0123456789abcdefABCDEF";
 LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
   static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
   const uint8_t *s = (const uint8_t *)*at;
+  if (s[0] < 0x80) return (uint8_t)*(*at)++;
   const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
-  uint32_t code = s[0];
-  if (code >= 0x80) {
-    if (more == 0 || code > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
-    code &= 0x3Fu >> more;
-    for (int i = 1; i <= more; i++) {
-      if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
-      code = code << 6 | (s[i] & 0x3Fu);
-    }
-    if (code < min[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
+  uint32_t code = s[0] & 0x3Fu >> more;
+  if (more == 0 || s[0] > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
+  for (int i = 1; i <= more; i++) {
+    if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
+    code = code << 6 | (s[i] & 0x3Fu);
   }
+  if (code < min[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
   *at += more + 1;
   return code;
 }
@@ -8397,14 +8395,12 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   size_t covered = 0;
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
-  st->bytes = (const uint8_t *)bytes;
-  st->size = size;
-  for (int i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
+  for (int i = 7; i >= 0; i--) header_size = header_size << 8 | ((const uint8_t *)bytes)[i];
   if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
-  st->header = (const char *)st->bytes + 8;
+  st->header = (const char *)bytes + 8;
   st->header_size = (size_t)header_size;
-  st->data = st->bytes + 8 + st->header_size;
+  st->data = (const uint8_t *)bytes + 8 + st->header_size;
   st->data_size = size - 8 - st->header_size;
   lunai_st_json j = lunai_st_json_at(st, 0);
   if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
@@ -8464,135 +8460,6 @@ LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
     }
   }
   return exponent > 0;
-}
-
-/* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
-typedef struct lunai_st_writer {
-  bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
-  void *user;
-  /* copies a tensor's elements to the host; null: they are read in place */
-  bool (*fetch)(void *device, float *out, const float *from, int64_t count);
-  void *device;
-  uint64_t written;
-  bool failed;
-  const char *pair, *tensor, *end;               /* what comes before the next of the header; null: the data's turn */
-  uint64_t begin;                                /* where the next tensor's data begins */
-} lunai_st_writer;
-
-LUNAI_FN void lunai_st_write_bytes(lunai_st_writer *w, const void *bytes, size_t size) {
-  if (w->failed || size == 0) return;
-  w->failed = w->write && !w->write(w->user, bytes, size);
-  if (!w->failed) w->written += size;
-}
-
-LUNAI_FN void lunai_st_write_text(lunai_st_writer *w, const char *text) { lunai_st_write_bytes(w, text, strlen(text)); }
-
-LUNAI_FN void lunai_st_write_number(lunai_st_writer *w, uint64_t number) {
-  char digits[20];
-  size_t at = sizeof(digits);
-  do digits[--at] = (char)('0' + number % 10);
-  while (number /= 10);
-  lunai_st_write_bytes(w, digits + at, sizeof(digits) - at);
-}
-
-LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
-  uint8_t bytes[8];
-  for (int i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
-  lunai_st_write_bytes(w, bytes, (size_t)size);
-}
-
-/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
-LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
-  const char *at = string, *end = string + strlen(string), *start = string;
-  char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
-  lunai_st_write_text(w, "\"");
-  while (at < end) {
-    const char *character = at;
-    const uint32_t code = lunai_st_utf8(&at, end);
-    if (code == LUNAI_ST_BAD) w->failed = true;
-    if (w->failed) return;
-    if (code >= 0x20 && code != '"' && code != '\\') continue;
-    lunai_st_write_bytes(w, start, (size_t)(character - start));
-    escape[4] = lunai_hex_digits[code >> 4 & 15];
-    escape[5] = lunai_hex_digits[code & 15];
-    if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
-    else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
-    start = at;
-  }
-  lunai_st_write_bytes(w, start, (size_t)(end - start));
-  lunai_st_write_text(w, "\"");
-}
-
-LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
-  float block[1024];
-  const int64_t step = w->fetch || !lunai_st_little() ? 1024 : count;
-  for (int64_t i = 0; i < count && !w->failed; i += step) {
-    const int64_t n = lunai_min(step, count - i);
-    const float *from = w->fetch ? block : x + i;
-    if (w->fetch) w->failed = !w->fetch(w->device, block, x + i, n);
-    if (lunai_st_little()) lunai_st_write_bytes(w, from, (size_t)n * sizeof(float));
-    else for (int64_t k = 0; k < n; k++) {
-      uint32_t pattern;
-      memcpy(&pattern, &from[k], sizeof(pattern));
-      lunai_st_write_little(w, pattern, 4);
-    }
-  }
-}
-
-LUNAI_FN void lunai_st_put_pair(lunai_st_writer *w, const char *key, const char *value) {
-  if (!w->pair) return;
-  lunai_st_write_text(w, w->pair);
-  lunai_st_write_string(w, key);
-  lunai_st_write_text(w, ":");
-  lunai_st_write_string(w, value);
-  w->pair = ",", w->tensor = "},", w->end = "}}";
-}
-/* data: [shape], may be null without elements */
-LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, int rank, const int64_t *shape,
-                                  const float *data) {
-  const int64_t count = rank < 0 || rank > LUNAI_ST_RANK ? -1 : lunai_st_count(rank, shape);
-  if (count < 0 || (count > 0 && !data) || strcmp(name, "__metadata__") == 0) w->failed = true;
-  if (w->failed) return;
-  if (!w->tensor) {
-    lunai_st_write_floats(w, data, count);
-    return;
-  }
-  lunai_st_write_text(w, w->tensor);
-  lunai_st_write_string(w, name);
-  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":[");
-  for (int i = 0; i < rank; i++) {
-    if (i > 0) lunai_st_write_text(w, ",");
-    lunai_st_write_number(w, (uint64_t)shape[i]);
-  }
-  lunai_st_write_text(w, "],\"data_offsets\":[");
-  lunai_st_write_number(w, w->begin);
-  lunai_st_write_text(w, ",");
-  lunai_st_write_number(w, w->begin += 4 * (uint64_t)count);
-  lunai_st_write_text(w, "]}");
-  w->tensor = ",", w->end = "}";
-}
-
-/* what puts a file's pairs, then its tensors; their names and keys must be unique */
-typedef void (*lunai_st_contents)(lunai_st_writer *w, const void *what);
-LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
-  w->pair = "{\"__metadata__\":{", w->tensor = "{", w->end = "{}";
-  contents(w, what);
-  lunai_st_write_text(w, w->end);
-  w->pair = w->tensor = NULL;
-}
-/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
-   place. Nothing is written when the header cannot be. */
-LUNAI_FN bool lunai_st_write(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
-  lunai_st_writer counter;
-  memset(&counter, 0, sizeof(counter));
-  lunai_st_write_header(&counter, contents, what);
-  const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
-  if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
-  lunai_st_write_little(w, size, 8);
-  lunai_st_write_header(w, contents, what);
-  for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  contents(w, what);                             /* the data */
-  return !w->failed;
 }
 
 #ifdef LUNA_ONLY_STREAM
@@ -17664,6 +17531,121 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx,
 /* ---------------------------------------------------------------------------------------------------------------------
    >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
+/* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
+typedef struct lunai_st_writer {
+  bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
+  void *user;
+  /* copies a tensor's elements to the host; null: they are read in place */
+  bool (*fetch)(void *device, float *out, const float *from, int64_t count);
+  void *device;
+  uint64_t written;
+  bool failed;
+  const char *pair, *tensor, *end;               /* what comes before the next of the header; null: the data's turn */
+  int64_t begin;                                 /* where the next tensor's data begins */
+} lunai_st_writer;
+
+LUNAI_FN void lunai_st_write_bytes(lunai_st_writer *w, const void *bytes, size_t size) {
+  if (w->failed || size == 0) return;
+  w->failed = w->write && !w->write(w->user, bytes, size);
+  if (!w->failed) w->written += size;
+}
+
+LUNAI_FN void lunai_st_write_text(lunai_st_writer *w, const char *text) { lunai_st_write_bytes(w, text, strlen(text)); }
+
+LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
+  uint8_t bytes[8];
+  for (int i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
+  lunai_st_write_bytes(w, bytes, (size_t)size);
+}
+
+/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
+LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
+  const char *at = string, *end = string + strlen(string), *start = string;
+  char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
+  lunai_st_write_text(w, "\"");
+  while (at < end) {
+    const char *character = at;
+    const uint32_t code = lunai_st_utf8(&at, end);
+    if (code == LUNAI_ST_BAD) w->failed = true;
+    if (w->failed) return;
+    if (code >= 0x20 && code != '"' && code != '\\') continue;
+    lunai_st_write_bytes(w, start, (size_t)(character - start));
+    escape[4] = lunai_hex_digits[code >> 4 & 15];
+    escape[5] = lunai_hex_digits[code & 15];
+    if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
+    else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
+    start = at;
+  }
+  lunai_st_write_bytes(w, start, (size_t)(end - start));
+  lunai_st_write_text(w, "\"");
+}
+
+LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
+  float block[1024];
+  const int64_t step = w->fetch || !lunai_st_little() ? 1024 : count;
+  for (int64_t i = 0; i < count && !w->failed; i += step) {
+    const int64_t n = lunai_min(step, count - i);
+    const float *from = w->fetch ? block : x + i;
+    if (w->fetch) w->failed = !w->fetch(w->device, block, x + i, n);
+    if (lunai_st_little()) lunai_st_write_bytes(w, from, (size_t)n * sizeof(float));
+    else for (int64_t k = 0; k < n; k++) {
+      uint32_t pattern;
+      memcpy(&pattern, &from[k], sizeof(pattern));
+      lunai_st_write_little(w, pattern, 4);
+    }
+  }
+}
+
+LUNAI_FN void lunai_st_put_pair(lunai_st_writer *w, const char *key, const char *value) {
+  if (!w->pair) return;
+  lunai_st_write_text(w, w->pair);
+  lunai_st_write_string(w, key);
+  lunai_st_write_text(w, ":");
+  lunai_st_write_string(w, value);
+  w->pair = ",", w->tensor = "},", w->end = "}}";
+}
+/* data: like's, may be null without elements */
+LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+  const int64_t count = lunai_shape_count(like->rank, like->shape), begin = w->begin;
+  char places[160];
+  if (count < 0 || (count > 0 && !data) || strcmp(name, "__metadata__") == 0) w->failed = true;
+  if (w->failed) return;
+  if (!w->tensor) {
+    lunai_st_write_floats(w, data, count);
+    return;
+  }
+  w->begin += 4 * count;
+  lunai_print(places, sizeof places, "%t,\"data_offsets\":[%d,%d]}", like, begin, w->begin);
+  lunai_st_write_text(w, w->tensor);
+  lunai_st_write_string(w, name);
+  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":");
+  lunai_st_write_text(w, places);
+  w->tensor = ",", w->end = "}";
+}
+
+/* what puts a file's pairs, then its tensors; their names and keys must be unique */
+typedef void (*lunai_st_contents)(lunai_st_writer *w, const void *what);
+LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
+  w->pair = "{\"__metadata__\":{", w->tensor = "{", w->end = "{}";
+  contents(w, what);
+  lunai_st_write_text(w, w->end);
+  w->pair = w->tensor = NULL;
+}
+/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
+   place. Nothing is written when the header cannot be. */
+LUNAI_FN bool lunai_st_write(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
+  lunai_st_writer counter;
+  memset(&counter, 0, sizeof(counter));
+  lunai_st_write_header(&counter, contents, what);
+  const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
+  if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
+  lunai_st_write_little(w, size, 8);
+  lunai_st_write_header(w, contents, what);
+  for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
+  contents(w, what);                             /* the data */
+  return !w->failed;
+}
+
 LUNAI_FN bool lunai_save_fetch(void *device, float *out, const float *from, int64_t count) {
   luna_ctx *ctx = (luna_ctx *)device;
   return ctx->backend->copy(ctx, out, from, (size_t)count * sizeof(float), 2) == LUNA_OK;
@@ -17683,7 +17665,7 @@ LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
   for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
   for (const lunai_param *p = params->first; p; p = p->next)
-    lunai_st_put_tensor(w, p->name, p->tensor.rank, p->tensor.shape, p->tensor.data);
+    lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
   if (!params) return LUNA_BAD_ARGUMENT;
@@ -18038,12 +18020,7 @@ LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   }
   return true;
 }
-/* a float's bits as a number, the same on machines of either byte order */
-LUNAI_FN uint64_t lunai_float_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
+/* a float of its bits as a number, the same on machines of either byte order */
 LUNAI_FN float lunai_bits_float(uint64_t value) {
   float x;
   uint32_t bits = (uint32_t)(value & UINT32_MAX);
@@ -18062,12 +18039,14 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
   const luna_step_state updates = lunai_optimizer_state(o), step = lunai_state_of(ctx, ctx->state);
   char text[17], name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   uint64_t value[LUNAI_TRAINING_KEYS];
+  uint32_t lr;
+  memcpy(&lr, &o->config.lr, sizeof lr);
   value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
   value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
   value[LUNAI_TRAINING_UPDATES] = updates.updates;
   value[LUNAI_TRAINING_SKIPPED] = updates.skipped;
   value[LUNAI_TRAINING_ROW] = updates.skipped_in_row;
-  value[LUNAI_TRAINING_LR] = lunai_float_bits(o->config.lr);
+  value[LUNAI_TRAINING_LR] = lr;
   value[LUNAI_TRAINING_STEP] = step.step;
   value[LUNAI_TRAINING_SEED] = step.seed;
   for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
@@ -18078,7 +18057,7 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
   for (const lunai_trained *t = o->trained; t < o->trained + o->size; t++)
     for (int k = 0; k < o->moments; k++) {
       lunai_moment_name(name, k, t->name);
-      lunai_st_put_tensor(w, name, t->tensor->rank, t->tensor->shape, t->moment[k]);
+      lunai_st_put_tensor(w, name, t->tensor, t->moment[k]);
     }
 }
 /* all parameters have moments: zeros, for who loads them */

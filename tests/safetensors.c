@@ -300,8 +300,13 @@ typedef struct contents { const pair *pairs; const source *sources; int pair_cou
 static void put_contents(lunai_st_writer *w, const void *what) {
   const contents *c = (const contents *)what;
   for (int i = 0; i < c->pair_count; i++) lunai_st_put_pair(w, c->pairs[i].key, c->pairs[i].value);
-  for (const source *s = c->sources; s < c->sources + c->source_count; s++)
-    lunai_st_put_tensor(w, s->name, s->rank, s->shape, s->data);
+  for (const source *s = c->sources; s < c->sources + c->source_count; s++) {
+    luna_tensor like;
+    memset(&like, 0, sizeof like);
+    like.rank = s->rank;
+    for (int a = 0; a < s->rank && a < 2; a++) like.shape[a] = s->shape[a];
+    lunai_st_put_tensor(w, s->name, &like, s->data);
+  }
 }
 static const pair pairs[PAIRS] = {{"format", "pt"},
                                            {"odd \"\\\n\x01\x1f\x7f \xc3\xa9 \xf0\x9f\x98\x80", "tab\there"}, {"", ""}};
