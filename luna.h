@@ -394,7 +394,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
   X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
   X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
-  X(SAVE_PATH, CANNOT_WRITE, "%s: the path, or what it links to, is longer than %d bytes: '%s'") \
+  X(SAVE_PATH, CANNOT_WRITE, "%s: the path '%s', or what it links to, is longer than %d bytes") \
   X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
   X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
@@ -2110,9 +2110,11 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #endif
 #define LUNAI_FN static LUNAI_UNUSED
 #ifdef LUNA_ONLY_STREAM
-#define LUNAI_ONCE LUNAI_CALL         /* small: one copy */
+#define LUNAI_ONCE LUNAI_CALL        /* small: one copy */
+#define LUNAI_REST(function) NULL
 #else
 #define LUNAI_ONCE LUNAI_INLINE
+#define LUNAI_REST(function) function
 #endif
 
 #ifndef LUNA_ASSERT
@@ -2205,10 +2207,7 @@ LUNAI_INLINE int64_t lunai_threads(const lunai_parallel *parallel) {
 #endif
 }
 LUNAI_FN void lunai_run(const lunai_parallel *parallel, lunai_task task, void *work) {
-  lunai_parallel_call call;
-  call.task = task;
-  call.work = work;
-  call.threads = lunai_threads(parallel);
+  lunai_parallel_call call = { task, work, lunai_threads(parallel) };
   if (call.threads == 1) task(work, 0, 1);
   else parallel->run(parallel->user, call.threads, lunai_parallel_one, &call);
 }
@@ -2265,34 +2264,23 @@ LUNAI_INLINE uint64_t lunai_dropout_place(const lunai_dropout *d, int64_t elemen
 }
 LUNAI_FN uint32_t lunai_dropout_threshold(float probability) { return (uint32_t)((double)probability * 65536.0 + 0.5); }
 LUNAI_FN lunai_dropout lunai_dropout_of(float probability, uint64_t seed, uint32_t op, uint32_t step) {
-  lunai_dropout d;
-  memset(&d, 0, sizeof d);
-  if (!(probability > 0)) return d;
-  d.seed = seed;
-  d.op = op;
-  d.step = step;
-  d.threshold = lunai_dropout_threshold(probability);
-  d.keep = 1.0f / (1.0f - probability);
+  const float keep = 1.0f / (1.0f - probability);
+  const lunai_dropout d = { seed, op, step, lunai_dropout_threshold(probability), keep, 0, 0, 0 };
   return d;
 }
 
 /* A matrix to read: element (i, j) is at[i * row + j * column] */
 typedef struct lunai_matrix { const float *at; int64_t rows, columns, row, column; } lunai_matrix;
 LUNAI_INLINE lunai_matrix lunai_strided(const float *at, int64_t rows, int64_t columns, int64_t row) {
-  lunai_matrix a;
-  a.at = at;
-  a.rows = rows; a.columns = columns;
-  a.row = row; a.column = 1;
+  const lunai_matrix a = { at, rows, columns, row, 1 };
   return a;
 }
 LUNAI_INLINE lunai_matrix lunai_dense(const float *at, int64_t rows, int64_t columns) {
   return lunai_strided(at, rows, columns, columns);
 }
 LUNAI_INLINE lunai_matrix lunai_transposed(lunai_matrix a) {
-  const lunai_matrix b = a;
-  a.rows = b.columns; a.columns = b.rows;
-  a.row = b.column; a.column = b.row;
-  return a;
+  const lunai_matrix b = { a.at, a.columns, a.rows, a.column, a.row };
+  return b;
 }
 /* its columns, or rows, [first, last) */
 LUNAI_INLINE lunai_matrix lunai_columns(lunai_matrix a, int64_t first, int64_t last) {
@@ -2308,10 +2296,7 @@ LUNAI_INLINE lunai_matrix lunai_lines(lunai_matrix a, int64_t first, int64_t las
 /* Where a matrix goes, its rows `row` floats apart; add: to what is there */
 typedef struct lunai_out { float *at; int64_t row; bool add; } lunai_out;
 LUNAI_INLINE lunai_out lunai_into(float *at, int64_t row, bool add) {
-  lunai_out c;
-  c.at = at;
-  c.row = row;
-  c.add = add;
+  const lunai_out c = { at, row, add };
   return c;
 }
 /* n columns of B in panels of nr: row p of panel j is at[j * step + p * row] */
@@ -2503,19 +2488,11 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
 LUNAI_FN float lunai_each_scalar(int kind, float a, float b, float c);
 LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
-#if defined(LUNA_ONLY_STREAM) || defined(LUNA_NO_TRAIN)
-#define LUNAI_TRAIN(function) NULL
-#else
-#define LUNAI_TRAIN(function) function
-#endif
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_REST(function) NULL
-#else
-#define LUNAI_REST(function) function
-#endif
 #ifdef LUNA_NO_TRAIN
+#define LUNAI_TRAIN(function) NULL
 #define LUNAI_TRAINS false           /* no tape, no dropout */
 #else
+#define LUNAI_TRAIN(function) function
 #define LUNAI_TRAINS true
 #endif
 
@@ -7382,10 +7359,8 @@ LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[
 }
 
 LUNAI_FN lunai_parallel lunai_parallel_of(const luna_run *run) {
-  lunai_parallel p;
-  p.run = run->parallel_for;
-  p.user = run->parallel_user;
-  p.threads = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
+  const int64_t threads = run->parallel_for && run->threads > 1 ? lunai_min(run->threads, LUNAI_MAX_THREADS) : 1;
+  const lunai_parallel p = { run->parallel_for, run->parallel_user, threads };
   return p;
 }
 
@@ -7590,7 +7565,7 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #endif /* !LUNA_ONLY_STREAM */
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>safetensors: reading and writing files of tensors, without allocation or stdio
+   >>safetensors: reading files of tensors, without allocation or stdio
    8 bytes: the header's size, little-endian. The header: {"__metadata__": {"key": "value", ...}, "name": {"dtype":
    "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} and spaces. Then the data, which the tensors cover without
    holes. lunai_st_open validates untrusted bytes once; the functions after it walk the same header and stay inside it.
@@ -7602,9 +7577,9 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
 
 typedef struct lunai_st {
-  const uint8_t *bytes, *data;
+  const uint8_t *data;
   const char *header;
-  size_t size, data_size, header_size;
+  size_t data_size, header_size;
   /* where the object __metadata__ begins in the header; 0: there is none */
   size_t meta;
   size_t tensors, pairs;                         /* their number */
@@ -7615,17 +7590,15 @@ typedef struct lunai_st {
 /* a JSON string between its quotes, escapes not decoded */
 typedef struct lunai_st_text { const char *at; size_t size; } lunai_st_text;
 
-typedef enum lunai_st_dtype {
-  LUNAI_ST_BOOL, LUNAI_ST_U8, LUNAI_ST_I8, LUNAI_ST_F8_E4M3, LUNAI_ST_F8_E5M2, LUNAI_ST_I16, LUNAI_ST_U16, LUNAI_ST_F16,
-  LUNAI_ST_BF16, LUNAI_ST_I32, LUNAI_ST_U32, LUNAI_ST_F32, LUNAI_ST_F64, LUNAI_ST_I64, LUNAI_ST_U64, LUNAI_ST_DTYPES
-} lunai_st_dtype;
-
-/* name and bytes an element, in the order of the enum */
-typedef struct lunai_st_format { const char *name; int size; } lunai_st_format;
-static LUNAI_UNUSED const lunai_st_format lunai_st_formats[LUNAI_ST_DTYPES] = {
-  {"BOOL", 1}, {"U8", 1}, {"I8", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"I16", 2}, {"U16", 2}, {"F16", 2},
-  {"BF16", 2}, {"I32", 4}, {"U32", 4}, {"F32", 4}, {"F64", 8}, {"I64", 8}, {"U64", 8}
-};
+/* name, bytes of an element, and bits of the exponent of those that can be read as real numbers */
+#define LUNAI_ST_FORMATS(F) \
+  F(BOOL, 1, 0) F(U8, 1, 0) F(I8, 1, 0) F(F8_E4M3, 1, 0) F(F8_E5M2, 1, 0) F(I16, 2, 0) F(U16, 2, 0) F(F16, 2, 5) \
+  F(BF16, 2, 8) F(I32, 4, 0) F(U32, 4, 0) F(F32, 4, 8) F(F64, 8, 11) F(I64, 8, 0) F(U64, 8, 0)
+#define LUNAI_ST_DTYPE(name, size, exponent) LUNAI_ST_##name,
+typedef enum lunai_st_dtype { LUNAI_ST_FORMATS(LUNAI_ST_DTYPE) LUNAI_ST_DTYPES } lunai_st_dtype;
+#define LUNAI_ST_FORMAT(name, size, exponent) { #name, size, exponent },
+typedef struct lunai_st_format { const char *name; int size, exponent; } lunai_st_format;
+static LUNAI_UNUSED const lunai_st_format lunai_st_formats[] = { LUNAI_ST_FORMATS(LUNAI_ST_FORMAT) };
 
 typedef struct lunai_st_tensor {
   lunai_st_text name;
@@ -7637,24 +7610,25 @@ typedef struct lunai_st_tensor {
   size_t bytes;
 } lunai_st_tensor;
 
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return lunai_st_formats[t->dtype].exponent > 0; }
+
 /* Text: UTF-8 and the escapes of JSON. */
+static LUNAI_UNUSED const char lunai_hex_digits[] = "0123456789abcdefABCDEF";
 
 /* the UTF-8 character at *at (before end), which moves past it; LUNAI_ST_BAD when it is cut short, overlong or no
    character */
 LUNAI_FN uint32_t lunai_st_utf8(const char **at, const char *end) {
   static const uint32_t min[4] = {0, 0x80, 0x800, 0x10000};
   const uint8_t *s = (const uint8_t *)*at;
+  if (s[0] < 0x80) return (uint8_t)*(*at)++;
   const int more = s[0] < 0xC0 ? 0 : s[0] < 0xE0 ? 1 : s[0] < 0xF0 ? 2 : 3;
-  uint32_t code = s[0];
-  if (code >= 0x80) {
-    if (more == 0 || code > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
-    code &= 0x3Fu >> more;
-    for (int i = 1; i <= more; i++) {
-      if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
-      code = code << 6 | (s[i] & 0x3Fu);
-    }
-    if (code < min[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
+  uint32_t code = s[0] & 0x3Fu >> more;
+  if (more == 0 || s[0] > 0xF4 || end - *at <= more) return LUNAI_ST_BAD;
+  for (int i = 1; i <= more; i++) {
+    if ((s[i] & 0xC0) != 0x80) return LUNAI_ST_BAD;
+    code = code << 6 | (s[i] & 0x3Fu);
   }
+  if (code < min[more] || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF)) return LUNAI_ST_BAD;
   *at += more + 1;
   return code;
 }
@@ -7670,11 +7644,9 @@ LUNAI_FN uint32_t lunai_st_hex(const char *at, const char *end) {
   uint32_t value = 0;
   if (end - at < 4) return LUNAI_ST_BAD;
   for (int i = 0; i < 4; i++) {
-    const char c = at[i];
-    const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' &&
-        c <= 'F' ? c - 'A' + 10 : -1;
-    if (digit < 0) return LUNAI_ST_BAD;
-    value = value << 4 | (uint32_t)digit;
+    const char *digit = (const char *)memchr(lunai_hex_digits, at[i], 22);
+    if (!digit) return LUNAI_ST_BAD;
+    value = value << 4 | (uint32_t)(digit - lunai_hex_digits - (*digit >= 'A' && *digit <= 'F' ? 6 : 0));
   }
   return value;
 }
@@ -7703,20 +7675,20 @@ LUNAI_FN uint32_t lunai_st_character(const char **at, const char *end) {
   return 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
 }
 
-/* the order of a text, decoded (to end or its closing quote), and a UTF-8 string: by byte, which is by character */
-LUNAI_FN int lunai_st_order(const char *at, const char *end, const char *string) {
-  char utf8[4];
-  while (at < end && *at != '"') {
-    const uint32_t code = lunai_st_character(&at, end);
-    if (code == LUNAI_ST_BAD) return 1;
-    const size_t n = lunai_st_encode(code, utf8);
-    for (size_t i = 0; i < n; i++, string++)
-      if (*string == 0 || *string != utf8[i]) return (uint8_t)*string < (uint8_t)utf8[i] || *string == 0 ? 1 : -1;
+/* The order of a JSON string at p, to its closing quote or `end`, and of one at q, which is JSON too or UTF-8 with a 0
+   after it: by character, decoded. */
+LUNAI_FN int lunai_st_order(const char *p, const char *end, const char *q, bool json) {
+  for (;;) {
+    while (p < end && *p == *q && *p != '"' && *p != '\\' && (int8_t)*p > 0) p++, q++; /* ASCII is itself */
+    const bool p_ends = p == end || *p == '"', q_ends = *q == (json ? '"' : 0);
+    if (p_ends || q_ends) return q_ends - p_ends;
+    const uint32_t c = lunai_st_character(&p, end);
+    const uint32_t d = json ? lunai_st_character(&q, end) : lunai_st_utf8(&q, q + 4); /* stops at the 0 */
+    if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
   }
-  return *string == 0 ? 0 : -1;
 }
 LUNAI_FN bool lunai_st_equal(lunai_st_text text, const char *string) {
-  return lunai_st_order(text.at, text.at + text.size, string) == 0;
+  return lunai_st_order(text.at, text.at + text.size, string, false) == 0;
 }
 
 /* The decoded text as UTF-8 with a 0 after it, cut at a whole character to fit in room bytes; returns its full size
@@ -7752,17 +7724,11 @@ LUNAI_FN uint64_t lunai_st_item(const lunai_st *st, lunai_st_text text) {
   while (at < end) hash = lunai_hash_bytes(hash, utf8, lunai_st_encode(lunai_st_character(&at, end), utf8));
   return (hash >> 32) << 32 | (uint64_t)(text.at - 1 - st->header);
 }
-/* the order of two items: by hash, then by character, so that colliding names are only slower */
+/* The order of two items: by hash, then by character, so that colliding names are only slower. Without st: of
+   numbers. */
 LUNAI_FN int lunai_st_compare(const lunai_st *st, uint64_t a, uint64_t b) {
-  const char *p = st->header + (uint32_t)a + 1, *q = st->header + (uint32_t)b + 1, *end = st->header + st->header_size;
-  if (a >> 32 != b >> 32) return a < b ? -1 : 1;
-  for (;;) {
-    while (*p == *q && *p != '"' && *p != '\\' && (uint8_t)*p < 0x80) p++, q++;
-    if (*p == '"' || *q == '"') return (*p != '"') - (*q != '"');
-    const uint32_t c = lunai_st_character(&p, end);
-    const uint32_t d = lunai_st_character(&q, end);
-    if (c != d || c == LUNAI_ST_BAD) return c < d ? -1 : 1;
-  }
+  if (!st || a >> 32 != b >> 32) return (a > b) - (a < b);
+  return lunai_st_order(st->header + (uint32_t)a + 1, st->header + st->header_size, st->header + (uint32_t)b + 1, true);
 }
 
 /* The JSON of a header. The grammar nests three deep and rejects other keys and values, so nothing recurses. */
@@ -7771,6 +7737,7 @@ typedef struct lunai_st_json {
   const char *wrong;                             /* the first error, or null */
   const char *meta;                              /* where __metadata__ starts */
   size_t pairs;                                  /* in __metadata__ */
+  bool first;                                    /* an object begins here: its first member is next */
 } lunai_st_json;
 
 LUNAI_FN bool lunai_st_fail(lunai_st_json *j, const char *wrong) {
@@ -7824,32 +7791,42 @@ LUNAI_FN int lunai_st_list(lunai_st_json *j, int64_t *out, int max) {
   return lunai_st_take(j, ']') ? count : -1;
 }
 
+LUNAI_FN bool lunai_st_key(lunai_st_json *j, lunai_st_text *key) {
+  return lunai_st_string(j, key) && lunai_st_take(j, ':');
+}
 /* the key and the colon of an object's next member; false at the object's end, or when something is wrong */
-LUNAI_FN bool lunai_st_member(lunai_st_json *j, bool first, lunai_st_text *key) {
+LUNAI_FN bool lunai_st_member(lunai_st_json *j, lunai_st_text *key) {
+  const bool first = j->first;
+  j->first = false;
   if (first && !lunai_st_take(j, '{')) return false;
   if (lunai_st_skip(j, '}')) return false;
-  return (first || lunai_st_take(j, ',')) && lunai_st_string(j, key) && lunai_st_take(j, ':');
+  return (first || lunai_st_take(j, ',')) && lunai_st_key(j, key);
 }
 
 LUNAI_FN bool lunai_st_metadata(lunai_st_json *j) {
   lunai_st_text key, value;
-  bool first = true;
   if (j->meta) return lunai_st_fail(j, "there is more than one __metadata__");
   if (!lunai_st_next_is(j, '{')) return lunai_st_fail(j, "__metadata__ is not an object");
-  for (j->meta = j->at; lunai_st_member(j, first, &key); first = false) {
+  j->meta = j->at;
+  for (j->first = true; lunai_st_member(j, &key); j->pairs++) {
     if (!lunai_st_next_is(j, '"')) return lunai_st_fail(j, "__metadata__ holds something other than strings");
     if (!lunai_st_string(j, &value)) return false;
-    j->pairs++;
   }
   return !j->wrong;
 }
 
+/* elements of a shape; -1: too many, or a negative size */
+LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
+  int64_t count = 1;
+  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
+  return count;
+}
 /* {"dtype": ..., "shape": ..., "data_offsets": ...} in any order, each once */
-LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offsets[2]) {
+LUNAI_FN bool lunai_st_entry(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t) {
+  int64_t offsets[2] = { 0, 0 };
   lunai_st_text key, dtype;
   int seen = 0, part;
-  bool first = true;
-  for (; lunai_st_member(j, first, &key); first = false) {
+  for (j->first = true; lunai_st_member(j, &key); seen |= part) {
     if (lunai_st_equal(key, "dtype")) {
       part = 1;
       if (!lunai_st_string(j, &dtype)) return false;
@@ -7867,18 +7844,9 @@ LUNAI_FN bool lunai_st_entry(lunai_st_json *j, lunai_st_tensor *t, int64_t offse
       return lunai_st_fail(j, "a tensor has a key other than dtype, shape and data_offsets");
     }
     if (seen & part) return lunai_st_fail(j, "a tensor has the same key twice");
-    seen |= part;
   }
-  return !j->wrong && (seen == 7 || lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets"));
-}
-
-/* elements of a shape; -1: too many, or a negative size */
-LUNAI_FN int64_t lunai_st_count(int rank, const int64_t *shape) {
-  int64_t count = 1;
-  for (int i = 0; i < rank && count >= 0; i++) count = lunai_checked(count, shape[i]);
-  return count;
-}
-LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *t, const int64_t offsets[2]) {
+  if (j->wrong) return false;
+  if (seen != 7) return lunai_st_fail(j, "a tensor lacks dtype, shape or data_offsets");
   t->count = lunai_st_count(t->rank, t->shape);
   if (t->count < 0) return lunai_st_fail(j, "a tensor's shape is too large");
   if (offsets[0] > offsets[1]) return lunai_st_fail(j, "a tensor ends before it begins");
@@ -7890,25 +7858,23 @@ LUNAI_FN bool lunai_st_place(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   return true;
 }
 
-LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, bool first, lunai_st_tensor *out) {
-  int64_t offsets[2];
-  for (; lunai_st_member(j, first, &out->name); first = false) {
-    if (!lunai_st_equal(out->name, "__metadata__"))
-      return lunai_st_entry(j, out, offsets) && lunai_st_place(st, j, out, offsets);
+LUNAI_FN bool lunai_st_read(const lunai_st *st, lunai_st_json *j, lunai_st_tensor *out) {
+  while (lunai_st_member(j, &out->name)) {
+    if (!lunai_st_equal(out->name, "__metadata__")) return lunai_st_entry(st, j, out);
     if (!lunai_st_metadata(j)) return false;
   }
   return false;
 }
 
 LUNAI_FN lunai_st_json lunai_st_json_at(const lunai_st *st, size_t offset) {
-  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0 };
+  const lunai_st_json j = { st->header + offset, st->header + st->header_size, NULL, NULL, 0, offset == 0 };
   return j;
 }
 
 /* the next tensor in the order of the header; *cursor starts at 0 */
 LUNAI_FN bool lunai_st_next(const lunai_st *st, size_t *cursor, lunai_st_tensor *out) {
   lunai_st_json j = lunai_st_json_at(st, *cursor);
-  if (!lunai_st_read(st, &j, *cursor == 0, out)) return false;
+  if (!lunai_st_read(st, &j, out)) return false;
   *cursor = (size_t)(j.at - st->header);
   return true;
 }
@@ -7922,7 +7888,7 @@ LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t co
     const size_t middle = low + (high - low) / 2;
     int order = items[middle] >> 32 < hash ? -1 : items[middle] >> 32 > hash;
     *j = lunai_st_json_at(st, (uint32_t)items[middle]);
-    if (order == 0) order = lunai_st_order(j->at + 1, j->end, name);
+    if (order == 0) order = lunai_st_order(j->at + 1, j->end, name, false);
     if (order == 0) return true;
     if (order < 0) low = middle + 1;
     else high = middle;
@@ -7931,12 +7897,11 @@ LUNAI_FN bool lunai_st_look(const lunai_st *st, const uint64_t *items, size_t co
 }
 
 LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tensor *out) {
-  int64_t offsets[2];
   lunai_st_json j;
   size_t cursor = 0;
   if (st->names)
-    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_string(&j, &out->name) &&
-           lunai_st_take(&j, ':') && lunai_st_entry(&j, out, offsets) && lunai_st_place(st, &j, out, offsets);
+    return lunai_st_look(st, st->names, st->tensors, name, &j) && lunai_st_key(&j, &out->name) &&
+           lunai_st_entry(st, &j, out);
   while (lunai_st_next(st, &cursor, out))
     if (lunai_st_equal(out->name, name)) return true;
   return false;
@@ -7944,7 +7909,8 @@ LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tenso
 
 LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_text *key, lunai_st_text *value) {
   lunai_st_json j = lunai_st_json_at(st, *cursor ? *cursor : st->meta);
-  if (st->meta == 0 || !lunai_st_member(&j, *cursor == 0, key) || !lunai_st_string(&j, value)) return false;
+  j.first = *cursor == 0;
+  if (st->meta == 0 || !lunai_st_member(&j, key) || !lunai_st_string(&j, value)) return false;
   *cursor = (size_t)(j.at - st->header);
   return true;
 }
@@ -7954,18 +7920,14 @@ LUNAI_FN bool lunai_st_meta(const lunai_st *st, const char *key, lunai_st_text *
   lunai_st_json j;
   size_t cursor = 0;
   if (st->keys)
-    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_string(&j, &name) &&
-           lunai_st_take(&j, ':') && lunai_st_string(&j, value);
+    return lunai_st_look(st, st->keys, st->pairs, key, &j) && lunai_st_key(&j, &name) && lunai_st_string(&j, value);
   while (lunai_st_meta_next(st, &cursor, &name, value))
     if (lunai_st_equal(name, key)) return true;
   return false;
 }
 
-/* Heapsort of numbers, or of an index's items: in place, and n log n for any input. */
-LUNAI_FN int lunai_st_item_compare(const lunai_st *st, bool texts, uint64_t a, uint64_t b) {
-  return texts ? lunai_st_compare(st, a, b) : (a > b) - (a < b);
-}
-LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, size_t count) {
+/* Heapsort: in place, and n log n for any input. */
+LUNAI_FN void lunai_st_sort(const lunai_st *st, uint64_t *items, size_t count) {
   size_t start = count / 2, end = count, root, child;
   uint64_t item;
   while (end > 1) {
@@ -7975,8 +7937,8 @@ LUNAI_FN void lunai_st_sort(const lunai_st *st, bool texts, uint64_t *items, siz
       items[end] = items[0];
     }
     for (root = start; (child = 2 * root + 1) < end; root = child) {
-      if (child + 1 < end && lunai_st_item_compare(st, texts, items[child], items[child + 1]) < 0) child++;
-      if (lunai_st_item_compare(st, texts, item, items[child]) >= 0) break;
+      if (child + 1 < end && lunai_st_compare(st, items[child], items[child + 1]) < 0) child++;
+      if (lunai_st_compare(st, item, items[child]) >= 0) break;
       items[root] = items[child];
     }
     items[root] = item;
@@ -7991,7 +7953,7 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
   size_t cursor = 0, count = 0;
   while (lunai_st_next(st, &cursor, &t))
     if (t.bytes > 0) begins[count++] = (uint64_t)(t.data - st->data);
-  lunai_st_sort(st, false, begins, count);
+  lunai_st_sort(NULL, begins, count);
   for (size_t i = 0; i < count; i++)
     if (i == 0 ? begins[i] != 0 : begins[i] == begins[i - 1]) return false;
   for (cursor = 0; lunai_st_next(st, &cursor, &t);) {
@@ -8009,7 +7971,7 @@ LUNAI_FN bool lunai_st_covers(const lunai_st *st, uint64_t *begins) {
 
 /* whether sorted items are unique */
 LUNAI_FN bool lunai_st_unique(const lunai_st *st, uint64_t *items, size_t count) {
-  lunai_st_sort(st, true, items, count);
+  lunai_st_sort(st, items, count);
   for (size_t i = 1; i < count; i++)
     if (lunai_st_compare(st, items[i - 1], items[i]) == 0) return false;
   return true;
@@ -8037,21 +7999,18 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   lunai_st_tensor t;
   uint64_t header_size = 0;
   size_t covered = 0;
-  bool first = true;
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
-  st->bytes = (const uint8_t *)bytes;
-  st->size = size;
-  for (int i = 7; i >= 0; i--) header_size = header_size << 8 | st->bytes[i];
+  for (int i = 7; i >= 0; i--) header_size = header_size << 8 | ((const uint8_t *)bytes)[i];
   if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
-  st->header = (const char *)st->bytes + 8;
+  st->header = (const char *)bytes + 8;
   st->header_size = (size_t)header_size;
-  st->data = st->bytes + 8 + st->header_size;
+  st->data = (const uint8_t *)bytes + 8 + st->header_size;
   st->data_size = size - 8 - st->header_size;
   lunai_st_json j = lunai_st_json_at(st, 0);
   if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
-  for (st->contiguous = true; lunai_st_read(st, &j, first, &t); first = false, st->tensors++) {
+  for (st->contiguous = true; lunai_st_read(st, &j, &t); st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
     st->contiguous = st->contiguous && (t.bytes == 0 || t.data == st->data + covered);
     covered += t.bytes;
@@ -8069,9 +8028,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
 
 LUNAI_FN bool lunai_st_little(void) {
   const uint16_t one = 1;
-  uint8_t low;
-  memcpy(&low, &one, 1);
-  return low == 1;
+  return *(const uint8_t *)&one == 1;
 }
 
 /* the value of a floating-point pattern with so many bits of exponent and mantissa */
@@ -8084,182 +8041,31 @@ LUNAI_FN double lunai_st_real(uint64_t bits, int exponent_bits, int mantissa_bit
                       (exponent ? exponent : 1) - max / 2 - mantissa_bits);
 }
 
-/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
-LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
-  const int size = lunai_st_formats[t->dtype].size;
-  int exponent_bits = 8, mantissa_bits = 23;
-  switch (t->dtype) {
-    case LUNAI_ST_F32: break;
-    case LUNAI_ST_BF16: mantissa_bits = 7; break;
-    case LUNAI_ST_F16: exponent_bits = 5; mantissa_bits = 10; break;
-    case LUNAI_ST_F64: exponent_bits = 11; mantissa_bits = 52; break;
-    default: return false;
-  }
-  if (t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little()) {
-    if (t->bytes > 0) memcpy(out, t->data, t->bytes);
-    return true;
-  }
-  for (int64_t i = 0; i < t->count; i++) {
-    const uint8_t *at = t->data + (size_t)i * (size_t)size;
-    uint64_t bits = 0;
-    for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
-    if (exponent_bits == 8 && sizeof(float) == 4) { /* a float, or its upper half: keeps NaNs as they are */
-      const uint32_t pattern = (uint32_t)(bits << (23 - mantissa_bits));
-      memcpy(&out[i], &pattern, sizeof(pattern));
-    } else {
-      out[i] = (float)lunai_st_real(bits, exponent_bits, mantissa_bits);
-    }
-  }
-  return true;
-}
-
 /* the tensor's data in place where this machine can read it as float, else null */
 LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
-  const bool fits = t->dtype == LUNAI_ST_F32 && sizeof(float) == 4 && lunai_st_little() &&
-      (uintptr_t)t->data % sizeof(float) == 0;
+  const bool fits = t->dtype == LUNAI_ST_F32 && lunai_st_little() && (uintptr_t)t->data % sizeof(float) == 0;
   return fits ? (const float *)(const void *)t->data : NULL;
 }
 
-/* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
-typedef struct lunai_st_writer {
-  bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
-  bool (*fetch)(void *user, float *out, const float *from, int64_t count); /* copies a tensor's elements to the host;
-                                                                              null: they are read in place */
-  void *user;
-  uint64_t written;
-  bool failed;
-} lunai_st_writer;
-typedef struct lunai_st_pair { const char *key, *value; } lunai_st_pair;
-typedef struct lunai_st_source { const char *name; int rank; const int64_t *shape; const float *data; } lunai_st_source;
-
-LUNAI_FN void lunai_st_write_bytes(lunai_st_writer *w, const void *bytes, size_t size) {
-  if (w->failed || size == 0) return;
-  w->failed = w->write && !w->write(w->user, bytes, size);
-  if (!w->failed) w->written += size;
-}
-
-LUNAI_FN void lunai_st_write_text(lunai_st_writer *w, const char *text) { lunai_st_write_bytes(w, text, strlen(text)); }
-
-LUNAI_FN void lunai_st_write_number(lunai_st_writer *w, uint64_t number) {
-  char digits[20];
-  size_t at = sizeof(digits);
-  do digits[--at] = (char)('0' + number % 10);
-  while (number /= 10);
-  lunai_st_write_bytes(w, digits + at, sizeof(digits) - at);
-}
-
-LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
-  uint8_t bytes[8];
-  for (int i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
-  lunai_st_write_bytes(w, bytes, (size_t)size);
-}
-
-/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
-LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
-  static const char hex[] = "0123456789abcdef";
-  const char *at = string, *end = string + strlen(string), *start = string;
-  char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
-  lunai_st_write_text(w, "\"");
-  while (at < end) {
-    const char *character = at;
-    const uint32_t code = lunai_st_utf8(&at, end);
-    if (code == LUNAI_ST_BAD) w->failed = true;
-    if (w->failed) return;
-    if (code >= 0x20 && code != '"' && code != '\\') continue;
-    lunai_st_write_bytes(w, start, (size_t)(character - start));
-    escape[4] = hex[code >> 4];
-    escape[5] = hex[code & 15];
-    if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
-    else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
-    start = at;
+/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
+LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
+  const int size = lunai_st_formats[t->dtype].size, exponent = lunai_st_formats[t->dtype].exponent;
+  if (t->dtype == LUNAI_ST_F32 && lunai_st_little()) {
+    lunai_copy(out, t->data, t->bytes);
+    return true;
   }
-  lunai_st_write_bytes(w, start, (size_t)(end - start));
-  lunai_st_write_text(w, "\"");
-}
-
-LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
-  float block[1024];
-  if (w->fetch) {
-    lunai_st_writer local = *w;
-    local.fetch = NULL;
-    for (int64_t i = 0; i < count && !local.failed; i += 1024) {
-      local.failed = !w->fetch(w->user, block, x + i, lunai_min(1024, count - i));
-      lunai_st_write_floats(&local, block, lunai_min(1024, count - i));
+  for (int64_t i = 0; i < t->count && exponent; i++) {
+    const uint8_t *at = t->data + (size_t)i * (size_t)size;
+    uint64_t bits = 0;
+    for (int k = size - 1; k >= 0; k--) bits = bits << 8 | at[k];
+    if (exponent == 8) { /* a float, or its upper half: keeps NaNs as they are */
+      const uint32_t pattern = (uint32_t)(bits << (32 - 8 * size));
+      memcpy(&out[i], &pattern, sizeof(pattern));
+    } else {
+      out[i] = (float)lunai_st_real(bits, exponent, 8 * size - 1 - exponent);
     }
-    w->failed = local.failed;
-    w->written = local.written;
-    return;
   }
-  if (sizeof(float) == 4 && lunai_st_little()) {
-    lunai_st_write_bytes(w, x, (size_t)count * sizeof(float));
-    return;
-  }
-  for (int64_t i = 0; i < count; i++) {
-    uint32_t pattern;
-    memcpy(&pattern, &x[i], sizeof(pattern));
-    lunai_st_write_little(w, pattern, 4);
-  }
-}
-
-/* elements of a tensor to be written; -1: invalid */
-LUNAI_FN int64_t lunai_st_source_count(const lunai_st_source *source) {
-  if (source->rank < 0 || source->rank > LUNAI_ST_RANK || strcmp(source->name, "__metadata__") == 0) return -1;
-  const int64_t count = lunai_st_count(source->rank, source->shape);
-  return count > 0 && !source->data ? -1 : count;
-}
-
-/* "name": {...}; begin: where the tensor's data begins. Returns where they end. */
-LUNAI_FN uint64_t lunai_st_write_entry(lunai_st_writer *w, const lunai_st_source *source, uint64_t begin) {
-  const int64_t count = lunai_st_source_count(source);
-  const uint64_t end = begin + 4 * (uint64_t)count;
-  if (count < 0) return w->failed = true, begin;
-  lunai_st_write_string(w, source->name);
-  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":[");
-  for (int i = 0; i < source->rank; i++) {
-    if (i > 0) lunai_st_write_text(w, ",");
-    lunai_st_write_number(w, (uint64_t)source->shape[i]);
-  }
-  lunai_st_write_text(w, "],\"data_offsets\":[");
-  lunai_st_write_number(w, begin);
-  lunai_st_write_text(w, ",");
-  lunai_st_write_number(w, end);
-  lunai_st_write_text(w, "]}");
-  return end;
-}
-
-LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
-                                    const lunai_st_source *tensors, int64_t tensor_count) {
-  uint64_t end = 0;
-  lunai_st_write_text(w, "{");
-  for (int64_t i = 0; i < meta_count; i++) {
-    lunai_st_write_text(w, i == 0 ? "\"__metadata__\":{" : ",");
-    lunai_st_write_string(w, metas[i].key);
-    lunai_st_write_text(w, ":");
-    lunai_st_write_string(w, metas[i].value);
-  }
-  if (meta_count > 0) lunai_st_write_text(w, "}");
-  for (int64_t i = 0; i < tensor_count; i++) {
-    if (i > 0 || meta_count > 0) lunai_st_write_text(w, ",");
-    end = lunai_st_write_entry(w, &tensors[i], end);
-  }
-  lunai_st_write_text(w, "}");
-}
-
-/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
-   place. Names and keys must be unique; neither they nor anything else is written when the header cannot be. */
-LUNAI_FN bool lunai_st_write(lunai_st_writer *w, const lunai_st_pair *metas, int64_t meta_count,
-                             const lunai_st_source *tensors, int64_t tensor_count) {
-  lunai_st_writer counter;
-  memset(&counter, 0, sizeof(counter));
-  lunai_st_write_header(&counter, metas, meta_count, tensors, tensor_count);
-  const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
-  if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
-  lunai_st_write_little(w, size, 8);
-  lunai_st_write_header(w, metas, meta_count, tensors, tensor_count);
-  for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
-  for (int64_t i = 0; i < tensor_count && !w->failed; i++)
-    lunai_st_write_floats(w, tensors[i].data, lunai_st_source_count(&tensors[i]));
-  return !w->failed;
+  return exponent > 0;
 }
 
 #ifdef LUNA_ONLY_STREAM
@@ -13040,13 +12846,10 @@ LUNAI_FN void lunai_remember(luna_ctx *ctx, const luna_params *set, uint64_t has
 }
 
 LUNAI_FN bool lunai_is_ours(const char *name) { return strncmp(name, "luna.", 5) == 0; }
-LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *a, const char *b) {
-  const size_t na = strlen(a), nb = strlen(b);
+LUNAI_FN char *lunai_persist_text(luna_ctx *ctx, const char *text) {
   void *memory;
-  if (!lunai_persist(ctx, na + nb + 1, false, &memory)) return NULL;
-  memcpy(memory, a, na);
-  memcpy((char *)memory + na, b, nb + 1);
-  return (char *)memory;
+  const size_t size = strlen(text) + 1;
+  return lunai_persist(ctx, size, false, &memory) ? (char *)memcpy(memory, text, size) : NULL;
 }
 
 /* UTF-8, as names and pairs must be to go into a checkpoint */
@@ -13264,10 +13067,6 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   return lunai_backend_result(ctx, "a parameter's values", status);
 }
 
-LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
-  return t->dtype == LUNAI_ST_F32 || t->dtype == LUNAI_ST_F16 || t->dtype == LUNAI_ST_BF16 || t->dtype == LUNAI_ST_F64;
-}
-
 /* whether the file has a tensor of that name and shape, in numbers that can be read */
 LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, int rank, const int64_t *shape,
                           lunai_st_tensor *t) {
@@ -13328,7 +13127,7 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   if (params->filling && !lunai_fills(params->filling, ctx, name, rank, shape, &stored)) return NULL;
   const lunai_persistent_mark mark = lunai_persistent(ctx);
   lunai_param *p = lunai_persist(ctx, sizeof(lunai_param), false, &memory) ? (lunai_param *)memory : NULL;
-  if (p) p->name = lunai_persist_text(ctx, name, "");
+  if (p) p->name = lunai_persist_text(ctx, name);
   if (!p || !p->name || (!params->borrowing && !lunai_persist(ctx, (size_t)count * sizeof(float), true, &data))) {
     lunai_persistent_rewind(ctx, mark);
     lunai_fail_memory(ctx, "luna_param", (size_t)count * sizeof(float));
@@ -13365,9 +13164,7 @@ typedef struct lunai_setup {
   uint64_t prefix;                   /* its hash */
   const char *outer;                 /* for lunai_leave */
   lunai_persistent_mark memory;
-  lunai_param *last;
-  lunai_meta *last_meta, *replaced;
-  int64_t count;
+  luna_params before;                /* what the set was */
 } lunai_setup;
 /* Begins an init; false, with a sentence where there is a context, when it cannot succeed. lunai_setup_end must
    follow either way. */
@@ -13380,10 +13177,7 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (!params) return false;
   s->prefix = lunai_hash(prefix ? prefix : "");
   s->memory = lunai_persistent(params->ctx);
-  s->last = params->last;
-  s->last_meta = params->last_meta;
-  s->replaced = params->replaced;
-  s->count = params->size;
+  s->before = *params;
   params->ctx->setups++;
   s->outer = lunai_enter(params->ctx, name);
   params->ctx->last_status = params->ctx->open_status;
@@ -13399,17 +13193,14 @@ LUNAI_FN bool lunai_setup_config(const lunai_setup *s, const void *config, size_
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key);
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
-  for (; params->replaced != s->replaced; params->replaced = params->replaced->next)
+  const luna_params *before = &s->before;
+  for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
-  for (lunai_param *p = s->last ? s->last->next : params->first; p; p = p->next)
-    *lunai_param_place(params, p->name, p->hash, s->count) = NULL;
-  params->last = s->last;
-  params->last_meta = s->last_meta;
-  params->size = s->count;
-  if (s->last) s->last->next = NULL;
-  else params->first = NULL;
-  if (s->last_meta) s->last_meta->next = NULL;
-  else params->metas = NULL;
+  for (lunai_param *p = before->last ? before->last->next : params->first; p; p = p->next)
+    *lunai_param_place(params, p->name, p->hash, before->size) = NULL;
+  *params = *before;
+  if (params->last) params->last->next = NULL;
+  if (params->last_meta) params->last_meta->next = NULL;
   lunai_persistent_rewind(params->ctx, s->memory);
 }
 LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
@@ -13465,8 +13256,8 @@ LUNAI_FN luna_status lunai_params_put(luna_params *params, const char *key, cons
   }
   const lunai_persistent_mark mark = lunai_persistent(params->ctx);
   lunai_meta *pair = lunai_persist(params->ctx, sizeof(lunai_meta), false, &memory) ? (lunai_meta *)memory : NULL;
-  if (pair) pair->key = lunai_persist_text(params->ctx, key, "");
-  if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value, "");
+  if (pair) pair->key = lunai_persist_text(params->ctx, key);
+  if (pair && pair->key) pair->value = lunai_persist_text(params->ctx, value);
   if (!pair || !pair->value) {
     lunai_persistent_rewind(params->ctx, mark);
     return lunai_fail_memory(params->ctx, "luna_params_set", strlen(key) + strlen(value));
@@ -17001,7 +16792,7 @@ LUNAI_FN bool lunai_group_keep(luna_optimizer *o, const luna_param_group *group)
   } else {
     if (!lunai_persist(ctx, sizeof *kept, false, &memory)) return false;
     kept = (lunai_group *)memory;
-    name = lunai_persist_text(ctx, name, "");
+    name = lunai_persist_text(ctx, name);
     if (!name) return lunai_persistent_rewind(ctx, mark), false;
   }
   kept->group = *group;
@@ -17214,57 +17005,147 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx,
 /* ---------------------------------------------------------------------------------------------------------------------
    >>checkpoints: parameter sets to and from safetensors. Guarded by tests/checkpoints.c.
    ------------------------------------------------------------------------------------------------------------------ */
-typedef struct lunai_saving { luna_ctx *ctx; luna_io io; } lunai_saving;
-LUNAI_FN bool lunai_save_write(void *user, const void *bytes, size_t size) {
-  const luna_io *io = &((lunai_saving *)user)->io;
-  return io->write(io->user, bytes, size);
+/* Writing, through a callback that takes `size` bytes or returns false. The first failure sticks. */
+typedef struct lunai_st_writer {
+  bool (*write)(void *user, const void *bytes, size_t size); /* null: only count */
+  void *user;
+  /* copies a tensor's elements to the host; null: they are read in place */
+  bool (*fetch)(void *device, float *out, const float *from, int64_t count);
+  void *device;
+  uint64_t written;
+  bool failed;
+  const char *pair, *tensor, *end;               /* what comes before the next of the header; null: the data's turn */
+  int64_t begin;                                 /* where the next tensor's data begins */
+} lunai_st_writer;
+
+LUNAI_FN void lunai_st_write_bytes(lunai_st_writer *w, const void *bytes, size_t size) {
+  if (w->failed || size == 0) return;
+  w->failed = w->write && !w->write(w->user, bytes, size);
+  if (!w->failed) w->written += size;
 }
-LUNAI_FN bool lunai_save_fetch(void *user, float *out, const float *from, int64_t count) {
-  luna_ctx *ctx = ((lunai_saving *)user)->ctx;
+
+LUNAI_FN void lunai_st_write_text(lunai_st_writer *w, const char *text) { lunai_st_write_bytes(w, text, strlen(text)); }
+
+LUNAI_FN void lunai_st_write_little(lunai_st_writer *w, uint64_t value, int size) {
+  uint8_t bytes[8];
+  for (int i = 0; i < size; i++) bytes[i] = (uint8_t)(value >> 8 * i);
+  lunai_st_write_bytes(w, bytes, (size_t)size);
+}
+
+/* a UTF-8 string as JSON; invalid UTF-8 fails, as it could not be read back */
+LUNAI_FN void lunai_st_write_string(lunai_st_writer *w, const char *string) {
+  const char *at = string, *end = string + strlen(string), *start = string;
+  char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
+  lunai_st_write_text(w, "\"");
+  while (at < end) {
+    const char *character = at;
+    const uint32_t code = lunai_st_utf8(&at, end);
+    if (code == LUNAI_ST_BAD) w->failed = true;
+    if (w->failed) return;
+    if (code >= 0x20 && code != '"' && code != '\\') continue;
+    lunai_st_write_bytes(w, start, (size_t)(character - start));
+    escape[4] = lunai_hex_digits[code >> 4 & 15];
+    escape[5] = lunai_hex_digits[code & 15];
+    if (code < 0x20) lunai_st_write_bytes(w, escape, 6);
+    else lunai_st_write_text(w, code == '"' ? "\\\"" : "\\\\");
+    start = at;
+  }
+  lunai_st_write_bytes(w, start, (size_t)(end - start));
+  lunai_st_write_text(w, "\"");
+}
+
+LUNAI_FN void lunai_st_write_floats(lunai_st_writer *w, const float *x, int64_t count) {
+  float block[1024];
+  const int64_t step = w->fetch || !lunai_st_little() ? 1024 : count;
+  for (int64_t i = 0; i < count && !w->failed; i += step) {
+    const int64_t n = lunai_min(step, count - i);
+    const float *from = w->fetch ? block : x + i;
+    if (w->fetch) w->failed = !w->fetch(w->device, block, x + i, n);
+    if (lunai_st_little()) lunai_st_write_bytes(w, from, (size_t)n * sizeof(float));
+    else for (int64_t k = 0; k < n; k++) {
+      uint32_t pattern;
+      memcpy(&pattern, &from[k], sizeof(pattern));
+      lunai_st_write_little(w, pattern, 4);
+    }
+  }
+}
+
+LUNAI_FN void lunai_st_put_pair(lunai_st_writer *w, const char *key, const char *value) {
+  if (!w->pair) return;
+  lunai_st_write_text(w, w->pair);
+  lunai_st_write_string(w, key);
+  lunai_st_write_text(w, ":");
+  lunai_st_write_string(w, value);
+  w->pair = ",", w->tensor = "},", w->end = "}}";
+}
+/* data: like's, may be null without elements */
+LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+  const int64_t count = lunai_shape_count(like->rank, like->shape), begin = w->begin;
+  char places[160];
+  if (count < 0 || (count > 0 && !data) || strcmp(name, "__metadata__") == 0) w->failed = true;
+  if (w->failed) return;
+  if (!w->tensor) {
+    lunai_st_write_floats(w, data, count);
+    return;
+  }
+  w->begin += 4 * count;
+  lunai_print(places, sizeof places, "%t,\"data_offsets\":[%d,%d]}", like, begin, w->begin);
+  lunai_st_write_text(w, w->tensor);
+  lunai_st_write_string(w, name);
+  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":");
+  lunai_st_write_text(w, places);
+  w->tensor = ",", w->end = "}";
+}
+
+/* what puts a file's pairs, then its tensors; their names and keys must be unique */
+typedef void (*lunai_st_contents)(lunai_st_writer *w, const void *what);
+LUNAI_FN void lunai_st_write_header(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
+  w->pair = "{\"__metadata__\":{", w->tensor = "{", w->end = "{}";
+  contents(w, what);
+  lunai_st_write_text(w, w->end);
+  w->pair = w->tensor = NULL;
+}
+/* A whole file. Spaces after the JSON make the data begin at a multiple of LUNAI_ALIGN, so that it can be used in
+   place. Nothing is written when the header cannot be. */
+LUNAI_FN bool lunai_st_write(lunai_st_writer *w, lunai_st_contents contents, const void *what) {
+  lunai_st_writer counter;
+  memset(&counter, 0, sizeof(counter));
+  lunai_st_write_header(&counter, contents, what);
+  const uint64_t size = (counter.written + 8 + LUNAI_ALIGN - 1) / LUNAI_ALIGN * LUNAI_ALIGN - 8;
+  if (counter.failed || size > LUNAI_ST_HEADER) w->failed = true;
+  lunai_st_write_little(w, size, 8);
+  lunai_st_write_header(w, contents, what);
+  for (; counter.written < size; counter.written++) lunai_st_write_text(w, " ");
+  contents(w, what);                             /* the data */
+  return !w->failed;
+}
+
+LUNAI_FN bool lunai_save_fetch(void *device, float *out, const float *from, int64_t count) {
+  luna_ctx *ctx = (luna_ctx *)device;
   return ctx->backend->copy(ctx, out, from, (size_t)count * sizeof(float), 2) == LUNA_OK;
 }
-
-/* what a file holds besides a set's parameters and pairs */
-LUNAI_FN lunai_st_source lunai_source_of(const char *name, const luna_tensor *like, const float *data) {
-  const lunai_st_source source = { name, like->rank, like->shape, data };
-  return source;
+LUNAI_FN luna_status lunai_save(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
+                                const luna_io *io) {
+  lunai_st_writer w;
+  memset(&w, 0, sizeof w);
+  w.write = io->write;
+  w.user = io->user;
+  w.fetch = lunai_on_device(ctx) ? lunai_save_fetch : NULL;
+  w.device = ctx;
+  if (ctx->options.measure || lunai_st_write(&w, contents, what)) return LUNA_OK;
+  return lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx));
 }
-typedef struct lunai_extras {
-  const lunai_st_pair *pairs; const lunai_st_source *sources; int64_t pair_count, count;
-} lunai_extras;
-
-LUNAI_FN luna_status lunai_save(const luna_params *params, const lunai_extras *extras, const luna_io *io,
-                                const char *name) {
-  luna_ctx *ctx = params->ctx;
-  const lunai_mark mark = lunai_step_mark(ctx);
-  int64_t pair_count = extras->pair_count, count = 0;
-  if (ctx->call) name = ctx->call;
-  for (const lunai_meta *m = params->metas; m; m = m->next) pair_count++;
-  lunai_st_pair *pairs = (lunai_st_pair *)lunai_step_host(ctx, name, false, (size_t)pair_count * sizeof *pairs);
-  const size_t bytes = (size_t)(params->size + extras->count) * sizeof(lunai_st_source);
-  lunai_st_source *sources = pairs ? (lunai_st_source *)lunai_step_host(ctx, name, false, bytes) : NULL;
-  if (!sources) return lunai_step_rewind(ctx, mark), ctx->last_status;
-  pair_count = extras->pair_count;
-  lunai_copy(pairs, extras->pairs, (size_t)pair_count * sizeof *pairs);
-  for (const lunai_meta *m = params->metas; m; m = m->next) {
-    const lunai_st_pair pair = { m->key, m->value };
-    pairs[pair_count++] = pair;
-  }
-  for (lunai_param *p = params->first; p; p = p->next)
-    sources[count++] = lunai_source_of(p->name, &p->tensor, p->tensor.data);
-  lunai_copy(sources + count, extras->sources, (size_t)extras->count * sizeof *sources);
-  lunai_saving saving = { ctx, *io };
-  lunai_st_writer writer = { lunai_save_write, lunai_on_device(ctx) ? lunai_save_fetch : NULL, &saving, 0, false };
-  if (!ctx->options.measure) lunai_st_write(&writer, pairs, pair_count, sources, count + extras->count);
-  lunai_step_rewind(ctx, mark);
-  return writer.failed ? lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx)) : LUNA_OK;
+LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
+  const luna_params *params = (const luna_params *)set;
+  for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
+  for (const lunai_param *p = params->first; p; p = p->next)
+    lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
 LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
-  const lunai_extras none = { NULL, NULL, 0, 0 };
   if (!params) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_given(params->ctx, "luna_save_io", io ? "io->write" : "io", io && io->write))
     return params->ctx->last_status;
-  return lunai_save(params, &none, io, "luna_save_io");
+  return lunai_save(params->ctx, "luna_save_io", lunai_put_set, params, io);
 }
 
 /* the parameter a tensor of a file belongs to, or null */
@@ -17339,8 +17220,8 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   }
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
-  luna_ctx *ctx = params->ctx;
+LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
+  luna_params *params = (luna_params *)set;
   luna_status status = params->borrowing ? lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call) :
                        lunai_load_check(params, st);
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
@@ -17351,69 +17232,68 @@ LUNAI_FN luna_status lunai_load_st(luna_params *params, const lunai_st *st) {
   return status;
 }
 
-/* What a file is read for. read gets it with its index, which is in the step. */
-typedef struct lunai_reading lunai_reading;
-struct lunai_reading {
-  luna_ctx *ctx;
-  const char *name;                  /* of the call */
-  luna_status (*read)(const lunai_reading *r, lunai_st *st);
-  void *into;                        /* the reader's */
-  luna_params *params;
-};
-LUNAI_FN lunai_chunk *lunai_last_chunk(const luna_ctx *ctx) {
-  lunai_chunk *last = ctx->arena[0].steps;
-  while (last && last->next) last = last->next;
-  return last;
-}
-/* Chunks of the step that a file needed, those after `last` (null: all), go back to the allocator: no step may ever be
-   as large. */
-LUNAI_FN void lunai_chunks_after(luna_ctx *ctx, lunai_chunk *last) {
-  for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
-    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
-  if (!last) ctx->arena[0].step = NULL;
-}
-LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
-  luna_ctx *ctx = r->ctx;
+/* What loads a file `into` something. The file's index is in the step. */
+typedef luna_status (*lunai_loader)(luna_ctx *ctx, void *into, lunai_st *st);
+/* Reads a file whole, unless io has no read and `user` is its bytes, and loads it. Chunks of the step that this needed
+   go back to the allocator: no step may ever be as large. */
+LUNAI_FN luna_status lunai_read(luna_ctx *ctx, const char *name, lunai_loader load, void *into, const luna_io *io) {
   luna_status status = LUNA_OK;
+  const char *wrong = NULL;
+  void *bytes = io->user;
   lunai_st st;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  const char *outer = lunai_enter(ctx, r->name);
+  const char *outer = lunai_enter(ctx, name);
   const lunai_mark mark = lunai_step_mark(ctx);
-  lunai_chunk *last = lunai_last_chunk(ctx);
-  const char *wrong = bytes || size == 0 ? lunai_st_open(&st, bytes, size) : "bytes is null";
-  if (!wrong) {
+  lunai_chunk **newer = &ctx->arena[0].steps;
+  while (*newer) newer = &(*newer)->next;
+  if (io->read && (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes)))
+    status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
+  else if (io->read && io->size && !io->read(io->user, bytes, (size_t)io->size))
+    status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
+  else wrong = bytes || io->size == 0 ? lunai_st_open(&st, bytes, (size_t)io->size) : "bytes is null";
+  if (status == LUNA_OK && !wrong) {
     const size_t need = (st.tensors + st.pairs + 1) * sizeof(uint64_t);
     uint64_t *index = (uint64_t *)lunai_step_host(ctx, ctx->call, false, need);
     if (!index) status = ctx->last_status;
     else wrong = lunai_st_index(&st, index, index + st.tensors);
   }
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
-  if (status == LUNA_OK) status = r->read(r, &st);
+  if (status == LUNA_OK) status = load(ctx, into, &st);
   lunai_step_rewind(ctx, mark);
-  lunai_chunks_after(ctx, last);
+  while (*newer) lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
+  if (newer == &ctx->arena[0].steps) ctx->arena[0].step = NULL;
   lunai_leave(ctx, outer);
   return status;
 }
-
-LUNAI_FN luna_status lunai_load(const lunai_reading *r, lunai_st *st) { return lunai_load_st(r->params, st); }
-LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_bytes", lunai_load, NULL, params };
-  return lunai_read_bytes(&r, bytes, size);
+LUNAI_FN luna_status lunai_read_bytes(luna_ctx *ctx, const char *name, lunai_loader load, void *into,
+                                      const void *bytes, size_t size) {
+  const luna_io io = { NULL, NULL, (void *)(uintptr_t)bytes, size };
+  return lunai_read(ctx, name, load, into, &io);
 }
 
-LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
-  luna_params *params = r->params;
+LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
+  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_bytes", lunai_load, params, bytes, size);
+}
+LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_given(params->ctx, "luna_load_io", io ? "io->read" : "io", io && io->read))
+    return params->ctx->last_status;
+  return lunai_read(params->ctx, "luna_load_io", lunai_load, params, io);
+}
+
+LUNAI_FN luna_status lunai_load_borrowed(luna_ctx *ctx, void *set, lunai_st *st) {
+  luna_params *params = (luna_params *)set;
   uint64_t *names = params->source.names;
   luna_error_id wrong;
-  if (params->shared) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
-  if (lunai_load_config(params, st) != LUNA_OK) return params->ctx->last_status;
+  if (params->shared) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, "luna_load_borrowed");
+  if (lunai_load_config(params, st) != LUNA_OK) return ctx->last_status;
   for (lunai_param *p = params->first; p; p = p->next) {
     lunai_borrowed(params, p->name, &p->tensor, st, &wrong);
-    if (wrong) return lunai_fail_status(params->ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
+    if (wrong) return lunai_fail_status(ctx, (int)wrong, "luna_load_borrowed", p->name, &p->tensor);
   }
   if (params->source.tensors < st->tensors) { /* room for the index, which stays */
-    names = (uint64_t *)lunai_persist_host(params->ctx, "luna_load_borrowed", st->tensors * sizeof *names);
-    if (!names) return params->ctx->last_status;
+    names = (uint64_t *)lunai_persist_host(ctx, "luna_load_borrowed", st->tensors * sizeof *names);
+    if (!names) return ctx->last_status;
   }
   if (st->tensors) memcpy(names, st->names, st->tensors * sizeof *names);
   params->borrowing = true;
@@ -17425,20 +17305,9 @@ LUNAI_FN luna_status lunai_load_borrowed(const lunai_reading *r, lunai_st *st) {
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, NULL, params };
-  return lunai_read_bytes(&r, bytes, size);
+  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_borrowed", lunai_load_borrowed, params, bytes, size);
 }
 
-LUNAI_FN void lunai_entry_of(const lunai_st_tensor *t, const char *name, luna_file_tensor *entry) {
-  memset(entry, 0, sizeof *entry);
-  entry->name = name;
-  entry->dtype = lunai_st_formats[t->dtype].name;
-  entry->rank = t->rank;
-  for (int a = 0; a < t->rank && a < 8; a++) entry->shape[a] = t->shape[a];
-  entry->count = t->count;
-  entry->data = t->data;
-  entry->bytes = t->bytes;
-}
 LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out) {
   lunai_st_tensor t;
   memset(&t, 0, sizeof t);
@@ -17456,54 +17325,50 @@ LUNAI_FN const char *lunai_step_text(luna_ctx *ctx, lunai_st_text text) {
   if (out) lunai_st_decode(text, out, size);
   return out;
 }
-LUNAI_FN luna_status lunai_inspect(const lunai_reading *r, lunai_st *st) {
-  const luna_inspection *inspection = (const luna_inspection *)r->into;
-  luna_ctx *ctx = r->ctx;
+LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, void *into, lunai_st *st) {
+  const luna_inspection *inspection = (const luna_inspection *)into;
   const lunai_mark mark = lunai_step_mark(ctx);
-  luna_status status = LUNA_OK;
   lunai_st_tensor t;
   lunai_st_text key, value;
-  luna_file_tensor entry;
-  size_t cursor = 0;
-  while (status == LUNA_OK && inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value)) {
+  for (size_t cursor = 0; inspection->pair && lunai_st_meta_next(st, &cursor, &key, &value);) {
     const char *k = lunai_step_text(ctx, key), *v = k ? lunai_step_text(ctx, value) : NULL;
-    if (v) inspection->pair(inspection->user, k, v);
-    else status = LUNA_OUT_OF_MEMORY;
+    if (!v) return LUNA_OUT_OF_MEMORY;
+    inspection->pair(inspection->user, k, v);
     lunai_step_rewind(ctx, mark);
   }
-  cursor = 0;
-  while (status == LUNA_OK && inspection->tensor && lunai_st_next(st, &cursor, &t)) {
+  for (size_t cursor = 0; inspection->tensor && lunai_st_next(st, &cursor, &t);) {
     const char *name = lunai_step_text(ctx, t.name);
-    if (name) {
-      lunai_entry_of(&t, name, &entry);
-      inspection->tensor(inspection->user, &entry);
-    } else status = LUNA_OUT_OF_MEMORY;
+    luna_file_tensor entry = { name, lunai_st_formats[t.dtype].name, t.rank, { 0 }, t.count, t.data, t.bytes };
+    if (!name) return LUNA_OUT_OF_MEMORY;
+    memcpy(entry.shape, t.shape, (size_t)t.rank * sizeof t.shape[0]);
+    inspection->tensor(inspection->user, &entry);
     lunai_step_rewind(ctx, mark);
   }
-  return status;
+  return LUNA_OK;
 }
 LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
                                         const luna_inspection *inspection) {
-  const lunai_reading r = { ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
-  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r.name, "inspection");
-  return lunai_read_bytes(&r, bytes, size);
+  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect_bytes", "inspection");
+  return lunai_read_bytes(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, bytes, size);
 }
 
-LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
-  luna_params *params = r->params;
-  luna_load_report none, *m = r->into ? (luna_load_report *)r->into : &none;
+typedef struct lunai_matching { luna_params *params; luna_load_report *report; } lunai_matching;
+LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st) {
+  luna_params *params = ((lunai_matching *)into)->params;
+  luna_load_report none, *m = ((lunai_matching *)into)->report;
   char name[LUNAI_MAX_PARAM_NAME];
   luna_status status = LUNA_OK;
   lunai_st_tensor t;
   size_t cursor = 0;
-  if (!r->into) memset(&none, 0, sizeof none);
-  if (params->borrowing) return lunai_fail_status(params->ctx, LUNA_ERROR_SET_BORROWED, params->ctx->call);
+  memset(&none, 0, sizeof none);
+  if (!m) m = &none;
+  if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
     const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
-    if (!why && !params->ctx->options.measure) status = lunai_fill(params->ctx, p->tensor.data, &t);
+    if (!why && !ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &t);
     if (why) m->missing++;
     if (why && m->report) m->report(m->user, p->name, why);
   }
@@ -17515,36 +17380,24 @@ LUNAI_FN luna_status lunai_load_matching(const lunai_reading *r, lunai_st *st) {
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
   }
   if (m->loaded) return LUNA_OK;
-  return lunai_fail_status(params->ctx, LUNA_ERROR_NOTHING_MATCHES, params->ctx->call, params->size,
-                           lunai_file_name(params->ctx));
+  return lunai_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, lunai_file_name(ctx));
 }
 LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
                                               luna_load_report *report) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, report, params };
-  return lunai_read_bytes(&r, bytes, size);
+  lunai_matching m = { params, report };
+  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, &m, bytes, size);
 }
 
-/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
-   name and shape; then the file may have no more. False: a sentence says why. */
-LUNAI_FN bool lunai_fill_end(const lunai_setup *s, const lunai_st *st, luna_status status) {
-  const int64_t count = lunai_st_tensors(st, NULL), made = s->params->size - s->count;
-  s->params->filling = NULL;
-  if (status == LUNA_OK && made != count)
-    status = lunai_fail_status(s->params->ctx, LUNA_ERROR_FILE_TENSOR_COUNT, s->params->ctx->call,
-                               lunai_file_name(s->params->ctx), count, made);
-  return status == LUNA_OK && (s->params->borrowing || lunai_load_pairs(s->params, st) == LUNA_OK);
+LUNAI_FN luna_status lunai_not_a_model(luna_ctx *ctx, const char *why) {
+  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why);
 }
-
-LUNAI_FN bool lunai_not_a_model(luna_ctx *ctx, const char *why) {
-  return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why) == LUNA_OK;
-}
-/* a model's config from a file; false with a sentence */
-LUNAI_FN bool lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count, void *config,
-                                luna_layer_config *layer) {
+/* a model's config from a file */
+LUNAI_FN luna_status lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count,
+                                       void *config, luna_layer_config *layer) {
   const char *wrong = lunai_fields_read(st, fields, count, config);
   if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
-  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx)) == LUNA_OK;
-  return layer->dim % layer->heads == 0 || lunai_not_a_model(ctx, LUNAI_NO_HEADS);
+  if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx));
+  return layer->dim % layer->heads ? lunai_not_a_model(ctx, LUNAI_NO_HEADS) : LUNA_OK;
 }
 LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lunai_model_config *m) {
   m->classifier.encoder = m->masked_lm.encoder = m->seq2seq.encoder = m->encoder;
@@ -17554,44 +17407,47 @@ LUNAI_FN luna_status lunai_model_init(luna_model *model, luna_params *params, lu
   if (model->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_init(&model->masked_lm, params, &m->masked_lm);
   return luna_seq2seq_init(&model->seq2seq, params, &m->seq2seq);
 }
-/* wanted: the kind that the file must have; 0: any */
-LUNAI_FN bool lunai_model_load_st(luna_model *model, luna_model_kind wanted, const lunai_setup *s, const lunai_st *st) {
+/* into setup's struct, its bytes of the member of luna_model at `at`; kind: that the file must have, 0: any */
+typedef struct lunai_kind_load { lunai_setup setup; luna_model_kind kind; size_t at; } lunai_kind_load;
+/* Loads a model: its init takes each parameter's values from the file, and fails where the file has none of that
+   name and shape; then the file may have no more. */
+LUNAI_FN luna_status lunai_load_kind(luna_ctx *ctx, void *into, lunai_st *st) {
   static const char *const kinds[] = { LUNAI_LM_KIND, "classifier", "masked_lm", "seq2seq" };
-  luna_ctx *ctx = s->params->ctx;
+  const lunai_kind_load *load = (const lunai_kind_load *)into;
+  luna_params *params = load->setup.params;
+  const int64_t count = lunai_st_tensors(st, NULL);
+  luna_model model;
   lunai_model_config m;
   lunai_st_text kind;
   int k = 0;
+  memset(&model, 0, sizeof model);
   memset(&m, 0, sizeof m);
-  if (s->params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, s->params->size) == LUNA_OK;
+  if (params->size) return lunai_fail_status(ctx, LUNA_ERROR_SET_NOT_EMPTY, ctx->call, params->size);
   if (!lunai_st_meta(st, "luna.kind", &kind)) return lunai_not_a_model(ctx, LUNAI_NO_KIND);
   while (k < LUNAI_LENGTH(kinds) && !lunai_st_equal(kind, kinds[k])) k++;
   if (k == LUNAI_LENGTH(kinds)) return lunai_not_a_model(ctx, "its luna.kind is unknown");
-  model->kind = (luna_model_kind)(LUNA_MODEL_LM + k);
-  if (wanted && wanted != model->kind)
+  model.kind = (luna_model_kind)(LUNA_MODEL_LM + k);
+  if (load->kind && load->kind != model.kind)
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_KIND, ctx->call, lunai_file_name(ctx), kinds[k],
-                             kinds[wanted - LUNA_MODEL_LM]) == LUNA_OK;
-  if (model->kind == LUNA_MODEL_LM ?
-      !lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
-      !lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer))
-    return false;
+                             kinds[load->kind - LUNA_MODEL_LM]);
+  luna_status status = model.kind == LUNA_MODEL_LM ?
+      lunai_config_read(ctx, st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &m.lm, &m.lm.layer) :
+      lunai_config_read(ctx, st, lunai_model_fields, LUNAI_LENGTH(lunai_model_fields), &m, &m.encoder.layer);
+  if (status != LUNA_OK) return status;
   /* Sizes in metadata are untrusted. A parameter is looked up in the file before its memory is taken; layers, whose
      memory comes first, are at most as many as tensors. */
   const int64_t layers = m.encoder.tied_layers ? 1 : m.encoder.layers;
-  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > lunai_st_tensors(st, NULL))
+  if (lunai_max(layers, lunai_max(m.lm.layers, m.seq2seq.decoder_layers)) > count)
     return lunai_not_a_model(ctx, LUNAI_NO_LAYERS);
   if (m.lm.features && !m.lm.outputs) return lunai_not_a_model(ctx, "it has luna.features without luna.outputs");
-  if (!s->params->borrowing) s->params->filling = st;
-  return lunai_fill_end(s, st, lunai_model_init(model, s->params, &m));
-}
-/* into setup's struct, its bytes of the member of luna_model at `at` */
-typedef struct lunai_kind_load { lunai_setup setup; luna_model_kind kind; size_t at; } lunai_kind_load;
-LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
-  const lunai_kind_load *k = (const lunai_kind_load *)r->into;
-  luna_model any;
-  memset(&any, 0, sizeof any);
-  if (!lunai_model_load_st(&any, k->kind, &k->setup, st)) return LUNA_BAD_FILE;
-  memcpy(k->setup.made, (const char *)&any + k->at, k->setup.size);
-  return LUNA_OK;
+  params->filling = params->borrowing ? NULL : st;
+  status = lunai_model_init(&model, params, &m);
+  params->filling = NULL;
+  if (status == LUNA_OK && params->size != count)
+    status = lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, lunai_file_name(ctx), count, params->size);
+  if (status == LUNA_OK && !params->borrowing) status = lunai_load_pairs(params, st);
+  if (status == LUNA_OK) memcpy(load->setup.made, (const char *)&model + load->at, load->setup.size);
+  return status;
 }
 #define LUNAI_KIND_LOADS(F) \
   F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
@@ -17600,16 +17456,17 @@ LUNAI_FN luna_status lunai_load_kind(const lunai_reading *r, lunai_st *st) {
   F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
 #define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
   LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
+    const char *const name = #call; \
     lunai_kind_load k; \
-    const lunai_reading r = { lunai_ctx_of(params), #call, lunai_load_kind, &k, params }; \
-    const bool good = lunai_setup_begin(&k.setup, #call, params, NULL, model, sizeof *model); \
+    const bool good = lunai_setup_begin(&k.setup, name, params, NULL, model, sizeof *model); \
     k.kind = (luna_model_kind)chosen; \
     k.at = offsetof(luna_model, member); \
     return lunai_setup_end(&k.setup, good && load == LUNA_OK); \
   }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, lunai_read_bytes(&r, bytes, size), const void *bytes, \
-                     size_t size)
+  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, \
+                     lunai_read_bytes(params->ctx, name, lunai_load_kind, &k, bytes, size), \
+                     const void *bytes, size_t size)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 
@@ -17623,7 +17480,7 @@ enum { LUNAI_TRAINING_KIND, LUNAI_TRAINING_ATTEMPTS, LUNAI_TRAINING_UPDATES, LUN
 #define LUNAI_MOMENT_NAME 14           /* "luna.moment1." and a name's end */
 
 LUNAI_FN void lunai_hex(uint64_t value, char out[17]) {
-  for (int i = 0; i < 16; i++) out[i] = "0123456789abcdef"[value >> (60 - 4 * i) & 15];
+  for (int i = 0; i < 16; i++) out[i] = lunai_hex_digits[value >> (60 - 4 * i) & 15];
   out[16] = 0;
 }
 LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
@@ -17631,18 +17488,13 @@ LUNAI_FN bool lunai_unhex(const lunai_st *st, const char *key, uint64_t *out) {
   *out = 0;
   if (!lunai_st_meta(st, key, &value) || value.size != 16) return false;
   for (size_t i = 0; i < 16; i++) {
-    const char c = value.at[i];
-    if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'))) return false;
-    *out = *out << 4 | (uint64_t)(c <= '9' ? c - '0' : c - 'a' + 10);
+    const char *digit = (const char *)memchr(lunai_hex_digits, value.at[i], 16); /* in lower case */
+    if (!digit) return false;
+    *out = *out << 4 | (uint64_t)(digit - lunai_hex_digits);
   }
   return true;
 }
-/* a float's bits as a number, the same on machines of either byte order */
-LUNAI_FN uint64_t lunai_float_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
+/* a float of its bits as a number, the same on machines of either byte order */
 LUNAI_FN float lunai_bits_float(uint64_t value) {
   float x;
   uint32_t bits = (uint32_t)(value & UINT32_MAX);
@@ -17655,53 +17507,45 @@ LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
 }
 
-LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_io *io) {
-  char text[LUNAI_TRAINING_KEYS][17];
+LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
+  const luna_optimizer *o = (const luna_optimizer *)optimizer;
+  luna_ctx *ctx = o->params->ctx;
+  const luna_step_state updates = lunai_optimizer_state(o), step = lunai_state_of(ctx, ctx->state);
+  char text[17], name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   uint64_t value[LUNAI_TRAINING_KEYS];
-  lunai_st_pair pairs[LUNAI_TRAINING_KEYS];
-  int64_t count = 0;
+  uint32_t lr;
+  memcpy(&lr, &o->config.lr, sizeof lr);
+  value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
+  value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
+  value[LUNAI_TRAINING_UPDATES] = updates.updates;
+  value[LUNAI_TRAINING_SKIPPED] = updates.skipped;
+  value[LUNAI_TRAINING_ROW] = updates.skipped_in_row;
+  value[LUNAI_TRAINING_LR] = lr;
+  value[LUNAI_TRAINING_STEP] = step.step;
+  value[LUNAI_TRAINING_SEED] = step.seed;
+  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
+    lunai_hex(value[k], text);
+    lunai_st_put_pair(w, lunai_training_keys[k], text);
+  }
+  lunai_put_set(w, o->params);
+  for (const lunai_trained *t = o->trained; t < o->trained + o->size; t++)
+    for (int k = 0; k < o->moments; k++) {
+      lunai_moment_name(name, k, t->name);
+      lunai_st_put_tensor(w, name, t->tensor, t->moment[k]);
+    }
+}
+/* all parameters have moments: zeros, for who loads them */
+LUNAI_FN luna_status lunai_save_joined(const luna_optimizer *o) {
+  return lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
+}
+LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_io *io) {
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
   if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
-  /* zeros, for who loads it */
-  luna_status status = lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
-  if (status != LUNA_OK) return status;
-  luna_step_state state = lunai_optimizer_state(o);
-  memset(value, 0, sizeof value);
-  value[LUNAI_TRAINING_KIND] = (uint64_t)o->kind;
-  value[LUNAI_TRAINING_ATTEMPTS] = (uint64_t)o->attempts;
-  value[LUNAI_TRAINING_UPDATES] = state.updates;
-  value[LUNAI_TRAINING_SKIPPED] = state.skipped;
-  value[LUNAI_TRAINING_ROW] = state.skipped_in_row;
-  value[LUNAI_TRAINING_LR] = lunai_float_bits(o->config.lr);
-  state = lunai_state_of(ctx, ctx->state);
-  value[LUNAI_TRAINING_STEP] = state.step;
-  value[LUNAI_TRAINING_SEED] = state.seed;
-  for (int k = 0; k < LUNAI_TRAINING_KEYS; k++) {
-    lunai_hex(value[k], text[k]);
-    pairs[k].key = lunai_training_keys[k];
-    pairs[k].value = text[k];
-  }
-  const lunai_mark mark = lunai_step_mark(ctx);
-  const size_t bytes = (size_t)(o->size * o->moments) * sizeof(lunai_st_source);
-  lunai_st_source *sources = (lunai_st_source *)lunai_step_host(ctx, "luna_save_training", false, bytes);
-  bool good = sources != NULL;
-  for (int64_t i = 0; i < o->size && good; i++)
-    for (int k = 0; k < o->moments && good; k++) {
-      const lunai_trained *t = &o->trained[i];
-      char *name = (char *)lunai_step_host(ctx, "luna_save_training", false, LUNAI_MOMENT_NAME + strlen(t->name));
-      good = name != NULL;
-      if (!good) break;
-      lunai_moment_name(name, k, t->name);
-      sources[count++] = lunai_source_of(name, t->tensor, t->moment[k]);
-    }
-  const lunai_extras extras = { pairs, sources, LUNAI_TRAINING_KEYS, count };
-  status = good ? lunai_save(o->params, &extras, io, "luna_save_training_io") : ctx->last_status;
-  lunai_step_rewind(ctx, mark);
-  return status;
+  const luna_status status = lunai_save_joined(o);
+  return status == LUNA_OK ? lunai_save(ctx, "luna_save_training_io", lunai_put_training, o, io) : status;
 }
 
-/* finds a moment; *wrong says why there is none */
 LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
   char name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   lunai_moment_name(name, moment, t->name);
@@ -17739,14 +17583,13 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
-  luna_optimizer *o = (luna_optimizer *)r->into;
-  luna_ctx *ctx = o->params->ctx;
+LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
+  luna_optimizer *o = (luna_optimizer *)into;
   uint64_t value[LUNAI_TRAINING_KEYS];
   lunai_st_tensor t;
   luna_status status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
-  if (status == LUNA_OK) status = lunai_load_st(o->params, st);
+  if (status == LUNA_OK) status = lunai_load(ctx, o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
                                                                        run */
   if (status != LUNA_OK || ctx->options.measure) return status;
@@ -17767,36 +17610,12 @@ LUNAI_FN luna_status lunai_load_training(const lunai_reading *r, lunai_st *st) {
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
 }
 LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training_bytes", lunai_load_training, o, NULL };
-  return lunai_read_bytes(&r, bytes, size);
+  luna_ctx *ctx = o ? o->params->ctx : NULL;
+  return lunai_read_bytes(ctx, "luna_load_training_bytes", lunai_load_training, o, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
 
-/* --- the same through luna_io, and by path --- */
-LUNAI_FN luna_status lunai_read_io(const lunai_reading *r, const luna_io *io) {
-  luna_ctx *ctx = r->ctx;
-  const char *outer = lunai_enter(ctx, r->name);
-  const lunai_mark mark = lunai_step_mark(ctx);
-  lunai_chunk *last = lunai_last_chunk(ctx);
-  luna_status status = LUNA_OK;
-  void *bytes;
-  if (io->size > SIZE_MAX / 4 || !lunai_step(ctx, (size_t)io->size, false, &bytes))
-    status = lunai_fail_memory(ctx, ctx->call, (size_t)io->size);
-  else if (io->size && !io->read(io->user, bytes, (size_t)io->size))
-    status = lunai_fail_status(ctx, LUNA_ERROR_READ_FAILED, ctx->call, lunai_file_name(ctx), (int64_t)io->size);
-  if (status == LUNA_OK) status = lunai_read_bytes(r, bytes, (size_t)io->size);
-  lunai_step_rewind(ctx, mark);
-  lunai_chunks_after(ctx, last);
-  lunai_leave(ctx, outer);
-  return status;
-}
-LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_io", lunai_load, NULL, params };
-  if (!params) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_given(params->ctx, r.name, io ? "io->read" : "io", io && io->read)) return params->ctx->last_status;
-  return lunai_read_io(&r, io);
-}
-
+/* --- the same by path --- */
 #ifndef LUNA_NO_STDIO
 #include <stdio.h>
 #ifdef _WIN32
@@ -17867,10 +17686,8 @@ LUNAI_FN void lunai_saving_name(lunai_saving_file *s, const char *format, int64_
    temporary file of a number so held is abandoned. */
 LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
   struct _stat old;
-  int64_t number;
-  int descriptor;
   if (_stat(s->path, &old) == 0 && (old.st_mode & _S_IFMT) != _S_IFREG) return LUNA_ERROR_SAVE_IRREGULAR;
-  for (number = 0; number < LUNAI_SAVERS; number++) {
+  for (int64_t number = 0; number < LUNAI_SAVERS; number++) {
     lunai_saving_name(s, ".luna-%d.lock", number);
     s->lock = CreateFileA(s->temporary, GENERIC_WRITE | DELETE, 0, NULL, CREATE_NEW, FILE_FLAG_DELETE_ON_CLOSE, NULL);
     if (s->lock == INVALID_HANDLE_VALUE) {
@@ -17879,7 +17696,8 @@ LUNAI_FN luna_error_id lunai_saving_open(lunai_saving_file *s) {
     }
     lunai_saving_name(s, ".luna-%d.tmp", number);
     DeleteFileA(s->temporary);
-    descriptor = _open(s->temporary, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
+    const int flags = _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT;
+    const int descriptor = _open(s->temporary, flags, _S_IREAD | _S_IWRITE);
     s->file = descriptor < 0 ? NULL : _fdopen(descriptor, "wb");
     if (s->file) return LUNA_ERROR_NONE;
     CloseHandle(s->lock);
@@ -17893,8 +17711,7 @@ LUNAI_FN bool lunai_saving_flush(lunai_saving_file *s) {
 }
 /* retries for a second: another process may have the file open */
 LUNAI_FN bool lunai_saving_replace(const lunai_saving_file *s) {
-  int i;
-  for (i = 0; i < 200; i++, Sleep(5)) {
+  for (int i = 0; i < 200; i++, Sleep(5)) {
     if (MoveFileExA(s->temporary, s->path, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) return true;
     if (GetLastError() != ERROR_ACCESS_DENIED && GetLastError() != ERROR_SHARING_VIOLATION) break;
   }
@@ -17998,92 +17815,82 @@ LUNAI_FN void lunai_saving_close(lunai_saving_file *s, bool replaced) {
 }
 #endif
 
-typedef luna_status (*lunai_saver)(const void *what, const luna_io *io);
-LUNAI_FN luna_status lunai_save_file(luna_ctx *ctx, lunai_saver saver, const void *what, const char *path) {
+LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
+                                     const char *path) {
   lunai_saving_file s;
   luna_io io = { NULL, lunai_file_write, NULL, 0 };
-  if (ctx->options.measure) return saver(what, &io); /* counts, and writes nothing */
-  if (strlen(path) + 32 > sizeof s.path)
-    return lunai_fail_status(ctx, LUNA_ERROR_SAVE_PATH, ctx->call, (int64_t)sizeof s.path - 32, path);
+  luna_error_id wrong = LUNA_ERROR_SAVE_PATH;
+  if (ctx->options.measure) return LUNA_OK;
   memset(&s, 0, sizeof s);
-  memcpy(s.path, path, strlen(path));
-  s.folder = lunai_folder_of(path);
-  const luna_error_id wrong = lunai_saving_open(&s);
-  if (wrong == LUNA_ERROR_SAVE_PATH)
-    return lunai_fail_status(ctx, (int)wrong, ctx->call, (int64_t)sizeof s.path - 32, path);
-  if (wrong) return lunai_fail_status(ctx, (int)wrong, ctx->call, path);
+  if (strlen(path) + 32 <= sizeof s.path) {
+    memcpy(s.path, path, strlen(path));
+    s.folder = lunai_folder_of(path);
+    wrong = lunai_saving_open(&s);
+  }
+  if (wrong) return lunai_fail_status(ctx, (int)wrong, name, path, (int64_t)sizeof s.path - 32);
   io.user = s.file;
-  luna_status status = saver(what, &io);
+  ctx->path = path;
+  luna_status status = lunai_save(ctx, name, contents, what, &io);
+  ctx->path = NULL;
   if (status == LUNA_OK && !lunai_saving_flush(&s))
-    status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, ctx->call, path);
+    status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, path);
   if (status == LUNA_OK && !lunai_saving_replace(&s))
-    status = lunai_fail_status(ctx, LUNA_ERROR_SAVE_REPLACE, ctx->call, path);
+    status = lunai_fail_status(ctx, LUNA_ERROR_SAVE_REPLACE, name, path);
   lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
-LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_saver saver, const void *what,
-                                     const char *path) {
-  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
-  ctx->call = name;
-  ctx->path = path;
-  const luna_status status = lunai_save_file(ctx, saver, what, path);
-  ctx->call = ctx->path = NULL;
-  return status;
-}
-LUNAI_FN luna_status lunai_save_params(const void *params, const luna_io *io) {
-  return luna_save_io((const luna_params *)params, io);
-}
 LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
-  return params ? lunai_save_path(params->ctx, "luna_save", lunai_save_params, params, path) : LUNA_BAD_ARGUMENT;
+  if (!params) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_given(params->ctx, "luna_save", "path", path != NULL)) return params->ctx->last_status;
+  return lunai_save_path(params->ctx, "luna_save", lunai_put_set, params, path);
 }
 #ifndef LUNA_NO_TRAIN
-LUNAI_FN luna_status lunai_save_optimizer(const void *optimizer, const luna_io *io) {
-  return luna_save_training_io((const luna_optimizer *)optimizer, io);
-}
 LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) {
-  return o ? lunai_save_path(o->params->ctx, "luna_save_training", lunai_save_optimizer, o, path) : LUNA_BAD_ARGUMENT;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = o->params->ctx;
+  if (!lunai_is_given(ctx, "luna_save_training", "path", path != NULL)) return ctx->last_status;
+  const luna_status status = lunai_save_joined(o);
+  return status == LUNA_OK ? lunai_save_path(ctx, "luna_save_training", lunai_put_training, o, path) : status;
 }
 #endif
 
-LUNAI_FN luna_status lunai_read_path(const lunai_reading *r, const char *path) {
-  luna_ctx *ctx = r->ctx;
+LUNAI_FN luna_status lunai_read_path(luna_ctx *ctx, const char *name, lunai_loader load, void *into,
+                                     const char *path) {
   luna_status status;
   if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, r->name, "path");
+  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
   FILE *file = fopen(path, "rb");
-  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, r->name, path);
+  if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
   int64_t size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
   if (size >= 0 && (fgetc(file) != EOF || ferror(file))) size = -1; /* a folder has LONG_MAX bytes */
   const luna_io io = { lunai_file_read, NULL, file, (uint64_t)size };
   rewind(file);
   ctx->path = path;
-  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, r->name, path);
-  else status = lunai_read_io(r, &io);
+  if (size < 0 || size > INT64_MAX / 4) status = lunai_fail_status(ctx, LUNA_ERROR_READ_IRREGULAR, name, path);
+  else status = lunai_read(ctx, name, load, into, &io);
   ctx->path = NULL;
   fclose(file);
   return status;
 }
 LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load", lunai_load, NULL, params };
-  return lunai_read_path(&r, path);
+  return lunai_read_path(lunai_ctx_of(params), "luna_load", lunai_load, params, path);
 }
 #define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(&r, path), const char *path)
+  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(params->ctx, name, lunai_load_kind, &k, path), \
+                     const char *path)
 LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
 #undef LUNAI_KIND_LOAD
 LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
-  const lunai_reading r = { lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, report, params };
-  return lunai_read_path(&r, path);
+  lunai_matching m = { params, report };
+  return lunai_read_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, &m, path);
 }
 LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
-  const lunai_reading r = { ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, NULL };
   if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
-  return lunai_read_path(&r, path);
+  return lunai_read_path(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, path);
 }
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  const lunai_reading r = { o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, NULL };
-  return lunai_read_path(&r, path);
+  return lunai_read_path(o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, path);
 }
 #endif
 #endif /* !LUNA_NO_STDIO */

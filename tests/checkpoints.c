@@ -631,11 +631,11 @@ static void check_threads(void) {
 }
 /* processes in the middle of a save: the file of one that is killed goes with the next save, that of one which lives
    stays */
-static luna_status save_half(const void *ready, const luna_io *io) {
-  io->write(io->user, "half", 4);
-  CHECK(write(*(const int *)ready, "", 1) == 1, "no pipe");
+static void save_half(lunai_st_writer *w, const void *ready) {
+  if (!w->write) return; /* the header is counted */
+  lunai_st_write_text(w, "half");
+  w->failed = write(*(const int *)ready, "", 1) != 1;
   for (;;) pause();
-  return LUNA_OK;
 }
 static void check_killed(luna_params *params, luna_ctx *ctx, const buffer *want) {
   pid_t child[2];
@@ -1098,8 +1098,9 @@ static void check_allocations(void) {
                    "what is loaded has no effect, or what is saved has");
       free(file.at), free(values), ctx_close(ctx, &h), remove(path);
     }
-    CHECK(status == LUNA_OK && failures > 0, "way %d: after %d failed allocations: %s", way, failures,
-          luna_status_text(status));
+    /* saving takes no memory */
+    CHECK(status == LUNA_OK && (failures > 0) == (way != SAVE && way != SAVE_PATH),
+          "way %d: after %d failed allocations: %s", way, failures, luna_status_text(status));
   }
 }
 static void check_lm_allocations(void) {

@@ -6,7 +6,7 @@
 #include "common.h"
 #include "jobs.h"
 
-/* saving takes memory too, which is measured */
+/* saving too must be possible in what was measured */
 static bool swallow(void *user, const void *bytes, size_t size) {
   *(uint64_t *)user = job_hash(*(uint64_t *)user, bytes, size);
   return true;

@@ -294,15 +294,30 @@ static void check_dtypes(void) {
 
 /* ---- writing ---- */
 enum { PAIRS = 3, SOURCES = 4 };
-static const lunai_st_pair pairs[PAIRS] = {{"format", "pt"},
+typedef struct pair { const char *key, *value; } pair;
+typedef struct source { const char *name; int rank; const int64_t *shape; const float *data; } source;
+typedef struct contents { const pair *pairs; const source *sources; int pair_count, source_count; } contents;
+static void put_contents(lunai_st_writer *w, const void *what) {
+  const contents *c = (const contents *)what;
+  for (int i = 0; i < c->pair_count; i++) lunai_st_put_pair(w, c->pairs[i].key, c->pairs[i].value);
+  for (const source *s = c->sources; s < c->sources + c->source_count; s++) {
+    luna_tensor like;
+    memset(&like, 0, sizeof like);
+    like.rank = s->rank;
+    for (int a = 0; a < s->rank && a < 2; a++) like.shape[a] = s->shape[a];
+    lunai_st_put_tensor(w, s->name, &like, s->data);
+  }
+}
+static const pair pairs[PAIRS] = {{"format", "pt"},
                                            {"odd \"\\\n\x01\x1f\x7f \xc3\xa9 \xf0\x9f\x98\x80", "tab\there"}, {"", ""}};
 static const int64_t matrix[2] = {2, 3}, one[1] = {1}, empty[2] = {0, 5},
     huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
 static const float matrix_data[6] = {1, -2, 0.5f, 3e38f, 1e-45f, -(float)INFINITY}, one_data[1] = {42},
     scalar_data[1] = {7};
-static const lunai_st_source sources[SOURCES] = {
+static const source sources[SOURCES] = {
   {"layer.0.weight", 2, matrix, matrix_data}, {"a\"b\\c\x02", 1, one, one_data}, {"empty", 2, empty, NULL},
   {"scalar", 0, NULL, scalar_data}};
+static const contents all = {pairs, sources, PAIRS, SOURCES};
 
 static void check_round_trip(buffer *b) {
   lunai_st_writer w = writer_to(b);
@@ -310,7 +325,7 @@ static void check_round_trip(buffer *b) {
   lunai_st_tensor t;
   lunai_st_text value;
   float back[6];
-  CHECK(lunai_st_write(&w, pairs, PAIRS, sources, SOURCES) && w.written == b->size, "nothing is written");
+  CHECK(lunai_st_write(&w, put_contents, &all) && w.written == b->size, "nothing is written");
   const char *wrong = lunai_st_open(&st, b->at, b->size);
   if (!CHECK(!wrong && walk_tensors(&st) == SOURCES && walk_metadata(&st), "what was written: %s", wrong ? wrong
              : "is not what was given")) return;
@@ -321,7 +336,7 @@ static void check_round_trip(buffer *b) {
   CHECK(!lunai_st_meta(&st, "no", &value) && !lunai_st_find(&st, "no", &t) && !lunai_st_find(&st, "__metadata__", &t),
         "what is not there is found");
   for (int i = 0; i < SOURCES; i++) {
-    const lunai_st_source *s = &sources[i];
+    const source *s = &sources[i];
     bool good = lunai_st_find(&st, s->name, &t) && t.dtype == LUNAI_ST_F32 && t.rank == s->rank &&
         lunai_st_floats(&t, back);
     for (int a = 0; good && a < t.rank; a++) good = t.shape[a] == s->shape[a];
@@ -334,7 +349,7 @@ static void check_failing_writer(size_t size) {
   for (size_t limit = 1; limit < size; limit++) {
     buffer b = {NULL, 0, 0, limit};
     lunai_st_writer w = writer_to(&b);
-    CHECK(!lunai_st_write(&w, pairs, PAIRS, sources, SOURCES) && w.failed && b.size <= limit && w.written == b.size,
+    CHECK(!lunai_st_write(&w, put_contents, &all) && w.failed && b.size <= limit && w.written == b.size,
           "a writer that fails at byte %d: %d written", (int)limit, (int)b.size);
     free(b.at);
   }
@@ -344,21 +359,23 @@ static void check_unwritable(void) {
   for (int i = 0; i < 6; i++) {
     buffer b = {NULL, 0, 0, 0};
     lunai_st_writer w = writer_to(&b);
-    lunai_st_source source = sources[0];
-    lunai_st_pair pair = pairs[0];
-    if (i == 0) source.name = "\xff";
-    if (i == 1) source.rank = 9;
-    if (i == 2) source.shape = huge;
-    if (i == 3) source.data = NULL;
-    if (i == 4) pair.value = "\xc3";
-    if (i == 5) source.name = "__metadata__";
-    CHECK(!lunai_st_write(&w, &pair, 1, &source, 1) && w.failed && b.size == 0, "unwritable %d: %d bytes written", i,
+    source tensor = sources[0];
+    pair text = pairs[0];
+    const contents one_each = {&text, &tensor, 1, 1};
+    if (i == 0) tensor.name = "\xff";
+    if (i == 1) tensor.rank = 9;
+    if (i == 2) tensor.shape = huge;
+    if (i == 3) tensor.data = NULL;
+    if (i == 4) text.value = "\xc3";
+    if (i == 5) tensor.name = "__metadata__";
+    CHECK(!lunai_st_write(&w, put_contents, &one_each) && w.failed && b.size == 0, "unwritable %d: %d bytes written", i,
           (int)b.size);
     free(b.at);
   }
   buffer b = {NULL, 0, 0, 0};
   lunai_st_writer w = writer_to(&b);
-  CHECK(lunai_st_write(&w, NULL, 0, NULL, 0) && b.size == 64 && !open_copy(b.at, b.size),
+  const contents nothing = {NULL, NULL, 0, 0};
+  CHECK(lunai_st_write(&w, put_contents, &nothing) && b.size == 64 && !open_copy(b.at, b.size),
         "a file of nothing has %d bytes", (int)b.size);
   free(b.at);
 }
