@@ -9924,17 +9924,16 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
-/* columns of the table of ops */
-#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
-#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
-static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
+static const struct { const char *name; int reads; bool cheap; } lunai_ops[] = {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) { #name, reads, cheap },
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) { #name, reads, cheap },
+  LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
-#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
-#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) cheap,
-static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
-#undef LUNAI_OP_EACH
-#undef LUNAI_OP_KIND
+};
+LUNA_API const char *luna_op_name(luna_op_kind kind) {
+  return (unsigned)kind < LUNA_OP_COUNT ? lunai_ops[kind].name : "unknown";
+}
 
 /* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
 #ifdef LUNA_ONLY_STREAM
@@ -9949,11 +9948,8 @@ static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
-typedef struct lunai_split_work {
-  luna_op *op;
-  void (*body)(luna_op *op, int64_t first, int64_t last);
-  int64_t count, unit;
-} lunai_split_work;
+typedef void (*lunai_body)(luna_op *op, int64_t first, int64_t last);
+typedef struct lunai_split_work { luna_op *op; lunai_body body; int64_t count, unit; } lunai_split_work;
 LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const lunai_split_work *w = (const lunai_split_work *)work;
   const int64_t units = lunai_divide_up(w->count, w->unit);
@@ -9961,21 +9957,24 @@ LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
-LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width,
-                          void (*body)(luna_op *op, int64_t first, int64_t last)) {
-  lunai_split_work w;
-  w.op = op;
-  w.body = body;
-  w.count = count;
-  w.unit = lunai_max(1, LUNAI_SPLIT / lunai_max(1, width));
-#ifdef LUNA_ONLY_STREAM
-  if (count > 0) body(op, 0, count);
-  return;
-#endif
-  if (count <= w.unit) {
-    if (count > 0) body(op, 0, count);
-  } else lunai_run(&op->ctx->parallel, lunai_split_task, &w);
+LUNAI_FN luna_status lunai_split(luna_op *op, int64_t count, int64_t width, lunai_body body) {
+  lunai_split_work w = { op, body, count, lunai_max(1, LUNAI_SPLIT / lunai_max(1, width)) };
+  if (count > w.unit && lunai_threads(&op->ctx->parallel) > 1) lunai_run(&op->ctx->parallel, lunai_split_task, &w);
+  else if (count > 0) body(op, 0, count);
+  return LUNA_OK;
 }
+/* forward and backward of an op: lunai_<name>_body and lunai_<name>_back over [0, count) */
+#define LUNAI_SPLIT_OP(name, count, width) \
+  LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
+    return lunai_split(op, count, width, lunai_##name##_body); \
+  } \
+  LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
+    return lunai_split(op, count, width, lunai_##name##_back); \
+  }
+/* or lunai_<name>_run(op, back), for what both have in common */
+#define LUNAI_RUN_OP(name) \
+  LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { return lunai_##name##_run(op, false); } \
+  LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { return lunai_##name##_run(op, true); }
 
 LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->kernels; }
 LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
@@ -9989,16 +9988,16 @@ LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
 
 /* --- shapes: permute, slice, concat, repeat --- */
-LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to, bool back) {
+LUNAI_FN luna_status lunai_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
+  const float *from = back ? y->grad : x->data;
+  float *to = back ? x->grad : y->data;
   int64_t stride[4], shape[4];
-  int pad = 4 - x->rank;
-  for (int a = 0; a < 4; a++) {
-    int64_t s = 1;
-    int axis = a < pad ? -1 : (int)op->arg.permute.axes[a - pad];
-    for (int inner = axis + 1; axis >= 0 && inner < x->rank; inner++) s *= x->shape[inner];
-    stride[a] = axis < 0 ? 0 : s;
-    shape[a] = a < pad ? 1 : y->shape[a - pad];
+  for (int a = 0; a < 4; a++) {      /* of y's axes, after axes of size 1 */
+    const int own = a - (4 - x->rank);
+    shape[a] = own < 0 ? 1 : y->shape[own];
+    stride[a] = 1;
+    for (int i = own < 0 ? 0 : (int)op->arg.permute.axes[own] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
   }
   const int64_t run = stride[3] == 1 ? lunai_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
   for (int64_t i = 0; i < shape[0] * shape[1]; i++)
@@ -10011,63 +10010,47 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
         else if (!back) for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
         else for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
       }
+  return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
-  lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
-  lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
-}
+LUNAI_RUN_OP(permute)
 #define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
-/* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
-LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
-                              int64_t *width, int64_t *stride) {
+/* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
+   the other way. */
+LUNAI_FN void lunai_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
+                              int64_t start, bool back) {
+  const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
   int64_t inner = 1;
-  for (int a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
-  *width = part->shape[axis] * inner;
-  *stride = whole->shape[axis] * inner;
-  *rows = *stride ? luna_count(whole) / *stride : 0;
+  for (int64_t a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
+  const int64_t width = part->shape[axis] * inner, stride = whole->shape[axis] * inner;
+  const int64_t rows = stride > 0 ? luna_count(whole) / stride : 0;
+  for (int64_t r = 0; r < rows; r++) {
+    float *w = (back ? whole->grad : whole->data) + r * stride + start * inner;
+    float *p = (back ? part->grad : part->data) + r * width;
+    float *to = to_whole ? w : p, *from = to_whole ? p : w;
+    if (back) lunai_k(op)->add(width, to, from, to);
+    else lunai_copy(to, from, (size_t)width * sizeof(float));
+  }
 }
-LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
-  int64_t rows, width, stride;
-  lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
-  const int64_t start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (int64_t r = 0; r < rows; r++)
-    memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
+LUNAI_FN luna_status lunai_slice_run(luna_op *op, bool back) {
+  lunai_axis_part(op, op->in[0], op->out[0], op->arg.slice.axis, op->arg.slice.start, back);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
-  int64_t rows, width, stride;
-  float *dx = op->in[0]->grad;
-  lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
-  const int64_t start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (int64_t r = 0; r < rows; r++)
-    lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
-  return LUNA_OK;
-}
+LUNAI_RUN_OP(slice)
 #define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
-  int64_t rows, width, stride, start = 0;
-  for (int i = 0; i < op->inputs; i++) {
-    lunai_axis_part(op->out[0], op->in[i], (int)op->arg.concat.axis, &rows, &width, &stride);
-    for (int64_t r = 0; r < rows; r++) {
-      float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
-      if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
-      else if (op->in[i]->grad)
-        lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
-    }
-    start += width;
-  }
+  const int64_t axis = op->arg.concat.axis;
+  int64_t start = 0;
+  for (int i = 0; i < op->inputs; start += op->in[i++]->shape[axis])
+    if (!back || op->in[i]->grad) lunai_axis_part(op, op->out[0], op->in[i], axis, start, back);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
-LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+LUNAI_RUN_OP(concat)
 #define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  for (int64_t i = 0; i < op->arg.expand.count && n > 0; i++)
+  for (int64_t i = 0; i < op->arg.expand.count; i++)
     memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
@@ -10097,12 +10080,7 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
 LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
-  lunai_sum_work w;
-  w.kernels = lunai_k(op);
-  w.outer = shape[0]; w.axis = shape[1]; w.inner = shape[2];
-  w.factor = factor;
-  w.x = x;
-  w.y = y;
+  lunai_sum_work w = { lunai_k(op), shape[0], shape[1], shape[2], factor, x, y };
   lunai_run(shape[0] * shape[1] * shape[2] > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
 }
 
@@ -10170,7 +10148,7 @@ LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int6
     e.n = lunai_min(shape[3] - i, last - at);
     for (int k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
-      const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
+      const bool there = op->in[k] && (input < 0 || (lunai_ops[op->kind].reads & LUNA_READS_IN(k)));
       e.step[k] = there ? stride[3] : 0;
       e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
                        row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
@@ -10185,13 +10163,12 @@ LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false);
 }
 LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
-  lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
-  return LUNA_OK;
+  return lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
 }
 /* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
    that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
-LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
+LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_ops[op->kind].reads == 0; }
 #ifdef LUNA_ONLY_STREAM
 #define lunai_elementwise_query lunai_query_nothing
 #else
@@ -10249,7 +10226,7 @@ LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
 LUNAI_FN luna_status lunai_same_forward(luna_op *op) {
-  lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK;
+  return lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body);
 }
 LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
   lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
@@ -10261,7 +10238,7 @@ LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
                                  op->in[0]->grad + first);
 }
 LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
-  lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
+  return lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back);
 }
 #define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
 
@@ -10302,12 +10279,7 @@ LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_result_dropout(op);
   lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
 }
-LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
-  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
-  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
-}
+LUNAI_SPLIT_OP(dropout, luna_count(op->in[0]), 1)
 #define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
@@ -11645,16 +11617,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
-LUNA_API const char *luna_op_name(luna_op_kind kind) {
-  static const char *const names[] = {
-#define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
-#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) #name,
-    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
-#undef LUNAI_OP_EACH
-#undef LUNAI_OP_KIND
-  };
-  return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
-}
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
@@ -11763,7 +11725,7 @@ LUNAI_FN double lunai_op_flops(const luna_op *op) {
 }
 /* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
 LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
-  const int reads = lunai_op_reads[op->kind];
+  const int reads = lunai_ops[op->kind].reads;
   double floats = 0;
   for (int i = 0; i < op->outputs; i++)
     floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
@@ -12099,15 +12061,15 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
     luna_tensor *in = lunai_base(op->in[i]);
     if (!in) continue;
     in->last_reader = op;
-    in->saved = in->saved || (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) ||
-                (lunai_op_is_cheap[op->kind] && !(in->maker && in->maker->inputs == 0) &&
+    in->saved = in->saved || (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) ||
+                (lunai_ops[op->kind].cheap && !(in->maker && in->maker->inputs == 0) &&
                  luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
-  for (int i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
+  for (int i = 0; i < op->outputs; i++) if (lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
 /* whether cheap ops compute a tensor's data again, in backward, from data that are there */
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
-  if (!t->maker || !lunai_op_is_cheap[t->maker->kind]) return false;
+  if (!t->maker || !lunai_ops[t->maker->kind].cheap) return false;
   for (int i = 0; i < t->maker->inputs; i++) {
     const luna_tensor *in = lunai_base(t->maker->in[i]);
     if (in && !in->parameter && !(in->saved && !in->released) && !lunai_is_recomputable(in)) return false;
@@ -12861,9 +12823,9 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   if (lunai_leave_gradient(op)) return true;
   for (int i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
   for (int i = 0; i < op->outputs; i++)
-    if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
+    if (!(lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
+    if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
       return false;
   op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (int i = 0; i < op->inputs; i++)
