@@ -10085,39 +10085,16 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float fa
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
-/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
-LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
-  const luna_tensor *a = op->in[0], *b = op->in[1];
-  int64_t rows = 1, n = 1;
-  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
-  for (int i = 0; i < a->rank; i++) {
-    const int at = i - a->rank + b->rank;
-    shape[i] = a->shape[i];
-    *(at < 0 ? &rows : &n) *= shape[i];
-    if (at >= 0 && shape[i] != b->shape[at]) return false;
-  }
-  if (n < 1) return false;
-  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
-  op->arg.elementwise.shape[2] = rows;
-  op->arg.elementwise.shape[3] = n;
-  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
-  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
-  return true;
-}
-#ifdef LUNA_ONLY_STREAM              /* nothing else */
-#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
-#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
-  int rank = 0, to = LUNA_MAX_RANK, k;
-  bool joins;
-  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
-  for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
+  int rank = 0, to = LUNA_MAX_RANK;
+  for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (int a = rank - 1; a >= 0; a--) {
-    for (shape[a] = 1, k = 0; k < 3; k++) {
+    shape[a] = 1;
+    for (int k = 0; k < op->inputs; k++) {
       const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
       size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
       if (size[k] == 1) continue;
@@ -10126,18 +10103,18 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
     }
     if (total >= 0) total = lunai_checked(total, shape[a]);
     if (shape[a] == 1 || total < 0) continue; /* too large: lunai_finish says so */
-    for (joins = to < LUNA_MAX_RANK, k = 0; k < 3; k++) {
+    bool joins = to < LUNA_MAX_RANK;
+    for (int k = 0; k < op->inputs; k++) {
       stride[k] = size[k] == 1 ? 0 : count[k];
       count[k] *= size[k];
-      if (joins) joins = stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
+      joins = joins && stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
     }
     if (!joins) to--;
     op->arg.elementwise.shape[to] *= shape[a];
-    for (k = 0; k < 3 && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
+    for (int k = 0; k < op->inputs && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
   }
   return rank;
 }
-#endif
 /* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
 LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
   const int64_t *shape = op->arg.elementwise.shape;
