@@ -9971,7 +9971,16 @@ LUNAI_FN luna_status lunai_split(luna_op *op, int64_t count, int64_t width, luna
   LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
     return lunai_split(op, count, width, lunai_##name##_back); \
   }
-/* or lunai_<name>_run(op, back), for what both have in common */
+/* where both are lunai_<name>_part(op, back, first, last) */
+#define LUNAI_PART_OP(name, count, width) \
+  LUNAI_FN void lunai_##name##_body(luna_op *op, int64_t first, int64_t last) { \
+    lunai_##name##_part(op, false, first, last); \
+  } \
+  LUNAI_FN void lunai_##name##_back(luna_op *op, int64_t first, int64_t last) { \
+    lunai_##name##_part(op, true, first, last); \
+  } \
+  LUNAI_SPLIT_OP(name, count, width)
+/* of an op that is not split: lunai_<name>_run(op, back) */
 #define LUNAI_RUN_OP(name) \
   LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { return lunai_##name##_run(op, false); } \
   LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { return lunai_##name##_run(op, true); }
@@ -10115,53 +10124,45 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
-/* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
-LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
+LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+/* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
+LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
+  const int input = op->arg.elementwise.input;
+  const bool back = LUNAI_TRAINS && input >= 0, repeated = back && lunai_is_repeated(op, input);
+  float *y = back ? op->in[input]->grad : op->out[0]->data;
   lunai_each e;
+  if (repeated) y = (float *)op->workspace;
   e.kind = (int)op->kind;
   for (int64_t at = first; at < last; at += e.n) {
     const int64_t i = at % shape[3], row = at / shape[3];
     e.n = lunai_min(shape[3] - i, last - at);
     for (int k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
-      const bool there = op->in[k] && (input < 0 || (lunai_ops[op->kind].reads & LUNA_READS_IN(k)));
+      const bool there = op->in[k] && (!back || (lunai_ops[op->kind].reads & LUNA_READS_IN(k)));
       e.step[k] = there ? stride[3] : 0;
       e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
                        row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
     }
-    if (input >= 0) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at, add);
+    if (back) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at,
+                                             !repeated && !(op->sets >> input & 1));
     else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) lunai_k(op)->add(e.n, e.x[0], e.x[1], y + at);
     else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) lunai_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
     else lunai_k(op)->elementwise(&e, y + at);
   }
 }
-LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false);
-}
 LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
+  op->arg.elementwise.input = -1;
   return lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
 }
 /* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
    that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
-LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_ops[op->kind].reads == 0; }
-#ifdef LUNA_ONLY_STREAM
-#define lunai_elementwise_query lunai_query_nothing
-#else
 LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
-  if (!op->training) return;
-  for (int k = 0; k < op->inputs; k++)
-    if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes :
-        2 * bytes;
-}
-#endif
-LUNAI_FN void lunai_elementwise_back(luna_op *op, int64_t first, int64_t last) {
-  const int k = op->arg.elementwise.input;
-  const bool repeated = lunai_is_repeated(op, k);
-  lunai_elementwise_part(op, k, first, last, repeated ? (float *)op->workspace : op->in[k]->grad, !repeated &&
-      !(op->sets >> k & 1));
+  for (int k = 0; LUNAI_TRAINS && op->training && k < op->inputs; k++)
+    if (op->in[k]->needs_grad && lunai_is_repeated(op, k))
+      op->backward_workspace_size = lunai_gives_grad(op) ? bytes : 2 * bytes;
 }
 LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
@@ -10189,7 +10190,7 @@ LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
     const bool repeated = lunai_is_repeated(op, k);
     if (!lunai_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
     op->arg.elementwise.input = k;
-    if (!repeated || !lunai_gives_grad(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_back);
+    if (!repeated || !lunai_gives_grad(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
     if (repeated) lunai_unbroadcast(op, k);
   }
   return LUNA_OK;
@@ -10202,22 +10203,15 @@ LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y);
   else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
-LUNAI_FN luna_status lunai_same_forward(luna_op *op) {
-  return lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body);
+LUNAI_FN void lunai_same_back(luna_op *op, int64_t first, int64_t last) {
+  const float *dy = op->out[0]->grad + first;
+  float *dx = op->in[0]->grad + first;
+  if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale_add(last - first, op->arg.scale.factor, dy, dx);
+  else lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, dy, dx);
 }
-LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
-  lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
-  return LUNA_OK;
-}
-#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
-LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
-                                 op->in[0]->grad + first);
-}
-LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
-  return lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back);
-}
-#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
+LUNAI_SPLIT_OP(same, luna_count(op->out[0]), 1)
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, same_backward, LUNA_FORWARD_IN_PLACE)
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, same_backward, 0)
 
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LUNAI_INLINE int64_t lunai_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
@@ -10244,19 +10238,14 @@ LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_
 LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
   return lunai_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), lunai_last(op->out[0]));
 }
-LUNAI_FN lunai_dropout lunai_result_dropout(const luna_op *op) {
-  const luna_tensor *y = op->out[0];
-  return lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
+LUNAI_FN void lunai_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const lunai_dropout d = lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
+  const float *from = back ? y->grad : x->data;
+  float *to = back ? x->grad : y->data;
+  lunai_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
 }
-LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_result_dropout(op);
-  lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
-}
-LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_result_dropout(op);
-  lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
-}
-LUNAI_SPLIT_OP(dropout, luna_count(op->in[0]), 1)
+LUNAI_PART_OP(dropout, luna_count(op->in[0]), 1)
 #define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
@@ -10285,8 +10274,7 @@ LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
   }
 }
 LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
-  lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
-  return LUNA_OK;
+  return lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
 }
 #define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
@@ -10298,30 +10286,24 @@ LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int6
   }
   return axis > 0;
 }
-LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
+LUNAI_FN luna_status lunai_max_run(luna_op *op, bool back) {
   const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  int64_t at;
-  for (int64_t r = 0; r < outer * inner; r++) {
-    const float *x = op->in[0]->data + r / inner * axis * inner + r % inner;
-    op->out[0]->data[r] = lunai_first_max(x, axis, inner, &at) ? x[at * inner] : 0;
-  }
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const luna_tensor *x = op->in[0], *y = op->out[0];
   int64_t at;
   for (int64_t r = 0; r < outer * inner; r++) {
     const int64_t start = r / inner * axis * inner + r % inner;
-    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at))
-      op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
+    const bool found = lunai_first_max(x->data + start, axis, inner, &at);
+    if (!back) y->data[r] = found ? x->data[start + at * inner] : 0;
+    else if (found) x->grad[start + at * inner] += y->grad[r];
   }
   return LUNA_OK;
 }
+LUNAI_RUN_OP(max)
 #define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
-LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t last) {
+LUNAI_FN void lunai_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const int64_t panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
   const float *x = back ? op->out[0]->grad : op->in[0]->data;
@@ -10338,47 +10320,23 @@ LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t
     }
   }
 }
-LUNAI_FN void lunai_cumsum_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_cumsum_panels(op, false, first, last);
-}
-LUNAI_FN void lunai_cumsum_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_cumsum_panels(op, true, first, last);
-}
-LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int64_t first, int64_t last)) {
-  const int64_t panels = lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS);
-  lunai_split(op, op->arg.reduce.outer * panels, op->arg.reduce.axis * lunai_min(op->arg.reduce.inner,
-      LUNAI_CUMSUM_COLUMNS), body);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
-LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+LUNAI_PART_OP(cumsum, op->arg.reduce.outer * lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS),
+              op->arg.reduce.axis * lunai_min(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS))
 #define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
-LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
-  return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]];
-}
-LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t n = op->arg.mask.width;
   for (int64_t r = first; r < last; r++) {
-    float *y = op->out[0]->data + r * n;
-    if (!lunai_mask_row(op, r)) memcpy(y, op->in[0]->data + r * n, (size_t)n * sizeof(float));
-    else for (int64_t i = 0; i < n; i++) y[i] = op->arg.mask.fill;
+    const bool masked = r % x->shape[1] >= op->lengths[r / x->shape[1]];
+    float *to = (back ? x->grad : y->data) + r * n;
+    if (!masked && back) lunai_k(op)->add(n, to, y->grad + r * n, to);
+    else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
+    else for (int64_t i = 0; i < n && !back; i++) to[i] = op->arg.mask.fill;
   }
 }
-LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->arg.mask.width;
-  for (int64_t r = first; r < last; r++) {
-    float *dx = op->in[0]->grad + r * n;
-    if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
-  }
-}
-LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
-  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
-  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
-}
+LUNAI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
 #define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
@@ -10404,12 +10362,7 @@ LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
     dx[n] -= lunai_is_finite(inverse) ? inverse * dot : lunai_ratio_of(dot, x[n]);
   }
 }
-LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
-}
+LUNAI_SPLIT_OP(ratio, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
@@ -10860,12 +10813,7 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
     lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
                                   op->in[0]->grad + r * n);
 }
-LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
-}
+LUNAI_SPLIT_OP(softmax, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
@@ -14760,14 +14708,7 @@ LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
     }
   }
 }
-LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
-  return LUNA_OK;
-}
+LUNAI_SPLIT_OP(log_softmax, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
