@@ -10451,21 +10451,29 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
-LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
-  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
-  const lunai_matrix X = lunai_dense(x->data, rows, in), W = lunai_dense(w->data, out, in);
-  const lunai_matrix dY = lunai_dense(dy, rows, out);
+/* its products, of y's columns from `first` on, which lie in `y`, or their gradient: 0 forward, 1 for x's gradient, 2
+   for W's */
+LUNAI_FN void lunai_linear_columns(const luna_op *op, int which, lunai_matrix y, int64_t first, lunai_gemm *g) {
+  const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
+  const int64_t in = lunai_last(x);
+  const lunai_matrix X = lunai_dense(x->data, y.rows, in);
+  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), y.columns, in);
   if (which == 0) {
-    lunai_gemm_set(g, X, lunai_transposed(W), y->data);
-    g->bias = op->in[2] ? op->in[2]->data : NULL;
-    g->activation = (int)op->activation;
-    g->pre = op->kept_size ? (float *)op->kept : NULL;
-    g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
-    g->dots = op->dots;
-  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
-  else lunai_gemm_set(g, lunai_transposed(dY), X, w->grad);
-  g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
+    lunai_gemm_set(g, X, lunai_transposed(W), (float *)(uintptr_t)y.at);
+    g->c_row = y.row;
+    g->bias = bias ? lunai_offset(bias->data, first) : NULL;
+  } else if (which == 1) lunai_gemm_set(g, y, W, x->grad);
+  else lunai_gemm_set(g, lunai_transposed(y), X, lunai_offset(weight->grad, first * in));
+  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
+}
+/* y: the result, or its gradient */
+LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *y, lunai_gemm *g) {
+  lunai_linear_columns(op, which, lunai_dense(y, lunai_rows(op->in[0]), lunai_last(op->out[0])), 0, g);
+  if (which != 0) return;
+  g->activation = (int)op->activation;
+  g->pre = op->kept_size ? (float *)op->kept : NULL;
+  g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
+  g->dots = op->dots;
 }
 /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
 #define LUNAI_LOGIT_COLUMNS 1024
@@ -10503,19 +10511,17 @@ LUNAI_FN void lunai_drop_and_add(luna_op *op, int64_t first, int64_t last) {
 }
 LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   lunai_gemm g;
-  lunai_linear_product(op, 0, NULL, &g);
+  lunai_linear_product(op, 0, op->out[0]->data, &g);
   lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
   if (lunai_drops_last(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_op_last_dropout(op);
-  if (op->last_dropout > 0) {
-    lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, (float *)op->workspace + first, false);
-    return;
-  }
-  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first,
-                              op->out[0]->grad + first, (float *)op->workspace + first);
+  const float *dy = op->out[0]->grad + first;
+  float *to = (float *)op->workspace + first;
+  if (op->last_dropout > 0) lunai_k(op)->dropout(&d, first, last - first, dy, to, false);
+  else lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, dy, to);
 }
 LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
   return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
@@ -10524,14 +10530,17 @@ LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const lunai_matrix dy = lunai_dense(lunai_linear_dy(op), lunai_rows(op->in[0]), lunai_last(op->out[0]));
   lunai_k(op)->sum_rows(lunai_columns(dy, first, last), 1.0f, op->in[2]->grad + first);
 }
-/* a residual input's gradient, unless it shares out[0]'s */
-LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
-  float *to = op->in[op->inputs - 1]->grad + first;
+/* the gradient of an input that is added to the result, the last one or scatter-add's x, unless it shares out[0]'s */
+LUNAI_FN luna_tensor *lunai_added(const luna_op *op) {
+  return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
+}
+LUNAI_FN void lunai_added_body(luna_op *op, int64_t first, int64_t last) {
+  float *to = lunai_added(op)->grad + first;
   lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
 }
-LUNAI_FN void lunai_residual_backward(luna_op *op, int at) {
-  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad)
-    lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
+LUNAI_FN void lunai_added_backward(luna_op *op) {
+  const luna_tensor *x = lunai_added(op);
+  if (x && x->grad && x->grad != op->out[0]->grad) lunai_split(op, luna_count(x), 1, lunai_added_body);
 }
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
@@ -10546,7 +10555,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
     if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, scratch);
   }
   if (lunai_grad(op, 2)) lunai_split(op, lunai_last(op->out[0]), lunai_rows(op->in[0]), lunai_linear_bias);
-  lunai_residual_backward(op, 3);
+  lunai_added_backward(op);
   return LUNA_OK;
 }
 #define LUNAI_CPU_LINEAR \
@@ -10773,7 +10782,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
   lunai_ffn_work w;
   lunai_ffn_start(&w, op, true, op->workspace);
-  lunai_residual_backward(op, 5);
+  lunai_added_backward(op);
   for (int64_t first = 0; lunai_ffn_next(&w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
@@ -10874,7 +10883,7 @@ LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last)
       lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
 LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
+  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body);
 }
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
@@ -10904,10 +10913,10 @@ LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, lunai_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
 LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK;
+  return lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body);
 }
 LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
-  lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
+  return lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back);
 }
 #define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
@@ -10920,18 +10929,13 @@ LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* 
   for (int64_t i = first; i < last; i++)
     lunai_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
 }
-LUNAI_FN void lunai_scatter_through(luna_op *op, int64_t first, int64_t last) {
-  lunai_k(op)->add(last - first, op->in[0]->grad + first, op->out[0]->grad + first, op->in[0]->grad + first);
-}
 LUNAI_FN luna_status lunai_scatter_add_forward(luna_op *op) {
   memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
-  lunai_split(op, op->in[1]->shape[1], op->in[1]->shape[0], lunai_scatter_body);
-  return LUNA_OK;
+  return lunai_split(op, op->in[1]->shape[1], op->in[1]->shape[0], lunai_scatter_body);
 }
 LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
   if (op->in[1]->grad) lunai_split(op, op->in[1]->shape[0], op->in[1]->shape[1], lunai_scatter_back);
-  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1,
-      lunai_scatter_through);
+  lunai_added_backward(op);
   return LUNA_OK;
 }
 #define LUNAI_CPU_SCATTER_ADD \
@@ -10971,10 +10975,10 @@ LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
   const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]);
   lunai_split(op, lunai_angle_rows(op), d, lunai_sinusoids_places);
-  lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
-  return LUNA_OK;
+  return lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
 }
 LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
@@ -10990,7 +10994,6 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
-#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -11024,8 +11027,7 @@ LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
   return LUNA_OK;
 }
 LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
-  return LUNA_OK;
+  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
 }
 #define LUNAI_CPU_CROSS_ENTROPY \
   LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
@@ -11040,23 +11042,10 @@ typedef struct lunai_logits {
   float *panels;                     /* x, as the products for W's gradient read it */
   void *scratch;
 } lunai_logits;
-/* a panel's products: 0 logits, 1 for x's gradient, 2 for W's */
 LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm *g) {
-  const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
-  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
-      stride = w->part.grad_row;
-  const lunai_matrix X = lunai_dense(x->data, rows, in), dY = lunai_strided(w->panel, rows, columns, stride);
-  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), columns, in);
-  if (which == 0) {
-    lunai_gemm_set(g, X, lunai_transposed(W), w->panel);
-    g->c_row = stride;
-    g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
-  else {
-    lunai_gemm_set(g, lunai_transposed(dY), X, lunai_offset(weight->grad, first * in));
-    g->b_panels = w->panels;
-  }
-  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
+  const lunai_matrix y = lunai_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
+  lunai_linear_columns(w->op, which, y, w->part.first, g);
+  if (which == 2) g->b_panels = w->panels;
 }
 LUNAI_FN void lunai_logits_multiply(const lunai_logits *w, int which) {
   lunai_gemm g;
@@ -11106,19 +11095,13 @@ LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool ba
   }
   return bytes + gemm;
 }
-LUNAI_FN lunai_cross_entropy lunai_logits_rows(const lunai_logits *w, int64_t thread, int64_t threads) {
-  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads),
-                                  lunai_share(w->part.rows, thread + 1, threads));
-}
-LUNAI_FN void lunai_logits_sums(void *work, int64_t thread, int64_t threads) {
+/* a panel's part of the rows' sums, or in backward its gradient */
+LUNAI_FN void lunai_logits_panel(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
-  const lunai_cross_entropy a = lunai_logits_rows(w, thread, threads);
-  lunai_k(w->op)->cross_entropy(&a);
-}
-LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads) {
-  const lunai_logits *w = (const lunai_logits *)work;
-  const lunai_cross_entropy a = lunai_logits_rows(w, thread, threads);
-  lunai_k(w->op)->cross_entropy_backward(&a);
+  const lunai_cross_entropy a = lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads),
+                                                         lunai_share(w->part.rows, thread + 1, threads));
+  if (a.sums) lunai_k(w->op)->cross_entropy(&a);
+  else lunai_k(w->op)->cross_entropy_backward(&a);
 }
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
@@ -11137,7 +11120,7 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     if (logits) w.part.logits = logits + first;
     else lunai_logits_multiply(&w, 0);
-    lunai_run(parallel, lunai_logits_gradient, &w);
+    lunai_run(parallel, lunai_logits_panel, &w);
     lunai_logits_multiply(&w, 1);
     lunai_logits_multiply(&w, 2);
     if (lunai_grad(op, 2)) lunai_run(parallel, lunai_logits_bias, &w);
@@ -11155,7 +11138,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   lunai_logits_start(&w, op, op, false, op->workspace);
   for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     lunai_logits_multiply(&w, 0);
-    lunai_run(&op->ctx->parallel, lunai_logits_sums, &w);
+    lunai_run(&op->ctx->parallel, lunai_logits_panel, &w);
   }
   op->out[0]->data[0] = (float)(lunai_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
@@ -11284,7 +11267,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
 }
 LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
-  lunai_residual_backward(op, 5);
+  lunai_added_backward(op);
   return lunai_unpack_backward(op);
 }
 #define LUNAI_CPU_UNPACK \
@@ -11353,8 +11336,7 @@ LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t la
   for (; first < last; first++) {
     const lunai_convolution a = lunai_convolution_of(op, first);
     lunai_k(op)->short_convolution(&a);
-    if (a.history)
-      lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
+    if (a.history) lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
   }
 }
 LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
@@ -11370,14 +11352,12 @@ LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last
   }
 }
 LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
-  lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
-  return LUNA_OK;
+  return lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
 }
 LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
-  const int64_t rows = op->in[0]->shape[0] * op->in[0]->shape[1];
-  if (op->in[0]->grad)
-    lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
-  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
+  const int64_t batch = op->in[0]->shape[0], rows = op->in[0]->shape[1], n = lunai_last(op->in[0]);
+  if (op->in[0]->grad) lunai_split(op, batch, rows * n, lunai_convolution_back);
+  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, batch * rows, lunai_convolution_columns);
   return LUNA_OK;
 }
 #define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
@@ -11386,19 +11366,16 @@ LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
 LUNAI_FN void lunai_custom_query(luna_op *op) {
   op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
-LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
+LUNAI_FN luna_status lunai_custom_run(luna_op *op, bool back) {
+  const luna_custom *custom = &op->arg.custom;
+  void *state = (void *)(uintptr_t)custom->state;
   op->ctx->custom = op;
-  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
-                         (void *)(uintptr_t)op->arg.custom.state);
+  if (back) custom->backward(op->in, op->inputs, op->out[0], state);
+  else custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
-  op->ctx->custom = op;
-  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->arg.custom.state);
-  op->ctx->custom = NULL;
-  return LUNA_OK;
-}
+LUNAI_RUN_OP(custom)
 #define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
