@@ -10582,6 +10582,9 @@ typedef struct lunai_ffn_work {
   int64_t own, blocks;
   size_t own_size;
 } lunai_ffn_work;
+LUNAI_FN const lunai_parallel *lunai_ffn_parallel(const lunai_ffn_work *w) {
+  return w->own > 1 ? NULL : &w->op->ctx->parallel;
+}
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
@@ -10609,7 +10612,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
   lunai_ffn_product(w, which, &g);
-  if (g.c) lunai_k(w->op)->gemm(&g, w->own > 1 ? NULL : &w->op->ctx->parallel, w->scratch);
+  if (g.c) lunai_k(w->op)->gemm(&g, lunai_ffn_parallel(w), w->scratch);
 }
 /* bytes for any of the products [0, last) */
 LUNAI_FN size_t lunai_ffn_scratch(const lunai_ffn_work *w, int last) {
@@ -10639,14 +10642,11 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   w->hidden = lunai_last(op->in[3]);
   w->out = lunai_last(op->out[0]);
   for (int which = 0; which < 6 && w->rows < rows; which++) {
-    const bool second = which == 1 || which == 3;
-    if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
+    if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
     w->panels[which] = (float *)(void *)at;
-    at += lunai_k(op)->panels_bytes(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in,
-                                    which == 0 ? w->in : which == 3 ? w->out : w->hidden);
-    if (!workspace) continue;
     lunai_ffn_product(w, which, &g);
-    lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
+    at += lunai_k(op)->panels_bytes(g.n, g.k);
+    if (workspace) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
   char *const own = at;
   const int64_t size = w->rows * w->hidden;
@@ -10702,16 +10702,11 @@ LUNAI_FN void lunai_ffn_result(void *work, int64_t thread, int64_t threads) {
   at += w->first * w->out;
   lunai_drop_and_add(w->op, at, at + n);
 }
-LUNAI_FN void lunai_ffn_run(const lunai_parallel *parallel, lunai_task task, lunai_ffn_work *w) {
-  if (w->own > 1) task(w, 0, 1);
-  else lunai_run(parallel, task, w);
-}
 LUNAI_FN void lunai_ffn_block(lunai_ffn_work *w) {
-  const lunai_parallel *parallel = &w->op->ctx->parallel;
   lunai_ffn_multiply(w, 0);
-  if (w->op->dropout > 0) lunai_ffn_run(parallel, lunai_ffn_drop, w);
+  if (w->op->dropout > 0) lunai_run(lunai_ffn_parallel(w), lunai_ffn_drop, w);
   lunai_ffn_multiply(w, 1);
-  if (w->op->last_dropout > 0) lunai_ffn_run(parallel, lunai_ffn_result, w);
+  if (w->op->last_dropout > 0) lunai_run(lunai_ffn_parallel(w), lunai_ffn_result, w);
 }
 /* a thread's own blocks */
 typedef struct lunai_ffn_call { lunai_ffn_work w; lunai_shares shares; } lunai_ffn_call;
@@ -10767,8 +10762,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     float *sums = w->sums + part * (f + out);
     int64_t row, rows;
     lunai_ffn_part(w, 1, part, LUNAI_FFN_PARTS, &row, &rows);
-    const int64_t at = row * f;
-    const int64_t n = rows * f;
+    const int64_t at = row * f, n = rows * f;
     float *dh = w->dh + at;
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
@@ -11404,31 +11398,51 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LUNAI_SUM_BLOCK 65536
-typedef struct lunai_norm_work {
-  const lunai_kernels *kernels; const float *x; int64_t count; double partial[64];
-} lunai_norm_work;
-LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
-  lunai_norm_work *w = (lunai_norm_work *)work;
-  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
-    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK),
-                                            w->x + i * LUNAI_SUM_BLOCK);
+typedef struct lunai_update_work {
+  const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
+} lunai_update_work;
+LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
+  lunai_update u = *whole;
+  u.value = lunai_offset(u.value, first);
+  u.grad += first;
+  for (int i = 0; i < 3; i++) u.moment[i] = lunai_offset(u.moment[i], first);
+  u.count = last - first;
+  return u;
+}
+/* of a part of at most 64 blocks */
+LUNAI_FN void lunai_sums_task(void *work, int64_t thread, int64_t threads) {
+  lunai_update_work *w = (lunai_update_work *)work;
+  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
+    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
+                                             lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
+    if (w->kind == LUNA_OPTIMIZER_APOLLO) w->kernels->apollo_sums(&u, w->partial[i]);
+    else w->partial[i][0] = w->kernels->sum_squares(u.count, u.grad);
+  }
+}
+/* adds to the first of `sums` that of the gradient's squares; of Apollo to all three those for its curvature */
+LUNAI_FN void lunai_sums_add(luna_ctx *ctx, lunai_update_work *w, double *sums) {
+  const lunai_update whole = w->update;
+  for (int64_t at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
+    w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
+    lunai_run(w->update.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_sums_task, w);
+    for (int64_t i = 0; i < lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++)
+      for (int k = 0; k < (w->kind == LUNA_OPTIMIZER_APOLLO ? 3 : 1); k++) sums[k] += w->partial[i][k];
+  }
+  w->update = whole;
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                     const luna_update *table, int64_t count) {
   luna_step_state *state = rule->state;
-  lunai_norm_work w;
+  lunai_update_work w;
   double sum = 0;
+  (void)table;
+  memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
   for (int64_t p = 0; p < count; p++) {
-    const int64_t size = parts[p].frozen ? 0 : parts[p].count;
-    for (int64_t at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
-      w.x = parts[p].grad + at;
-      w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
-      lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
-      for (int64_t i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
-    }
+    w.update.grad = parts[p].grad;
+    w.update.count = parts[p].frozen ? 0 : parts[p].count;
+    lunai_sums_add(ctx, &w, &sum);
   }
-  (void)table;
   state->norm = (float)sqrt(sum);
   state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
   state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
@@ -11439,17 +11453,6 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   return LUNA_OK;
 }
 
-typedef struct lunai_update_work {
-  const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
-} lunai_update_work;
-LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
-  lunai_update u = *whole;
-  u.value += first;
-  u.grad += first;
-  for (int i = 0; i < 3; i++) if (u.moment[i]) u.moment[i] += first;
-  u.count = last - first;
-  return u;
-}
 LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
@@ -11460,28 +11463,13 @@ LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
     (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
      w->kernels->adam)(&u);
 }
-LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
-  lunai_update_work *w = (lunai_update_work *)work;
-  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
-    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
-                                             lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
-    w->kernels->apollo_sums(&u, w->partial[i]);
-  }
-}
 /* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
    D^4 */
 LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
-  const lunai_update whole = w->update;
   double sums[3] = { 0, 0, 0 };
-  for (int64_t at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
-    w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
-    lunai_run(w->update.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_apollo_task, w);
-    for (int64_t i = 0; i < 3 * lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++)
-      sums[i % 3] += w->partial[i / 3][i % 3];
-  }
-  w->update = whole;
-  const double d = sqrt(sqrt(sums[0])) + (double)whole.epsilon;
-  w->update.alpha = (1 - whole.beta1) / whole.correction1;
+  lunai_sums_add(ctx, w, sums);
+  const double d = sqrt(sqrt(sums[0])) + (double)w->update.epsilon;
+  w->update.alpha = (1 - w->update.beta1) / w->update.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
 LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
