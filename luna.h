@@ -13864,6 +13864,11 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   return lunai_view(&s, x, rank, full, 0);
 }
 
+LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  const int64_t shape[4] = { a, b, c, d };
+  return luna_reshape(x, rank, shape);
+}
+
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
   luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
@@ -13901,6 +13906,11 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
     s.op.arg.permute.axes[a] = axes[a];
   }
   return lunai_finish(&s, x->rank, shape);
+}
+
+LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
+  const int axes[4] = { a, b, c, d };
+  return luna_permute(x, axes);
 }
 
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
@@ -14084,17 +14094,16 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
 /* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
 LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
                                           const char *name, bool *failed) {
-  void *memory;
-  if (!lengths || !part || !part->rows || *failed) return lengths;
-  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
+  if (!lengths || !part || !part->rows) return lengths;
+  int32_t *own = (int32_t *)lunai_step_host(ctx, name, true, (size_t)part->other * sizeof *own);
+  *failed = !own;
   for (int64_t b = 0; b < part->other && !*failed; b++) {
     *failed = lengths[b] < 0 || lengths[b] > part->whole;
-    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
-                            part->whole);
-    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+    if (*failed)
+      lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0, part->whole);
+    own[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
   }
-  return *failed ? NULL : (const int32_t *)memory;
+  return *failed ? NULL : own;
 }
 /* What a model's input is a part of, and the input with its lengths as those of its own rows */
 LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
@@ -14152,15 +14161,13 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
                                        const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  const size_t bytes = (size_t)(floats + op->kept_size) * sizeof(float);
   luna_custom custom;
-  void *memory;
   if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
-  memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
-  op->result = (float *)memory;
-  op->kept = op->result ? op->result + floats : NULL;
+  op->result = (float *)lunai_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
+  if (!op->result) return NULL;
+  op->kept = op->result + floats;
+  memset(&custom, 0, sizeof custom);
   custom.forward = op->forward;
   custom.backward = op->backward;
   custom.state = op;
@@ -14351,10 +14358,7 @@ LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean");
 }
-LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
-  const int64_t count = luna_count(x);
-  return x ? luna_reshape(x, 1, &count) : NULL;
-}
+LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) { return lunai_reshape(x, 1, luna_count(x), 1, 1, 1); }
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) {
   return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all");
 }
@@ -14486,25 +14490,20 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return
 
 /* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
 LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
-  int64_t shape[2];
+  const int64_t count = luna_count(x);
   lunai_build s;
-  shape[0] = luna_count(x);
-  shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
-  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
+  x = lunai_reshape(x, 2, count, 1, 1, 1);
+  if (!lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
+  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, count) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
   return s.op.lengths ? lunai_finish_like(&s, x) : lunai_abandon(&s);
 }
 
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
-  int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
-  if (!lunai_fits(&s, "x [...,N]")) return NULL;
-  memcpy(shape, x->shape, sizeof shape);
-  shape[x->rank - 1]--;
-  return lunai_finish(&s, x->rank, shape);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  return lunai_finish_rows(&s, lunai_last(x) - 1);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
@@ -14540,8 +14539,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   if (!x || x->rank == 2) return x;
   if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
-  int64_t shape[2] = { x->shape[0], x->shape[1] * x->shape[2] * x->shape[3] };
-  return luna_reshape(x, 2, shape);
+  return lunai_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
 }
 /* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
 LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
@@ -14559,16 +14557,14 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
-      count, count) : NULL;
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
+  return lunai_indexed(&s, x, indices, count, count);
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
-  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
-      "luna_scatter_add_rows") : NULL;
-  luna_tensor *in[2];
+  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows");
+  luna_tensor *const in[] = { flat, flat ? lunai_as_rows(rows, "luna_scatter_add_rows") : NULL };
   lunai_build s;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  in[0] = flat, in[1] = added;
   if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (int a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
@@ -14582,28 +14578,25 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   luna_ctx *ctx = s->op.ctx;
   luna_cross_entropy_config c;
   int64_t counted = 0;
-  void *memory;
+  memset(&c, 0, sizeof c);
   if (config) c = *config;
-  else memset(&c, 0, sizeof c);
   if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
-  if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
-    return lunai_op_no_memory(s, (size_t)rows * sizeof(int32_t)) != NULL;
-  int32_t *kept = (int32_t *)memory;
+  int32_t *kept = (int32_t *)lunai_step_host(ctx, s->name, true, (size_t)rows * sizeof *kept);
+  if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
-    const int32_t label = ignored ? -1 : labels[i];
-    if (label >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)label, classes) != NULL;
+    kept[i] = ignored ? -1 : labels[i];
+    if (kept[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes) != NULL;
     counted += !ignored;
-    kept[i] = label;
   }
   if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
-  return rows == 0 || s->op.index != NULL;
+  return s->op.index != NULL;
 }
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) {
   return luna_cross_entropy_with(logits, labels, NULL);
@@ -14697,15 +14690,13 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   const int64_t count = luna_count(values);
   int64_t counted = 0;
   lunai_build s;
-  void *memory;
-  int32_t *given;
   if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
-  if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
-    return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
-  t->given = given = (int32_t *)memory;
+  int32_t *given = (int32_t *)lunai_step_host(values->ctx, name, true, (size_t)count * sizeof *given);
+  if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!lunai_rank_count(values->ctx, name, &counted)) return false;
+  t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
   return t->x != NULL;
@@ -14748,11 +14739,10 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
       return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   luna_tensor *y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
-  luna_tensor *no = luna_add_scalar(luna_scale(y, -1), 1);
-  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)),
-                              y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") :
-                              NULL);
-  no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  luna_tensor *no = lunai_select(luna_add_scalar(luna_scale(y, -1), 1), t.given, 0, "luna_binary_cross_entropy");
+  y = lunai_select(y, t.given, 0, "luna_binary_cross_entropy");
+  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y);
+  no = luna_mul(luna_softplus(t.x), no);
   return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
 
@@ -14769,11 +14759,6 @@ LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, in
   return kept;
 }
 
-LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
-  if (lunai_is_finite(scale)) return false;
-  lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
-  return true;
-}
 /* the longest sequence of a ragged batch */
 LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
   int64_t longest = 0;
@@ -14824,65 +14809,62 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
                                                            int64_t count) {
   const size_t structs = lunai_round((size_t)count * sizeof *from);
   size_t bytes = structs;
-  void *memory;
-  int64_t i;
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     luna_attention_pattern p = from[i];
     bytes += lunai_pattern_copy(&p, NULL);
   }
-  if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
-    lunai_op_no_memory(s, bytes);
-    return NULL;
-  }
-  luna_attention_pattern *to = (luna_attention_pattern *)memory;
+  char *memory = (char *)lunai_step_host(s->op.ctx, s->name, true, bytes);
+  if (!memory) return NULL;
+  luna_attention_pattern *to = (luna_attention_pattern *)(void *)memory;
   memcpy(to, from, (size_t)count * sizeof *from);
-  for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
+  memory += structs;
+  for (int64_t i = 0; i < count; i++) memory += lunai_pattern_copy(&to[i], memory);
   return to;
 }
 
+/* of an op whose inputs and sizes fit */
+LUNAI_FN luna_tensor *lunai_finish_attention(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
+  const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = lunai_last(v);
+  const int64_t queries = s->op.arg.attention.queries, keys = s->op.arg.attention.keys;
+  const bool sparse = s->op.kind == LUNA_OP_SPARSE_ATTENTION, ragged = c->sequences > 0;
+  s->op.lengths = lunai_integers(s, c->lengths, batch, 0, keys, "lengths");
+  if (ragged) {
+    s->op.query_offsets = lunai_offsets(s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
+    s->op.key_offsets = lunai_offsets(s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
+  }
+  if (s->failed) return lunai_abandon(s);
+  if ((sparse && (ragged || c->sums)) ||
+      !lunai_patterns_are_good(c->patterns, c->pattern_count, batch, heads, queries, keys)) {
+    lunai_fail(s->op.ctx, LUNA_ERROR_PATTERNS, s->name, c->pattern_count, batch, heads, queries, keys);
+    return lunai_abandon(s);
+  }
+  s->op.arg.attention.pattern_count = c->pattern_count;
+  if (c->patterns && (s->op.arg.attention.patterns = lunai_patterns_copy(s, c->patterns, c->pattern_count)) == NULL)
+    return lunai_abandon(s);
+  s->op.arg.attention.causal = c->causal;
+  s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / heads))) : c->scale;
+  s->op.dropout = c->dropout;
+  const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
+  const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
+  luna_tensor **extra = sparse ? c->log_sum_exp : c->sums;
+  return ragged ? lunai_finish_two(s, 2, rows, extra, 2, row_sums) : lunai_finish_two(s, 3, shape, extra, 3, sums);
+}
 LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                              const luna_attention_config *config) {
-  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
-  const luna_attention_config *c = config ? config : &other_attention;
-  const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
-  int64_t shape[3];
+                                              const luna_attention_config *c) {
+  const luna_op_kind kind = c->patterns || c->log_sum_exp ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION;
+  const bool ragged = c->sequences > 0;
   luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
-                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, kind, "luna_softmax_attention", in, 3, 3) || lunai_dropout_wrong(&s, c->dropout)) return NULL;
+  if (!lunai_is_finite(c->scale))
+    return lunai_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c->scale);
   if (lunai_checked(c->sequences, 1) < 0)
-    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
-                      LUNAI_MAX_COUNT);
-  if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
-  if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
+    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, s.name, "sequences", c->sequences, (int64_t)0, LUNAI_MAX_COUNT);
+  if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, s.name, "query_offsets");
+  if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, s.name, "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_fits(&s, c)) return NULL;
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths");
-  if (ragged) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
-  }
-  if (s.failed) return lunai_abandon(&s);
-  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
-      s.op.arg.attention.batch, s.op.arg.attention.heads,
-                                                      s.op.arg.attention.queries, s.op.arg.attention.keys)) {
-    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch,
-               s.op.arg.attention.heads,
-               s.op.arg.attention.queries, s.op.arg.attention.keys);
-    return lunai_abandon(&s);
-  }
-  s.op.arg.attention.pattern_count = c->pattern_count;
-  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
-    return NULL;
-  s.op.arg.attention.causal = c->causal;
-  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) :
-      c->scale;
-  s.op.dropout = c->dropout;
-  shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
-  shape[1] = ragged ? lunai_last(v) : q->shape[1];
-  shape[2] = lunai_last(v);
-  int64_t sums[3] = { shape[0], ragged ? s.op.arg.attention.heads : q->shape[1], s.op.arg.attention.heads };
-  return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
+  return lunai_attention_fits(&s, c) ? lunai_finish_attention(&s, c) : NULL;
 }
 
 /* The same of whole queries over the keys of this rank, of each the log-sum-exp, and its own lengths */
@@ -14903,9 +14885,9 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   luna_attention_config c;
   const int32_t *lengths;
   luna_tensor *lse = NULL;
-  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, config);
   memset(&c, 0, sizeof c);
   if (config) c = *config;
+  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, &c);
   luna_tensor *y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
   return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
 }
@@ -14961,46 +14943,36 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums) {
-  int64_t sums_shape[3];
+  luna_attention_config c;
   luna_tensor *const in[] = { weights, context };
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
       !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
-  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context)) {
-    luna_attention_config c;
-    memset(&c, 0, sizeof c);
-    c.lengths = lengths;
-    c.scale = 1;
-    c.dropout = dropout;
-    c.sums = sums;
+  memset(&c, 0, sizeof c);
+  c.lengths = lengths;
+  c.scale = 1;
+  c.dropout = dropout;
+  c.sums = sums;
+  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context))
     return luna_softmax_attention(weights, context, context, &c);
-  }
-  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths");
-  if (s.failed) return lunai_abandon(&s);
-  s.op.arg.attention.heads = sums_shape[2] = 1;
-  s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
-  s.op.arg.attention.queries = sums_shape[1] = weights->shape[1];
+  s.op.arg.attention.heads = 1;
+  s.op.arg.attention.batch = weights->shape[0];
+  s.op.arg.attention.queries = weights->shape[1];
   s.op.arg.attention.keys = context->shape[1];
-  s.op.arg.attention.scale = 1;
-  s.op.dropout = dropout;
-  return lunai_finish_two(&s, 3, weights->shape, sums, 3, sums_shape);
+  return lunai_finish_attention(&s, &c);
 }
 
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
 LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
   luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
-  const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
-  int64_t flat[3] = { batch, h * l, d };
-  int64_t grouped[4] = { batch, n, h, l };
-  int64_t rows[2] = { batch, h * l };
-  luna_tensor *s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
-  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(in[2], 2, rows)), swap);
-  s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
+  luna_tensor *s = luna_matmul(x, lunai_reshape(k, 3, batch, h * l, d, 1), false, true);
+  s = luna_add(lunai_permute(s, 1, 0, 2, 3), lunai_reshape(in[2], 2, batch, h * l, 1, 1));
+  s = luna_softmax(lunai_reshape(lunai_permute(s, 1, 0, 2, 3), 4, batch, n, h, l), lengths);
   /* the fused op's order of elements */
-  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first);
-  grouped[2] = h * l;
-  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(in[3], 3, flat), false, false);
+  if (dropout > 0) s = lunai_permute(luna_dropout(lunai_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
+  k = lunai_reshape(in[3], 3, batch, h * l, d, 1);
+  s = luna_matmul(lunai_reshape(s, 3, batch, n, h * l, 1), k, false, false);
   return in[4] ? luna_add(s, in[4]) : s;
 }
 
@@ -15031,15 +15003,11 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 /* in: q, k, v, s */
 LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
-  luna_tensor *s = in[3], *a = luna_activate(s, omega);
-  int64_t grouped[4];
-  memcpy(grouped, s->shape, sizeof grouped);
-  grouped[2] = heads;
-  grouped[3] = s->shape[2] / heads;
+  const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2];
+  luna_tensor *a = luna_activate(in[3], omega);
   luna_tensor *w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
-  w = luna_dropout(luna_softmax(luna_reshape(w, 4, grouped), lengths), dropout);
-  grouped[2] = s->shape[2];
-  return luna_causal_product(luna_reshape(w, 3, grouped), a, in[2], heads);
+  w = luna_dropout(luna_softmax(lunai_reshape(w, 4, batch, n, heads, slots / heads), lengths), dropout);
+  return luna_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], heads);
 }
 
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t heads, luna_activation omega,
@@ -15525,14 +15493,6 @@ LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, const luna_nested_a
 LUNAI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
                  lunai_nested_attention_defaults(params->ctx, config, &c), lunai_nested_attention_init)
 
-LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  int64_t shape[4] = { a, b, c, d };
-  return luna_reshape(x, rank, shape);
-}
-LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
-  int axes[4] = { a, b, c, d };
-  return luna_permute(x, axes);
-}
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
   if (x && x->shape[1] == 1) return lunai_reshape(x, 4, x->shape[0], heads, 1, x->shape[2] / heads);
