@@ -10614,23 +10614,13 @@ LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_ffn_product(w, which, &g);
   if (g.c) lunai_k(w->op)->gemm(&g, lunai_ffn_parallel(w), w->scratch);
 }
-/* bytes for any of the products [0, last) */
-LUNAI_FN size_t lunai_ffn_scratch(const lunai_ffn_work *w, int last) {
-  size_t most = 0;
-  for (int which = 0; which < last; which++) {
-    lunai_gemm g;
-    lunai_ffn_product(w, which, &g);
-    const size_t need = lunai_k(w->op)->gemm_scratch(&g, w->own > 1 ? 1 : w->op->ctx->parallel.threads);
-    if (need > most) most = need;
-  }
-  return most;
-}
 /* Sets the sizes and the layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
   char *at = workspace ? (char *)workspace : (char *)w; /* without one only offsets are used */
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   const int64_t rows = lunai_rows(op->in[0]), tile = lunai_k(op)->mr;
+  size_t scratch = 0;                /* of the product that needs most */
   lunai_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
@@ -10657,7 +10647,12 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
   if (backward) w->sums = lunai_take(&at, LUNAI_FFN_PARTS * (w->hidden + w->out));
   w->scratch = at;
-  w->own_size = lunai_round((size_t)(at - own) + lunai_ffn_scratch(w, backward ? 6 : 2));
+  for (int which = 0; which < (backward ? 6 : 2); which++) {
+    lunai_ffn_product(w, which, &g);
+    const size_t need = lunai_k(op)->gemm_scratch(&g, w->own > 1 ? 1 : op->ctx->parallel.threads);
+    if (need > scratch) scratch = need;
+  }
+  w->own_size = lunai_round((size_t)(at - own) + scratch);
   return (size_t)(own - start) + (size_t)w->own * w->own_size;
 }
 /* to the block of rows [first, last); false: there are none */
@@ -10798,9 +10793,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
-  return op->lengths ?
-      lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) :
-          lunai_last(op->in[0]);
+  const luna_tensor *x = op->in[0];
+  const int64_t n = lunai_last(x);
+  return op->lengths ? lunai_min(n, op->lengths[row / (lunai_rows(x) / x->shape[0])]) : n;
 }
 LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
@@ -14053,8 +14048,6 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
   int64_t *all, *parts, from = 0;
-  void *memory;
-  lunai_cut *made;
   if (!c) return true;
   /* the longest; of rows a hash of the lengths */
   int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
@@ -14062,10 +14055,8 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   if (rows) mine[2] = 0;
   if (rows && lengths && batch > 0)
     mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
-  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
-    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
-  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
-  made = (lunai_cut *)memory;
+  lunai_cut *made = (lunai_cut *)lunai_step_host(ctx, name, true, sizeof *made + (size_t)c->ranks * sizeof *parts);
+  if (!made || !lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
   memset(made, 0, sizeof *made);
   made->parts = parts = (int64_t *)(void *)(made + 1);
   made->rows = rows;
@@ -14130,16 +14121,15 @@ LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
 }
 
 typedef struct lunai_rank_op {
+  luna_custom custom;
   luna_ctx *ctx;
   const char *name;
   bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
   float *result, *kept;              /* [luna_count(out)]; what else backward needs */
+  int64_t kept_size;                 /* floats */
   const lunai_cut *part;
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
-  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
-  int64_t kept_size, room;           /* floats of `kept`, and of the workspace while it runs */
 } lunai_rank_op;
 LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
@@ -14161,19 +14151,14 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
                                        const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  luna_custom custom;
   if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
   op->ctx = ctx;
   op->result = (float *)lunai_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
   if (!op->result) return NULL;
   op->kept = op->result + floats;
-  memset(&custom, 0, sizeof custom);
-  custom.forward = op->forward;
-  custom.backward = op->backward;
-  custom.state = op;
-  custom.state_size = sizeof *op;
-  custom.workspace_size = (size_t)op->room * sizeof(float);
-  luna_tensor *y = luna_custom_op(in, count, rank, shape, &custom);
+  op->custom.state = op;
+  op->custom.state_size = sizeof *op;
+  luna_tensor *y = luna_custom_op(in, count, rank, shape, &op->custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
   y->part = NULL;
   return y;
@@ -14184,8 +14169,8 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
   memset(&op, 0, sizeof op);
   op.name = name;
   op.alone = alone;
-  op.forward = lunai_rank_sum_forward;
-  op.backward = lunai_rank_sum_backward;
+  op.custom.forward = lunai_rank_sum_forward;
+  op.custom.backward = lunai_rank_sum_backward;
   return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
 }
 
@@ -14246,11 +14231,12 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   op.part = part;
   op.lengths = lengths;
   op.heads = heads;
-  op.forward = lunai_rank_merge_forward;
-  op.backward = lunai_rank_merge_backward;
+  op.custom.forward = lunai_rank_merge_forward;
+  op.custom.backward = lunai_rank_merge_backward;
+  op.custom.workspace_size = (size_t)((luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1)) *
+                             sizeof(float);
   op.kept_size = luna_count(lse);
-  op.room = (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1);
-  luna_tensor *in[2] = { y, lse };
+  luna_tensor *const in[] = { y, lse };
   return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
@@ -14300,18 +14286,16 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
 /* x with the `rows` rows before its first one, which is whole */
 LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   const int64_t own = lunai_min(rows, x->shape[1]);
-  luna_tensor *with[2];
   lunai_rank_op op;
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
   op.part = x->part;
-  op.forward = lunai_rank_border_forward;
-  op.backward = lunai_rank_border_backward;
-  int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
-  op.room = shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1);
-  with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, 3, shape) : NULL;
-  with[1] = x;
+  op.custom.forward = lunai_rank_border_forward;
+  op.custom.backward = lunai_rank_border_backward;
+  const int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
+  op.custom.workspace_size = (size_t)(shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) * sizeof(float);
+  luna_tensor *last = luna_slice(x, 1, x->shape[1] - own, own);
+  luna_tensor *const with[] = { last ? lunai_rank_op_of(&op, &last, 1, 3, shape) : NULL, x };
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
   return x;
@@ -14466,8 +14450,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
-  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1) ||
+      !lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   return lunai_finish_like(&s, x);
 }
@@ -14524,8 +14508,8 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
-  if (!lunai_fits(&s, "table [v,d]")) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1) ||
+      !lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -14605,8 +14589,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
-  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1) ||
+      !lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
@@ -14896,20 +14880,18 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   luna_ctx *ctx = x->ctx;
   const lunai_cut *part = x->part;
-  lunai_outside *o;
-  void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
   if (lunai_on_device(ctx))
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
-  const size_t bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
-  o = (lunai_outside *)memory;
+  const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size) * sizeof(double);
+  lunai_outside *o = (lunai_outside *)lunai_step_host(ctx, s->name, true, head + states);
+  if (!o) return false;
   memset(o, 0, sizeof *o);
   o->scan = lunai_outside_scan;
   o->position = part->first;
   o->later = part->whole - part->first - part->own;
   o->count = x->shape[0] * size;
-  o->before = (double *)(void *)((char *)memory + lunai_round(sizeof *o));
+  o->before = (double *)(void *)((char *)o + head);
   s->op.outside = o;
   return true;
 }
@@ -15076,32 +15058,13 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
-#define LUNAI_CPU_version 1
-#define LUNAI_CPU_size sizeof(luna_backend)
-#define LUNAI_CPU_device 0
-#define LUNAI_CPU_opened 0
-#define LUNAI_CPU_open NULL
-#define LUNAI_CPU_close NULL
-#define LUNAI_CPU_allocate NULL
-#define LUNAI_CPU_release NULL
-#define LUNAI_CPU_copy lunai_cpu_copy
-#define LUNAI_CPU_zero lunai_cpu_zero
-#define LUNAI_CPU_wait NULL
-#define LUNAI_CPU_begin lunai_cpu_begin
-#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
-#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
-#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
-#define LUNAI_CPU_record NULL
-#define LUNAI_CPU_recorded NULL
-#define LUNAI_CPU_run NULL
-#define LUNAI_CPU_forget NULL
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
 static const luna_backend lunai_cpu = {
-#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
-#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
-  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
-#undef LUNAI_ENTRY
-#undef LUNAI_ENTRY_CALL
+  1, sizeof(luna_backend), 0, 0,     /* version, size, device, opened */
+  NULL, NULL, NULL, NULL,            /* open, close, allocate, release */
+  lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, /* and no wait */
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL, NULL, NULL,            /* record, recorded, run, forget */
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
