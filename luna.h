@@ -9963,14 +9963,13 @@ LUNAI_FN luna_status lunai_split(luna_op *op, int64_t count, int64_t width, luna
   else if (count > 0) body(op, 0, count);
   return LUNA_OK;
 }
-/* forward and backward of an op: lunai_<name>_body and lunai_<name>_back over [0, count) */
+/* lunai_<name>: all of `body` */
+#define LUNAI_SPLIT_ALL(name, body, count, width) \
+  LUNAI_FN luna_status lunai_##name(luna_op *op) { return lunai_split(op, count, width, lunai_##body); }
+/* an op's forward and backward, by lunai_<name>_body and lunai_<name>_back */
 #define LUNAI_SPLIT_OP(name, count, width) \
-  LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { \
-    return lunai_split(op, count, width, lunai_##name##_body); \
-  } \
-  LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { \
-    return lunai_split(op, count, width, lunai_##name##_back); \
-  }
+  LUNAI_SPLIT_ALL(name##_forward, name##_body, count, width) \
+  LUNAI_SPLIT_ALL(name##_backward, name##_back, count, width)
 /* where both are lunai_<name>_part(op, back, first, last) */
 #define LUNAI_PART_OP(name, count, width) \
   LUNAI_FN void lunai_##name##_body(luna_op *op, int64_t first, int64_t last) { \
@@ -10273,9 +10272,7 @@ LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
 }
-LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
-  return lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
-}
+LUNAI_SPLIT_ALL(reduce_backward, reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
 #define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
@@ -10722,12 +10719,11 @@ LUNAI_FN void lunai_ffn_blocks(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
   lunai_ffn_call call;
-  lunai_ffn_work *w = &call.w;
   memset(&call, 0, sizeof call);
-  lunai_ffn_start(w, op, false, op->workspace);
-  if (w->own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &call);
-  for (int64_t first = 0; w->own == 1 && lunai_ffn_next(w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
-    lunai_ffn_block(w);
+  lunai_ffn_start(&call.w, op, false, op->workspace);
+  if (call.w.own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &call);
+  else for (int64_t first = 0; lunai_ffn_next(&call.w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
+    lunai_ffn_block(&call.w);
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
@@ -10871,9 +10867,7 @@ LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last)
     if (lunai_grad(op, 1 + i))
       lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
-LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
-  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body);
-}
+LUNAI_SPLIT_ALL(layer_norm_forward, layer_norm_body, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
   lunai_split(op, blocks, LUNAI_NORM_ROWS * n, lunai_layer_norm_back);
@@ -10901,12 +10895,8 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, lunai_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
-LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
-  return lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body);
-}
-LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
-  return lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back);
-}
+LUNAI_SPLIT_ALL(embedding_forward, embedding_body, lunai_rows(op->out[0]), lunai_last(op->in[0]))
+LUNAI_SPLIT_ALL(embedding_backward, embedding_back, lunai_last(op->in[0]), lunai_rows(op->out[0]))
 #define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
@@ -11015,9 +11005,7 @@ LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
                                 (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
-  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
-}
+LUNAI_SPLIT_ALL(cross_entropy_backward, cross_entropy_back, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_CROSS_ENTROPY \
   LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
@@ -11321,35 +11309,29 @@ LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   a.dbias = lunai_grad(op, 2);
   return a;
 }
-LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN void lunai_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
   for (; first < last; first++) {
     const lunai_convolution a = lunai_convolution_of(op, first);
-    lunai_k(op)->short_convolution(&a);
+    if (back) lunai_k(op)->short_convolution_backward(&a);
+    else lunai_k(op)->short_convolution(&a);
     if (a.history) lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
   }
 }
-LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
-  for (; first < last; first++) {
-    const lunai_convolution a = lunai_convolution_of(op, first);
-    lunai_k(op)->short_convolution_backward(&a);
-  }
-}
+LUNAI_PART_OP(convolution_rows, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]))
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
   for (int64_t b = 0; b < op->in[0]->shape[0]; b++) {
     const lunai_convolution a = lunai_convolution_of(op, b);
     lunai_k(op)->short_convolution_weights(&a, first, last);
   }
 }
-LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
-  return lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
-}
 LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
-  const int64_t batch = op->in[0]->shape[0], rows = op->in[0]->shape[1], n = lunai_last(op->in[0]);
-  if (op->in[0]->grad) lunai_split(op, batch, rows * n, lunai_convolution_back);
-  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, n, batch * rows, lunai_convolution_columns);
+  const luna_tensor *x = op->in[0];
+  if (x->grad) lunai_convolution_rows_backward(op);
+  if (lunai_grad(op, 1) || lunai_grad(op, 2))
+    lunai_split(op, lunai_last(x), x->shape[0] * x->shape[1], lunai_convolution_columns);
   return LUNA_OK;
 }
-#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_rows_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
@@ -11368,8 +11350,7 @@ LUNAI_RUN_OP(custom)
 #define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
-  (void)ctx;
-  (void)direction;
+  (void)ctx, (void)direction;
   if (bytes) memcpy(to, from, bytes);
   return LUNA_OK;
 }
@@ -13779,9 +13760,10 @@ LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const cha
   return !open || (p->leading->rank - p->after == before &&
                    memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
 }
-LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
   const char *at = pattern;
   lunai_pattern p;
+  if (lunai_is_checked(s->op.ctx)) return true;
   memset(&p, -1, sizeof p.sizes);
   p.leading = NULL;
   for (int i = 0; *at; i++) {
@@ -13803,9 +13785,6 @@ LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
     at += 1 + (at[1] == ' ');
   }
   return true;
-}
-LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
-  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
 }
 LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
   if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
@@ -14269,13 +14248,13 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
 LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const luna_collective *c = lunai_ranks(op->ctx);
   const int64_t first = op->part->first, end = first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t later = end;
+  int64_t later = end;               /* the first row of rank r */
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (int r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later +=
-       op->part->parts[r++])
+  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; later += op->part->parts[r++])
     for (int64_t j = 0; j < rows; j++) {
       const int64_t at = later - rows + j;
       for (int64_t b = 0; b < batch && at >= first && at < end; b++)
@@ -14768,24 +14747,24 @@ LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *
   return true;
 }
 
+/* an array, copied to *used bytes into memory where there is any; *used goes on behind it */
+LUNAI_FN const void *lunai_put_array(char *memory, size_t *used, const void *from, size_t bytes) {
+  char *to = memory && from ? memory + *used : NULL;
+  if (from) *used += lunai_round(bytes);
+  if (to) lunai_copy(to, from, bytes);
+  return to ? to : from;
+}
 /* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
 LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
   const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
-  size_t sizes[5], bytes = 0;
+  size_t bytes = 0;
   if (p->blocks == 0) return 0;
-  const void *from[5] = { p->queries, p->offsets, p->runs, p->query_order, p->key_order };
-  sizes[0] = sizes[1] = starts;
-  sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
-  sizes[3] = (size_t)p->queries[p->blocks] * number;
-  sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
-  for (int i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
-    if (!at || !from[i]) continue;
-    lunai_copy(at + bytes, from[i], sizes[i]);
-    from[i] = at + bytes;
-  }
-  p->queries = (const int32_t *)from[0]; p->offsets = (const int32_t *)from[1];
-  p->runs = (const luna_key_run *)from[2];
-  p->query_order = (const int32_t *)from[3]; p->key_order = (const int32_t *)from[4];
+  const size_t queries = (size_t)p->queries[p->blocks], runs = (size_t)p->offsets[p->blocks];
+  p->queries = (const int32_t *)lunai_put_array(at, &bytes, p->queries, starts);
+  p->offsets = (const int32_t *)lunai_put_array(at, &bytes, p->offsets, starts);
+  p->runs = (const luna_key_run *)lunai_put_array(at, &bytes, p->runs, runs * sizeof *p->runs);
+  p->query_order = (const int32_t *)lunai_put_array(at, &bytes, p->query_order, queries * number);
+  p->key_order = (const int32_t *)lunai_put_array(at, &bytes, p->key_order, (size_t)p->key_count * number);
   return bytes;
 }
 /* copies patterns into the step; null: no memory */
