@@ -14219,14 +14219,14 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
-   width - 1 rows before its first, zeros where there are none. kept: nothing. */
+   width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
+   rank before that has its last min(its own, its end - (first - rows)). */
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int rank = op->ctx->collective.rank;
+  const int64_t start = op->part->first - rows;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t j, end;
-  int r;
+  int64_t end = 0;
   (void)count;
   if (!op->received) {
     memset(mine, 0, (size_t)(batch * size) * sizeof(float));
@@ -14234,33 +14234,32 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (int64_t b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0, end = 0; r < rank; r++)
-      for (end += op->part->parts[r], j = 0; j < rows; j++) {
-        const int64_t at = op->part->first - rows + j; /* in the whole */
-        for (int64_t b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
-                 (size_t)d * sizeof(float));
-      }
+    for (int r = 0; r < op->ctx->collective.rank; r++) {
+      end += op->part->parts[r];
+      const int64_t n = lunai_min(op->part->parts[r], end - start);
+      for (int64_t b = 0; b < batch && n > 0; b++)
+        memcpy(op->result + b * size + (end - n - start) * d, all + (r * batch + b) * size + (rows - n) * d,
+               (size_t)(n * d) * sizeof(float));
+    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
 }
 LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
-  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const luna_collective *c = lunai_ranks(op->ctx);
-  const int64_t first = op->part->first, end = first + op->part->own;
+  const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
+  const int64_t end = op->part->first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t later = end;               /* the first row of rank r */
+  int64_t start = end - rows;        /* of the rows that rank r got */
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; later += op->part->parts[r++])
-    for (int64_t j = 0; j < rows; j++) {
-      const int64_t at = later - rows + j;
-      for (int64_t b = 0; b < batch && at >= first && at < end; b++)
-        for (int64_t i = 0; i < d; i++)
-          in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
-    }
+  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; start += op->part->parts[r++]) {
+    const int64_t n = lunai_min(op->part->own, end - start);
+    for (int64_t b = 0; b < batch && n > 0; b++)
+      for (int64_t i = 0; i < n * d; i++)
+        in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
+  }
 }
 /* x with the `rows` rows before its first one, which is whole */
 LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
