@@ -9336,17 +9336,16 @@ LUNAI_FN luna_step_state lunai_state_of(luna_ctx *ctx, const luna_step_state *st
    >>backend: the ops on the CPU. Each fills kernel arguments from its op; in this order: query, forward, backward.
    Guarded by tests/ops.c (against the reference) and tests/gradients.c (finite differences).
    ------------------------------------------------------------------------------------------------------------------ */
-/* columns of the table of ops */
-#define LUNAI_OP_KIND(name, tier, reads, cheap) reads,
-#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) reads,
-static const int lunai_op_reads[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
+static const struct { const char *name; int reads; bool cheap; } lunai_ops[] = {
+#define LUNAI_OP_KIND(name, tier, reads, cheap) { #name, reads, cheap },
+#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) { #name, reads, cheap },
+  LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #undef LUNAI_OP_EACH
 #undef LUNAI_OP_KIND
-#define LUNAI_OP_KIND(name, tier, reads, cheap) cheap,
-#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) cheap,
-static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH) };
-#undef LUNAI_OP_EACH
-#undef LUNAI_OP_KIND
+};
+LUNA_API const char *luna_op_name(luna_op_kind kind) {
+  return (unsigned)kind < LUNA_OP_COUNT ? lunai_ops[kind].name : "unknown";
+}
 
 /* LUNAI_CPU_<NAME>, beside its functions, is an op's entry in the table; REST: not in streams */
 #ifdef LUNA_ONLY_STREAM
@@ -9361,11 +9360,8 @@ static const bool lunai_op_is_cheap[] = { LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
 #define LUNAI_SPLIT 8192             /* elements worth handing to a thread */
 
 /* body(op, first, last) over [0, count) in shares of whole units */
-typedef struct lunai_split_work {
-  luna_op *op;
-  void (*body)(luna_op *op, int64_t first, int64_t last);
-  int64_t count, unit;
-} lunai_split_work;
+typedef void (*lunai_body)(luna_op *op, int64_t first, int64_t last);
+typedef struct lunai_split_work { luna_op *op; lunai_body body; int64_t count, unit; } lunai_split_work;
 LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const lunai_split_work *w = (const lunai_split_work *)work;
   const int64_t units = lunai_divide_up(w->count, w->unit);
@@ -9373,21 +9369,32 @@ LUNAI_FN void lunai_split_task(void *work, int64_t thread, int64_t threads) {
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * w->unit, w->count);
   if (first < last) w->body(w->op, first, last);
 }
-LUNAI_FN void lunai_split(luna_op *op, int64_t count, int64_t width,
-                          void (*body)(luna_op *op, int64_t first, int64_t last)) {
-  lunai_split_work w;
-  w.op = op;
-  w.body = body;
-  w.count = count;
-  w.unit = lunai_max(1, LUNAI_SPLIT / lunai_max(1, width));
-#ifdef LUNA_ONLY_STREAM
-  if (count > 0) body(op, 0, count);
-  return;
-#endif
-  if (count <= w.unit) {
-    if (count > 0) body(op, 0, count);
-  } else lunai_run(&op->ctx->parallel, lunai_split_task, &w);
+LUNAI_FN luna_status lunai_split(luna_op *op, int64_t count, int64_t width, lunai_body body) {
+  lunai_split_work w = { op, body, count, lunai_max(1, LUNAI_SPLIT / lunai_max(1, width)) };
+  if (count > w.unit && lunai_threads(&op->ctx->parallel) > 1) lunai_run(&op->ctx->parallel, lunai_split_task, &w);
+  else if (count > 0) body(op, 0, count);
+  return LUNA_OK;
 }
+/* lunai_<name>: all of `body` */
+#define LUNAI_SPLIT_ALL(name, body, count, width) \
+  LUNAI_FN luna_status lunai_##name(luna_op *op) { return lunai_split(op, count, width, lunai_##body); }
+/* an op's forward and backward, by lunai_<name>_body and lunai_<name>_back */
+#define LUNAI_SPLIT_OP(name, count, width) \
+  LUNAI_SPLIT_ALL(name##_forward, name##_body, count, width) \
+  LUNAI_SPLIT_ALL(name##_backward, name##_back, count, width)
+/* where both are lunai_<name>_part(op, back, first, last) */
+#define LUNAI_PART_OP(name, count, width) \
+  LUNAI_FN void lunai_##name##_body(luna_op *op, int64_t first, int64_t last) { \
+    lunai_##name##_part(op, false, first, last); \
+  } \
+  LUNAI_FN void lunai_##name##_back(luna_op *op, int64_t first, int64_t last) { \
+    lunai_##name##_part(op, true, first, last); \
+  } \
+  LUNAI_SPLIT_OP(name, count, width)
+/* of an op that is not split: lunai_<name>_run(op, back) */
+#define LUNAI_RUN_OP(name) \
+  LUNAI_FN luna_status lunai_##name##_forward(luna_op *op) { return lunai_##name##_run(op, false); } \
+  LUNAI_FN luna_status lunai_##name##_backward(luna_op *op) { return lunai_##name##_run(op, true); }
 
 LUNAI_INLINE const lunai_kernels *lunai_k(const luna_op *op) { return op->ctx->kernels; }
 LUNAI_INLINE int64_t lunai_last(const luna_tensor *t) { return t->rank ? t->shape[t->rank - 1] : 1; }
@@ -9401,16 +9408,16 @@ LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
 
 /* --- shapes: permute, slice, concat, repeat --- */
-LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to, bool back) {
+LUNAI_FN luna_status lunai_permute_run(luna_op *op, bool back) {
   const luna_tensor *x = op->in[0], *y = op->out[0];
+  const float *from = back ? y->grad : x->data;
+  float *to = back ? x->grad : y->data;
   int64_t stride[4], shape[4];
-  int pad = 4 - x->rank;
-  for (int a = 0; a < 4; a++) {
-    int64_t s = 1;
-    int axis = a < pad ? -1 : (int)op->arg.permute.axes[a - pad];
-    for (int inner = axis + 1; axis >= 0 && inner < x->rank; inner++) s *= x->shape[inner];
-    stride[a] = axis < 0 ? 0 : s;
-    shape[a] = a < pad ? 1 : y->shape[a - pad];
+  for (int a = 0; a < 4; a++) {      /* of y's axes, after axes of size 1 */
+    const int own = a - (4 - x->rank);
+    shape[a] = own < 0 ? 1 : y->shape[own];
+    stride[a] = 1;
+    for (int i = own < 0 ? 0 : (int)op->arg.permute.axes[own] + 1; i < x->rank; i++) stride[a] *= x->shape[i];
   }
   const int64_t run = stride[3] == 1 ? lunai_max(1, shape[3]) : 16; /* of a transposed row: 16 lines stay in cache */
   for (int64_t i = 0; i < shape[0] * shape[1]; i++)
@@ -9423,63 +9430,47 @@ LUNAI_FN void lunai_permute_run(const luna_op *op, const float *from, float *to,
         else if (!back) for (int64_t k = 0; k < n; k++) to[at + k] = from[row + k * stride[3]];
         else for (int64_t k = 0; k < n; k++) to[row + k * stride[3]] += from[at + k];
       }
+  return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_permute_forward(luna_op *op) {
-  lunai_permute_run(op, op->in[0]->data, op->out[0]->data, false); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_permute_backward(luna_op *op) {
-  lunai_permute_run(op, op->out[0]->grad, op->in[0]->grad, true); return LUNA_OK;
-}
+LUNAI_RUN_OP(permute)
 #define LUNAI_CPU_PERMUTE LUNAI_CPU_OP(query_nothing, permute_forward, permute_backward, 0)
 
-/* a part of an axis is rows of `width` floats; whole: the tensor with the full axis. arg: axis, start */
-LUNAI_FN void lunai_axis_part(const luna_tensor *whole, const luna_tensor *part, int axis, int64_t *rows,
-                              int64_t *width, int64_t *stride) {
+/* Copies the part of an axis that begins at `start` out of the whole, of a slice, or into it; back: adds the gradient
+   the other way. */
+LUNAI_FN void lunai_axis_part(const luna_op *op, const luna_tensor *whole, const luna_tensor *part, int64_t axis,
+                              int64_t start, bool back) {
+  const bool to_whole = (op->kind == LUNA_OP_SLICE) == back;
   int64_t inner = 1;
-  for (int a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
-  *width = part->shape[axis] * inner;
-  *stride = whole->shape[axis] * inner;
-  *rows = *stride ? luna_count(whole) / *stride : 0;
+  for (int64_t a = axis + 1; a < whole->rank; a++) inner *= whole->shape[a];
+  const int64_t width = part->shape[axis] * inner, stride = whole->shape[axis] * inner;
+  const int64_t rows = stride > 0 ? luna_count(whole) / stride : 0;
+  for (int64_t r = 0; r < rows; r++) {
+    float *w = (back ? whole->grad : whole->data) + r * stride + start * inner;
+    float *p = (back ? part->grad : part->data) + r * width;
+    float *to = to_whole ? w : p, *from = to_whole ? p : w;
+    if (back) lunai_k(op)->add(width, to, from, to);
+    else lunai_copy(to, from, (size_t)width * sizeof(float));
+  }
 }
-LUNAI_FN luna_status lunai_slice_forward(luna_op *op) {
-  int64_t rows, width, stride;
-  lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
-  const int64_t start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (int64_t r = 0; r < rows; r++)
-    memcpy(op->out[0]->data + r * width, op->in[0]->data + r * stride + start, (size_t)width * sizeof(float));
+LUNAI_FN luna_status lunai_slice_run(luna_op *op, bool back) {
+  lunai_axis_part(op, op->in[0], op->out[0], op->arg.slice.axis, op->arg.slice.start, back);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_slice_backward(luna_op *op) {
-  int64_t rows, width, stride;
-  float *dx = op->in[0]->grad;
-  lunai_axis_part(op->in[0], op->out[0], (int)op->arg.slice.axis, &rows, &width, &stride);
-  const int64_t start = op->arg.slice.start * (stride / lunai_max(1, op->in[0]->shape[op->arg.slice.axis]));
-  for (int64_t r = 0; r < rows; r++)
-    lunai_k(op)->add(width, dx + r * stride + start, op->out[0]->grad + r * width, dx + r * stride + start);
-  return LUNA_OK;
-}
+LUNAI_RUN_OP(slice)
 #define LUNAI_CPU_SLICE LUNAI_CPU_OP(query_nothing, slice_forward, slice_backward, 0)
 LUNAI_FN luna_status lunai_concat_run(luna_op *op, bool back) {
-  int64_t rows, width, stride, start = 0;
-  for (int i = 0; i < op->inputs; i++) {
-    lunai_axis_part(op->out[0], op->in[i], (int)op->arg.concat.axis, &rows, &width, &stride);
-    for (int64_t r = 0; r < rows; r++) {
-      float *whole = (back ? op->out[0]->grad : op->out[0]->data) + r * stride + start;
-      if (!back) lunai_copy(whole, op->in[i]->data + r * width, (size_t)width * sizeof(float));
-      else if (op->in[i]->grad)
-        lunai_k(op)->add(width, op->in[i]->grad + r * width, whole, op->in[i]->grad + r * width);
-    }
-    start += width;
-  }
+  const int64_t axis = op->arg.concat.axis;
+  int64_t start = 0;
+  for (int i = 0; i < op->inputs; start += op->in[i++]->shape[axis])
+    if (!back || op->in[i]->grad) lunai_axis_part(op, op->out[0], op->in[i], axis, start, back);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_concat_forward(luna_op *op) { return lunai_concat_run(op, false); }
-LUNAI_FN luna_status lunai_concat_backward(luna_op *op) { return lunai_concat_run(op, true); }
+LUNAI_RUN_OP(concat)
 #define LUNAI_CPU_CONCAT LUNAI_CPU_REST(query_nothing, concat_forward, concat_backward, 0)
 
 LUNAI_FN luna_status lunai_expand_forward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  for (int64_t i = 0; i < op->arg.expand.count && n > 0; i++)
+  for (int64_t i = 0; i < op->arg.expand.count; i++)
     memcpy(op->out[0]->data + i * n, op->in[0]->data, (size_t)n * sizeof(float));
   return LUNA_OK;
 }
@@ -9509,49 +9500,21 @@ LUNAI_FN void lunai_sum_task(void *work, int64_t thread, int64_t threads) {
     w->y[o] += (float)(w->kernels->sum(w->axis, w->x + o * w->axis) * (double)w->factor);
 }
 LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float factor, const float *x, float *y) {
-  lunai_sum_work w;
-  w.kernels = lunai_k(op);
-  w.outer = shape[0]; w.axis = shape[1]; w.inner = shape[2];
-  w.factor = factor;
-  w.x = x;
-  w.y = y;
+  lunai_sum_work w = { lunai_k(op), shape[0], shape[1], shape[2], factor, x, y };
   lunai_run(shape[0] * shape[1] * shape[2] > LUNAI_SPLIT ? &op->ctx->parallel : NULL, lunai_sum_task, &w);
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
-/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
-LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
-  const luna_tensor *a = op->in[0], *b = op->in[1];
-  int64_t rows = 1, n = 1;
-  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
-  for (int i = 0; i < a->rank; i++) {
-    const int at = i - a->rank + b->rank;
-    shape[i] = a->shape[i];
-    *(at < 0 ? &rows : &n) *= shape[i];
-    if (at >= 0 && shape[i] != b->shape[at]) return false;
-  }
-  if (n < 1) return false;
-  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
-  op->arg.elementwise.shape[2] = rows;
-  op->arg.elementwise.shape[3] = n;
-  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
-  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
-  return true;
-}
-#ifdef LUNA_ONLY_STREAM              /* nothing else */
-#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
-#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
-  int rank = 0, to = LUNA_MAX_RANK, k;
-  bool joins;
-  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
-  for (k = 0; k < 3; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
+  int rank = 0, to = LUNA_MAX_RANK;
+  for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (int a = rank - 1; a >= 0; a--) {
-    for (shape[a] = 1, k = 0; k < 3; k++) {
+    shape[a] = 1;
+    for (int k = 0; k < op->inputs; k++) {
       const int at = op->in[k] ? a - rank + op->in[k]->rank : -1;
       size[k] = at >= 0 ? op->in[k]->shape[at] : 1;
       if (size[k] == 1) continue;
@@ -9560,66 +9523,57 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
     }
     if (total >= 0) total = lunai_checked(total, shape[a]);
     if (shape[a] == 1 || total < 0) continue; /* too large: lunai_finish says so */
-    for (joins = to < LUNA_MAX_RANK, k = 0; k < 3; k++) {
+    bool joins = to < LUNA_MAX_RANK;
+    for (int k = 0; k < op->inputs; k++) {
       stride[k] = size[k] == 1 ? 0 : count[k];
       count[k] *= size[k];
-      if (joins) joins = stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
+      joins = joins && stride[k] == op->arg.elementwise.stride[k][to] * op->arg.elementwise.shape[to];
     }
     if (!joins) to--;
     op->arg.elementwise.shape[to] *= shape[a];
-    for (k = 0; k < 3 && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
+    for (int k = 0; k < op->inputs && !joins; k++) op->arg.elementwise.stride[k][to] = stride[k];
   }
   return rank;
 }
-#endif
-/* elements [first, last) of the result, or (input >= 0) of an input's gradient before it is summed */
-LUNAI_FN void lunai_elementwise_part(luna_op *op, int input, int64_t first, int64_t last, float *y, bool add) {
+LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
+/* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
+LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t *shape = op->arg.elementwise.shape;
+  const int input = op->arg.elementwise.input;
+  const bool back = LUNAI_TRAINS && input >= 0, repeated = back && lunai_is_repeated(op, input);
+  float *y = back ? op->in[input]->grad : op->out[0]->data;
   lunai_each e;
+  if (repeated) y = (float *)op->workspace;
   e.kind = (int)op->kind;
   for (int64_t at = first; at < last; at += e.n) {
     const int64_t i = at % shape[3], row = at / shape[3];
     e.n = lunai_min(shape[3] - i, last - at);
     for (int k = 0; k < 3; k++) {
       const int64_t *stride = op->arg.elementwise.stride[k];
-      const bool there = op->in[k] && (input < 0 || (lunai_op_reads[op->kind] & LUNA_READS_IN(k)));
+      const bool there = op->in[k] && (!back || (lunai_ops[op->kind].reads & LUNA_READS_IN(k)));
       e.step[k] = there ? stride[3] : 0;
       e.x[k] = there ? op->in[k]->data + row / shape[2] / shape[1] * stride[0] + row / shape[2] % shape[1] * stride[1] +
                        row % shape[2] * stride[2] + i * stride[3] : &op->arg.elementwise.scalar[k];
     }
-    if (input >= 0) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at, add);
+    if (back) lunai_k(op)->elementwise_slope(&e, input, op->out[0]->grad + at, y + at,
+                                             !repeated && !(op->sets >> input & 1));
     else if (op->kind == LUNA_OP_ADD && e.step[0] && e.step[1]) lunai_k(op)->add(e.n, e.x[0], e.x[1], y + at);
     else if (op->kind == LUNA_OP_MUL && e.step[0] && e.step[1]) lunai_k(op)->mul(e.n, e.x[0], e.x[1], y + at);
     else lunai_k(op)->elementwise(&e, y + at);
   }
 }
-LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_elementwise_part(op, -1, first, last, op->out[0]->data, false);
-}
 LUNAI_FN luna_status lunai_elementwise_forward(luna_op *op) {
-  lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
-  return LUNA_OK;
+  op->arg.elementwise.input = -1;
+  return lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
 }
 /* Backward of an input that repeats: its gradient for each element of the result, in the workspace (or, where it is
    that of the result but for its sign, there already), then the sums over each axis along which it repeats. */
-LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
-LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_op_reads[op->kind] == 0; }
-#ifdef LUNA_ONLY_STREAM
-#define lunai_elementwise_query lunai_query_nothing
-#else
+LUNAI_FN bool lunai_gives_grad(const luna_op *op) { return lunai_ops[op->kind].reads == 0; }
 LUNAI_FN void lunai_elementwise_query(luna_op *op) {
   const size_t bytes = (size_t)luna_count(op->out[0]) * sizeof(float);
-  if (!op->training) return;
-  for (int k = 0; k < op->inputs; k++)
-    if (op->in[k]->needs_grad && lunai_is_repeated(op, k)) op->backward_workspace_size = lunai_gives_grad(op) ? bytes :
-        2 * bytes;
-}
-#endif
-LUNAI_FN void lunai_elementwise_back(luna_op *op, int64_t first, int64_t last) {
-  const int k = op->arg.elementwise.input;
-  const bool repeated = lunai_is_repeated(op, k);
-  lunai_elementwise_part(op, k, first, last, repeated ? (float *)op->workspace : op->in[k]->grad, !repeated &&
-      !(op->sets >> k & 1));
+  for (int k = 0; LUNAI_TRAINS && op->training && k < op->inputs; k++)
+    if (op->in[k]->needs_grad && lunai_is_repeated(op, k))
+      op->backward_workspace_size = lunai_gives_grad(op) ? bytes : 2 * bytes;
 }
 LUNAI_FN void lunai_unbroadcast(luna_op *op, int k) {
   const int64_t *stride = op->arg.elementwise.stride[k];
@@ -9647,7 +9601,7 @@ LUNAI_FN luna_status lunai_elementwise_backward(luna_op *op) {
     const bool repeated = lunai_is_repeated(op, k);
     if (!lunai_grad(op, k) || (k == 0 && op->in[0]->grad == op->out[0]->grad)) continue; /* in place */
     op->arg.elementwise.input = k;
-    if (!repeated || !lunai_gives_grad(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_back);
+    if (!repeated || !lunai_gives_grad(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_elementwise_body);
     if (repeated) lunai_unbroadcast(op, k);
   }
   return LUNA_OK;
@@ -9660,22 +9614,15 @@ LUNAI_FN void lunai_same_body(luna_op *op, int64_t first, int64_t last) {
   if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale(last - first, op->arg.scale.factor, x, y);
   else lunai_k(op)->activate((int)op->activation, last - first, x, y);
 }
-LUNAI_FN luna_status lunai_same_forward(luna_op *op) {
-  lunai_split(op, luna_count(op->out[0]), 1, lunai_same_body); return LUNA_OK;
+LUNAI_FN void lunai_same_back(luna_op *op, int64_t first, int64_t last) {
+  const float *dy = op->out[0]->grad + first;
+  float *dx = op->in[0]->grad + first;
+  if (op->kind == LUNA_OP_SCALE) lunai_k(op)->scale_add(last - first, op->arg.scale.factor, dy, dx);
+  else lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, dy, dx);
 }
-LUNAI_FN luna_status lunai_scale_backward(luna_op *op) {
-  lunai_k(op)->scale_add(luna_count(op->in[0]), op->arg.scale.factor, op->out[0]->grad, op->in[0]->grad);
-  return LUNA_OK;
-}
-#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, scale_backward, LUNA_FORWARD_IN_PLACE)
-LUNAI_FN void lunai_activation_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_k(op)->activate_backward((int)op->activation, last - first, op->in[0]->data + first, op->out[0]->grad + first,
-                                 op->in[0]->grad + first);
-}
-LUNAI_FN luna_status lunai_activation_backward(luna_op *op) {
-  lunai_split(op, luna_count(op->in[0]), 1, lunai_activation_back); return LUNA_OK;
-}
-#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, activation_backward, 0)
+LUNAI_SPLIT_OP(same, luna_count(op->out[0]), 1)
+#define LUNAI_CPU_SCALE LUNAI_CPU_OP(query_nothing, same_forward, same_backward, LUNA_FORWARD_IN_PLACE)
+#define LUNAI_CPU_ACTIVATION LUNAI_CPU_REST(query_nothing, same_forward, same_backward, 0)
 
 /* a b modulo 2^64: a context that measures meets more elements than there are numbers */
 LUNAI_INLINE int64_t lunai_times(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
@@ -9702,24 +9649,14 @@ LUNAI_FN lunai_dropout lunai_op_dropout(const luna_op *op, int64_t count, int64_
 LUNAI_FN lunai_dropout lunai_op_last_dropout(const luna_op *op) {
   return lunai_dropout_in(op, op->last_dropout, op->last_dropout_op, luna_count(op->out[0]), lunai_last(op->out[0]));
 }
-LUNAI_FN lunai_dropout lunai_result_dropout(const luna_op *op) {
-  const luna_tensor *y = op->out[0];
-  return lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
+LUNAI_FN void lunai_dropout_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
+  const lunai_dropout d = lunai_op_dropout(op, luna_count(y), y->shape[2] * y->shape[3]);
+  const float *from = back ? y->grad : x->data;
+  float *to = back ? x->grad : y->data;
+  lunai_k(op)->dropout(&d, first, last - first, from + first, to + first, back);
 }
-LUNAI_FN void lunai_dropout_body(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_result_dropout(op);
-  lunai_k(op)->dropout(&d, first, last - first, op->in[0]->data + first, op->out[0]->data + first, false);
-}
-LUNAI_FN void lunai_dropout_back(luna_op *op, int64_t first, int64_t last) {
-  const lunai_dropout d = lunai_result_dropout(op);
-  lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, op->in[0]->grad + first, true);
-}
-LUNAI_FN luna_status lunai_dropout_forward(luna_op *op) {
-  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_dropout_backward(luna_op *op) {
-  lunai_split(op, luna_count(op->in[0]), 1, lunai_dropout_back); return LUNA_OK;
-}
+LUNAI_PART_OP(dropout, luna_count(op->in[0]), 1)
 #define LUNAI_CPU_DROPOUT LUNAI_CPU_REST(query_nothing, dropout_forward, dropout_backward, LUNA_FORWARD_IN_PLACE)
 
 /* --- reduce --- */
@@ -9747,10 +9684,7 @@ LUNAI_FN void lunai_reduce_back(luna_op *op, int64_t first, int64_t last) {
     else lunai_k(op)->add(n, dx + r, same, dx + r);
   }
 }
-LUNAI_FN luna_status lunai_reduce_backward(luna_op *op) {
-  lunai_split(op, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner, lunai_reduce_back);
-  return LUNA_OK;
-}
+LUNAI_SPLIT_ALL(reduce_backward, reduce_back, op->arg.reduce.outer * op->arg.reduce.axis, op->arg.reduce.inner)
 #define LUNAI_CPU_REDUCE LUNAI_CPU_REST(query_nothing, reduce_forward, reduce_backward, LUNA_SETS_GRAD(0))
 
 LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int64_t *at) { /* a NaN is the greatest */
@@ -9761,30 +9695,24 @@ LUNAI_FN bool lunai_first_max(const float *x, int64_t axis, int64_t stride, int6
   }
   return axis > 0;
 }
-LUNAI_FN luna_status lunai_max_forward(luna_op *op) {
+LUNAI_FN luna_status lunai_max_run(luna_op *op, bool back) {
   const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
-  int64_t at;
-  for (int64_t r = 0; r < outer * inner; r++) {
-    const float *x = op->in[0]->data + r / inner * axis * inner + r % inner;
-    op->out[0]->data[r] = lunai_first_max(x, axis, inner, &at) ? x[at * inner] : 0;
-  }
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_max_backward(luna_op *op) {
-  const int64_t outer = op->arg.reduce.outer, axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
+  const luna_tensor *x = op->in[0], *y = op->out[0];
   int64_t at;
   for (int64_t r = 0; r < outer * inner; r++) {
     const int64_t start = r / inner * axis * inner + r % inner;
-    if (lunai_first_max(op->in[0]->data + start, axis, inner, &at))
-      op->in[0]->grad[start + at * inner] += op->out[0]->grad[r];
+    const bool found = lunai_first_max(x->data + start, axis, inner, &at);
+    if (!back) y->data[r] = found ? x->data[start + at * inner] : 0;
+    else if (found) x->grad[start + at * inner] += y->grad[r];
   }
   return LUNA_OK;
 }
+LUNAI_RUN_OP(max)
 #define LUNAI_CPU_MAX LUNAI_CPU_REST(query_nothing, max_forward, max_backward, 0)
 
 /* --- cumsum, in double, by panels of columns; its gradient is that of the gradient from the end --- */
 #define LUNAI_CUMSUM_COLUMNS 64
-LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t last) {
+LUNAI_FN void lunai_cumsum_part(luna_op *op, bool back, int64_t first, int64_t last) {
   const int64_t axis = op->arg.reduce.axis, inner = op->arg.reduce.inner;
   const int64_t panels = lunai_divide_up(inner, LUNAI_CUMSUM_COLUMNS);
   const float *x = back ? op->out[0]->grad : op->in[0]->data;
@@ -9801,47 +9729,23 @@ LUNAI_FN void lunai_cumsum_panels(luna_op *op, bool back, int64_t first, int64_t
     }
   }
 }
-LUNAI_FN void lunai_cumsum_body(luna_op *op, int64_t first, int64_t last) {
-  lunai_cumsum_panels(op, false, first, last);
-}
-LUNAI_FN void lunai_cumsum_back(luna_op *op, int64_t first, int64_t last) {
-  lunai_cumsum_panels(op, true, first, last);
-}
-LUNAI_FN luna_status lunai_cumsum_run(luna_op *op, void (*body)(luna_op *op, int64_t first, int64_t last)) {
-  const int64_t panels = lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS);
-  lunai_split(op, op->arg.reduce.outer * panels, op->arg.reduce.axis * lunai_min(op->arg.reduce.inner,
-      LUNAI_CUMSUM_COLUMNS), body);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_cumsum_forward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_body); }
-LUNAI_FN luna_status lunai_cumsum_backward(luna_op *op) { return lunai_cumsum_run(op, lunai_cumsum_back); }
+LUNAI_PART_OP(cumsum, op->arg.reduce.outer * lunai_divide_up(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS),
+              op->arg.reduce.axis * lunai_min(op->arg.reduce.inner, LUNAI_CUMSUM_COLUMNS))
 #define LUNAI_CPU_CUMSUM LUNAI_CPU_REST(query_nothing, cumsum_forward, cumsum_backward, 0)
 
 /* --- mask: rows from lengths[b] on become `fill`, and what they hold is not read --- */
-LUNAI_FN bool lunai_mask_row(const luna_op *op, int64_t row) {
-  return row % op->in[0]->shape[1] >= op->lengths[row / op->in[0]->shape[1]];
-}
-LUNAI_FN void lunai_mask_body(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t last) {
+  const luna_tensor *x = op->in[0], *y = op->out[0];
   const int64_t n = op->arg.mask.width;
   for (int64_t r = first; r < last; r++) {
-    float *y = op->out[0]->data + r * n;
-    if (!lunai_mask_row(op, r)) memcpy(y, op->in[0]->data + r * n, (size_t)n * sizeof(float));
-    else for (int64_t i = 0; i < n; i++) y[i] = op->arg.mask.fill;
+    const bool masked = r % x->shape[1] >= op->lengths[r / x->shape[1]];
+    float *to = (back ? x->grad : y->data) + r * n;
+    if (!masked && back) lunai_k(op)->add(n, to, y->grad + r * n, to);
+    else if (!masked) memcpy(to, x->data + r * n, (size_t)n * sizeof(float));
+    else for (int64_t i = 0; i < n && !back; i++) to[i] = op->arg.mask.fill;
   }
 }
-LUNAI_FN void lunai_mask_back(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->arg.mask.width;
-  for (int64_t r = first; r < last; r++) {
-    float *dx = op->in[0]->grad + r * n;
-    if (!lunai_mask_row(op, r)) lunai_k(op)->add(n, dx, op->out[0]->grad + r * n, dx);
-  }
-}
-LUNAI_FN luna_status lunai_mask_forward(luna_op *op) {
-  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_mask_backward(luna_op *op) {
-  lunai_split(op, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width, lunai_mask_back); return LUNA_OK;
-}
+LUNAI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
 #define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
@@ -9867,12 +9771,7 @@ LUNAI_FN void lunai_ratio_back(luna_op *op, int64_t first, int64_t last) {
     dx[n] -= lunai_is_finite(inverse) ? inverse * dot : lunai_ratio_of(dot, x[n]);
   }
 }
-LUNAI_FN luna_status lunai_ratio_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_ratio_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_ratio_back); return LUNA_OK;
-}
+LUNAI_SPLIT_OP(ratio, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_RATIO LUNAI_CPU_REST(query_nothing, ratio_forward, ratio_backward, 0)
 
 /* --- matmul --- */
@@ -9961,21 +9860,29 @@ LUNAI_FN luna_status lunai_matmul_backward(luna_op *op) {
 
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept: the pre-activation
    --- */
-LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *dy, lunai_gemm *g) {
-  const luna_tensor *x = op->in[0], *w = op->in[1], *y = op->out[0];
-  const int64_t rows = lunai_rows(x), in = lunai_last(x), out = lunai_last(y);
-  const lunai_matrix X = lunai_dense(x->data, rows, in), W = lunai_dense(w->data, out, in);
-  const lunai_matrix dY = lunai_dense(dy, rows, out);
+/* its products, of y's columns from `first` on, which lie in `y`, or their gradient: 0 forward, 1 for x's gradient, 2
+   for W's */
+LUNAI_FN void lunai_linear_columns(const luna_op *op, int which, lunai_matrix y, int64_t first, lunai_gemm *g) {
+  const luna_tensor *x = op->in[0], *weight = op->in[1], *bias = op->in[2];
+  const int64_t in = lunai_last(x);
+  const lunai_matrix X = lunai_dense(x->data, y.rows, in);
+  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), y.columns, in);
   if (which == 0) {
-    lunai_gemm_set(g, X, lunai_transposed(W), y->data);
-    g->bias = op->in[2] ? op->in[2]->data : NULL;
-    g->activation = (int)op->activation;
-    g->pre = op->kept_size ? (float *)op->kept : NULL;
-    g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
-    g->dots = op->dots;
-  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
-  else lunai_gemm_set(g, lunai_transposed(dY), X, w->grad);
-  g->accumulate = which == 2 || (which == 1 && !(op->sets & 1));
+    lunai_gemm_set(g, X, lunai_transposed(W), (float *)(uintptr_t)y.at);
+    g->c_row = y.row;
+    g->bias = bias ? lunai_offset(bias->data, first) : NULL;
+  } else if (which == 1) lunai_gemm_set(g, y, W, x->grad);
+  else lunai_gemm_set(g, lunai_transposed(y), X, lunai_offset(weight->grad, first * in));
+  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
+}
+/* y: the result, or its gradient */
+LUNAI_FN void lunai_linear_product(const luna_op *op, int which, const float *y, lunai_gemm *g) {
+  lunai_linear_columns(op, which, lunai_dense(y, lunai_rows(op->in[0]), lunai_last(op->out[0])), 0, g);
+  if (which != 0) return;
+  g->activation = (int)op->activation;
+  g->pre = op->kept_size ? (float *)op->kept : NULL;
+  g->residual = op->in[3] && !(op->last_dropout > 0) ? op->in[3]->data : NULL;
+  g->dots = op->dots;
 }
 /* of a panel of logits: a multiple of the gemm's LUNAI_KC, for x's gradient is a sum over columns */
 #define LUNAI_LOGIT_COLUMNS 1024
@@ -10013,19 +9920,17 @@ LUNAI_FN void lunai_drop_and_add(luna_op *op, int64_t first, int64_t last) {
 }
 LUNAI_FN luna_status lunai_linear_forward(luna_op *op) {
   lunai_gemm g;
-  lunai_linear_product(op, 0, NULL, &g);
+  lunai_linear_product(op, 0, op->out[0]->data, &g);
   lunai_k(op)->gemm(&g, &op->ctx->parallel, op->workspace);
   if (lunai_drops_last(op)) lunai_split(op, luna_count(op->out[0]), 1, lunai_drop_and_add);
   return LUNA_OK;
 }
 LUNAI_FN void lunai_linear_slope(luna_op *op, int64_t first, int64_t last) {
   const lunai_dropout d = lunai_op_last_dropout(op);
-  if (op->last_dropout > 0) {
-    lunai_k(op)->dropout(&d, first, last - first, op->out[0]->grad + first, (float *)op->workspace + first, false);
-    return;
-  }
-  lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first,
-                              op->out[0]->grad + first, (float *)op->workspace + first);
+  const float *dy = op->out[0]->grad + first;
+  float *to = (float *)op->workspace + first;
+  if (op->last_dropout > 0) lunai_k(op)->dropout(&d, first, last - first, dy, to, false);
+  else lunai_k(op)->activate_slope((int)op->activation, last - first, (const float *)op->kept + first, dy, to);
 }
 LUNAI_FN const float *lunai_linear_dy(const luna_op *op) {
   return lunai_linear_changes(op) ? (const float *)op->workspace : op->out[0]->grad;
@@ -10034,14 +9939,17 @@ LUNAI_FN void lunai_linear_bias(luna_op *op, int64_t first, int64_t last) {
   const lunai_matrix dy = lunai_dense(lunai_linear_dy(op), lunai_rows(op->in[0]), lunai_last(op->out[0]));
   lunai_k(op)->sum_rows(lunai_columns(dy, first, last), 1.0f, op->in[2]->grad + first);
 }
-/* a residual input's gradient, unless it shares out[0]'s */
-LUNAI_FN void lunai_residual_add(luna_op *op, int64_t first, int64_t last) {
-  float *to = op->in[op->inputs - 1]->grad + first;
+/* the gradient of an input that is added to the result, the last one or scatter-add's x, unless it shares out[0]'s */
+LUNAI_FN luna_tensor *lunai_added(const luna_op *op) {
+  return op->in[op->kind == LUNA_OP_SCATTER_ADD ? 0 : op->inputs - 1];
+}
+LUNAI_FN void lunai_added_body(luna_op *op, int64_t first, int64_t last) {
+  float *to = lunai_added(op)->grad + first;
   lunai_k(op)->add(last - first, to, op->out[0]->grad + first, to);
 }
-LUNAI_FN void lunai_residual_backward(luna_op *op, int at) {
-  if (at < op->inputs && lunai_grad(op, at) && op->in[at]->grad != op->out[0]->grad)
-    lunai_split(op, luna_count(op->out[0]), 1, lunai_residual_add);
+LUNAI_FN void lunai_added_backward(luna_op *op) {
+  const luna_tensor *x = lunai_added(op);
+  if (x && x->grad && x->grad != op->out[0]->grad) lunai_split(op, luna_count(x), 1, lunai_added_body);
 }
 LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
   char *scratch = (char *)op->workspace;
@@ -10056,7 +9964,7 @@ LUNAI_FN luna_status lunai_linear_backward(luna_op *op) {
     if (g.c) lunai_k(op)->gemm(&g, &op->ctx->parallel, scratch);
   }
   if (lunai_grad(op, 2)) lunai_split(op, lunai_last(op->out[0]), lunai_rows(op->in[0]), lunai_linear_bias);
-  lunai_residual_backward(op, 3);
+  lunai_added_backward(op);
   return LUNA_OK;
 }
 #define LUNAI_CPU_LINEAR \
@@ -10083,6 +9991,9 @@ typedef struct lunai_ffn_work {
   int64_t own, blocks;
   size_t own_size;
 } lunai_ffn_work;
+LUNAI_FN const lunai_parallel *lunai_ffn_parallel(const lunai_ffn_work *w) {
+  return w->own > 1 ? NULL : &w->op->ctx->parallel;
+}
 /* 0 and 1: the two products forward, 2 to 5 their gradients */
 LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *g) {
   const luna_op *op = w->op;
@@ -10110,18 +10021,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
 LUNAI_FN void lunai_ffn_multiply(const lunai_ffn_work *w, int which) {
   lunai_gemm g;
   lunai_ffn_product(w, which, &g);
-  if (g.c) lunai_k(w->op)->gemm(&g, w->own > 1 ? NULL : &w->op->ctx->parallel, w->scratch);
-}
-/* bytes for any of the products [0, last) */
-LUNAI_FN size_t lunai_ffn_scratch(const lunai_ffn_work *w, int last) {
-  size_t most = 0;
-  for (int which = 0; which < last; which++) {
-    lunai_gemm g;
-    lunai_ffn_product(w, which, &g);
-    const size_t need = lunai_k(w->op)->gemm_scratch(&g, w->own > 1 ? 1 : w->op->ctx->parallel.threads);
-    if (need > most) most = need;
-  }
-  return most;
+  if (g.c) lunai_k(w->op)->gemm(&g, lunai_ffn_parallel(w), w->scratch);
 }
 /* Sets the sizes and the layout in the workspace; returns its bytes */
 LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, void *workspace) {
@@ -10129,6 +10029,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   char *const start = at;
   const bool keeps = op->kept_size > 0, relu = op->activation == LUNA_ACTIVATION_RELU;
   const int64_t rows = lunai_rows(op->in[0]), tile = lunai_k(op)->mr;
+  size_t scratch = 0;                /* of the product that needs most */
   lunai_gemm g;
   memset(w, 0, sizeof *w);
   w->op = op;
@@ -10140,14 +10041,11 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   w->hidden = lunai_last(op->in[3]);
   w->out = lunai_last(op->out[0]);
   for (int which = 0; which < 6 && w->rows < rows; which++) {
-    const bool second = which == 1 || which == 3;
-    if (which == 2 || which == 4 || (backward ? which == 1 || (which == 0 && keeps) : which > 1)) continue;
+    if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
     w->panels[which] = (float *)(void *)at;
-    at += lunai_k(op)->panels_bytes(which == 0 || which == 3 ? w->hidden : second ? w->out : w->in,
-                                    which == 0 ? w->in : which == 3 ? w->out : w->hidden);
-    if (!workspace) continue;
     lunai_ffn_product(w, which, &g);
-    lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
+    at += lunai_k(op)->panels_bytes(g.n, g.k);
+    if (workspace) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
   char *const own = at;
   const int64_t size = w->rows * w->hidden;
@@ -10158,7 +10056,12 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
   if (backward && op->last_dropout > 0) w->dy = lunai_take(&at, w->rows * w->out);
   if (backward) w->sums = lunai_take(&at, LUNAI_FFN_PARTS * (w->hidden + w->out));
   w->scratch = at;
-  w->own_size = lunai_round((size_t)(at - own) + lunai_ffn_scratch(w, backward ? 6 : 2));
+  for (int which = 0; which < (backward ? 6 : 2); which++) {
+    lunai_ffn_product(w, which, &g);
+    const size_t need = lunai_k(op)->gemm_scratch(&g, w->own > 1 ? 1 : op->ctx->parallel.threads);
+    if (need > scratch) scratch = need;
+  }
+  w->own_size = lunai_round((size_t)(at - own) + scratch);
   return (size_t)(own - start) + (size_t)w->own * w->own_size;
 }
 /* to the block of rows [first, last); false: there are none */
@@ -10203,16 +10106,11 @@ LUNAI_FN void lunai_ffn_result(void *work, int64_t thread, int64_t threads) {
   at += w->first * w->out;
   lunai_drop_and_add(w->op, at, at + n);
 }
-LUNAI_FN void lunai_ffn_run(const lunai_parallel *parallel, lunai_task task, lunai_ffn_work *w) {
-  if (w->own > 1) task(w, 0, 1);
-  else lunai_run(parallel, task, w);
-}
 LUNAI_FN void lunai_ffn_block(lunai_ffn_work *w) {
-  const lunai_parallel *parallel = &w->op->ctx->parallel;
   lunai_ffn_multiply(w, 0);
-  if (w->op->dropout > 0) lunai_ffn_run(parallel, lunai_ffn_drop, w);
+  if (w->op->dropout > 0) lunai_run(lunai_ffn_parallel(w), lunai_ffn_drop, w);
   lunai_ffn_multiply(w, 1);
-  if (w->op->last_dropout > 0) lunai_ffn_run(parallel, lunai_ffn_result, w);
+  if (w->op->last_dropout > 0) lunai_run(lunai_ffn_parallel(w), lunai_ffn_result, w);
 }
 /* a thread's own blocks */
 typedef struct lunai_ffn_call { lunai_ffn_work w; lunai_shares shares; } lunai_ffn_call;
@@ -10233,12 +10131,11 @@ LUNAI_FN void lunai_ffn_blocks(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN luna_status lunai_feed_forward_forward(luna_op *op) {
   lunai_ffn_call call;
-  lunai_ffn_work *w = &call.w;
   memset(&call, 0, sizeof call);
-  lunai_ffn_start(w, op, false, op->workspace);
-  if (w->own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &call);
-  for (int64_t first = 0; w->own == 1 && lunai_ffn_next(w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
-    lunai_ffn_block(w);
+  lunai_ffn_start(&call.w, op, false, op->workspace);
+  if (call.w.own > 1) lunai_run(&op->ctx->parallel, lunai_ffn_blocks, &call);
+  else for (int64_t first = 0; lunai_ffn_next(&call.w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS)
+    lunai_ffn_block(&call.w);
   return LUNA_OK;
 }
 #ifndef LUNA_NO_TRAIN
@@ -10268,8 +10165,7 @@ LUNAI_FN void lunai_ffn_slope(void *work, int64_t thread, int64_t threads) {
     float *sums = w->sums + part * (f + out);
     int64_t row, rows;
     lunai_ffn_part(w, 1, part, LUNAI_FFN_PARTS, &row, &rows);
-    const int64_t at = row * f;
-    const int64_t n = rows * f;
+    const int64_t at = row * f, n = rows * f;
     float *dh = w->dh + at;
     if (op->dropout > 0) lunai_k(op)->dropout(&d, w->first * f + at, n, dh, dh, false);
     lunai_k(op)->activate_slope((int)op->activation, n, w->given + at, dh, dh);
@@ -10283,7 +10179,7 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
   const lunai_parallel *parallel = &op->ctx->parallel;
   lunai_ffn_work w;
   lunai_ffn_start(&w, op, true, op->workspace);
-  lunai_residual_backward(op, 5);
+  lunai_added_backward(op);
   for (int64_t first = 0; lunai_ffn_next(&w, first, first + LUNAI_FFN_ROWS); first += LUNAI_FFN_ROWS) {
     if (!op->kept_size) lunai_ffn_multiply(&w, 0);
     if (op->dropout > 0 || op->last_dropout > 0 || (op->kept_size && op->activation != LUNA_ACTIVATION_RELU))
@@ -10305,9 +10201,9 @@ LUNAI_FN luna_status lunai_feed_forward_backward(luna_op *op) {
 
 /* --- softmax over the last axis; lengths mask it by axis 0 --- */
 LUNAI_FN int64_t lunai_softmax_width(const luna_op *op, int64_t row) {
-  return op->lengths ?
-      lunai_min(lunai_last(op->in[0]), op->lengths[row / (lunai_rows(op->in[0]) / op->in[0]->shape[0])]) :
-          lunai_last(op->in[0]);
+  const luna_tensor *x = op->in[0];
+  const int64_t n = lunai_last(x);
+  return op->lengths ? lunai_min(n, op->lengths[row / (lunai_rows(x) / x->shape[0])]) : n;
 }
 LUNAI_FN void lunai_softmax_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t n = lunai_last(op->in[0]);
@@ -10323,12 +10219,7 @@ LUNAI_FN void lunai_softmax_back(luna_op *op, int64_t first, int64_t last) {
     lunai_k(op)->softmax_backward(1, lunai_softmax_width(op, r), op->out[0]->data + r * n, op->out[0]->grad + r * n,
                                   op->in[0]->grad + r * n);
 }
-LUNAI_FN luna_status lunai_softmax_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_softmax_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_softmax_back); return LUNA_OK;
-}
+LUNAI_SPLIT_OP(softmax, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_SOFTMAX LUNAI_CPU_REST(query_nothing, softmax_forward, softmax_backward, 0)
 
 /* --- layer norm: in x, weight, bias; kept: mean and 1/deviation of each row. Backward goes by blocks of rows: a
@@ -10388,9 +10279,7 @@ LUNAI_FN void lunai_layer_norm_columns(luna_op *op, int64_t first, int64_t last)
     if (lunai_grad(op, 1 + i))
       lunai_k(op)->sum_rows(lunai_columns(sums, i * n + first, i * n + last), 1.0f, lunai_grad(op, 1 + i) + first);
 }
-LUNAI_FN luna_status lunai_layer_norm_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_layer_norm_body); return LUNA_OK;
-}
+LUNAI_SPLIT_ALL(layer_norm_forward, layer_norm_body, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 LUNAI_FN luna_status lunai_layer_norm_backward(luna_op *op) {
   const int64_t n = lunai_last(op->in[0]), blocks = lunai_divide_up(lunai_rows(op->in[0]), LUNAI_NORM_ROWS);
   lunai_split(op, blocks, LUNAI_NORM_ROWS * n, lunai_layer_norm_back);
@@ -10418,12 +10307,8 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN void lunai_embedding_back(luna_op *op, int64_t first, int64_t last) {
   lunai_scatter_rows(op, lunai_rows(op->out[0]), first, last, op->out[0]->grad, op->in[0]->grad);
 }
-LUNAI_FN luna_status lunai_embedding_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->out[0]), lunai_last(op->in[0]), lunai_embedding_body); return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_embedding_backward(luna_op *op) {
-  lunai_split(op, lunai_last(op->in[0]), lunai_rows(op->out[0]), lunai_embedding_back); return LUNA_OK;
-}
+LUNAI_SPLIT_ALL(embedding_forward, embedding_body, lunai_rows(op->out[0]), lunai_last(op->in[0]))
+LUNAI_SPLIT_ALL(embedding_backward, embedding_back, lunai_last(op->in[0]), lunai_rows(op->out[0]))
 #define LUNAI_CPU_EMBEDDING LUNAI_CPU_OP(query_nothing, embedding_forward, embedding_backward, 0)
 
 /* --- scatter-add: in x [n, d], rows [count, d]; index [count] --- */
@@ -10435,18 +10320,13 @@ LUNAI_FN void lunai_scatter_back(luna_op *op, int64_t first, int64_t last) { /* 
   for (int64_t i = first; i < last; i++)
     lunai_k(op)->add(d, op->in[1]->grad + i * d, op->out[0]->grad + op->index[i] * d, op->in[1]->grad + i * d);
 }
-LUNAI_FN void lunai_scatter_through(luna_op *op, int64_t first, int64_t last) {
-  lunai_k(op)->add(last - first, op->in[0]->grad + first, op->out[0]->grad + first, op->in[0]->grad + first);
-}
 LUNAI_FN luna_status lunai_scatter_add_forward(luna_op *op) {
   memcpy(op->out[0]->data, op->in[0]->data, (size_t)luna_count(op->in[0]) * sizeof(float));
-  lunai_split(op, op->in[1]->shape[1], op->in[1]->shape[0], lunai_scatter_body);
-  return LUNA_OK;
+  return lunai_split(op, op->in[1]->shape[1], op->in[1]->shape[0], lunai_scatter_body);
 }
 LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
   if (op->in[1]->grad) lunai_split(op, op->in[1]->shape[0], op->in[1]->shape[1], lunai_scatter_back);
-  if (op->in[0]->grad && op->in[0]->grad != op->out[0]->grad) lunai_split(op, luna_count(op->in[0]), 1,
-      lunai_scatter_through);
+  lunai_added_backward(op);
   return LUNA_OK;
 }
 #define LUNAI_CPU_SCATTER_ADD \
@@ -10486,10 +10366,10 @@ LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
 LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
   const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]);
   lunai_split(op, lunai_angle_rows(op), d, lunai_sinusoids_places);
-  lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
-  return LUNA_OK;
+  return lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
 }
 LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
+#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
@@ -10505,7 +10385,6 @@ LUNAI_FN lunai_cross_entropy lunai_cross_entropy_of(const luna_op *op, int64_t r
   a.lse = (float *)op->kept;
   return a;
 }
-#define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
 LUNAI_FN float lunai_cross_entropy_factor(const luna_op *op) {
   return op->arg.cross_entropy.factor * op->out[0]->grad[0];
 }
@@ -10538,10 +10417,7 @@ LUNAI_FN luna_status lunai_cross_entropy_forward(luna_op *op) {
                                 (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_cross_entropy_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_cross_entropy_back);
-  return LUNA_OK;
-}
+LUNAI_SPLIT_ALL(cross_entropy_backward, cross_entropy_back, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_CROSS_ENTROPY \
   LUNAI_CPU_REST(cross_entropy_query, cross_entropy_forward, cross_entropy_backward, LUNA_SETS_GRAD(0))
 
@@ -10555,23 +10431,10 @@ typedef struct lunai_logits {
   float *panels;                     /* x, as the products for W's gradient read it */
   void *scratch;
 } lunai_logits;
-/* a panel's products: 0 logits, 1 for x's gradient, 2 for W's */
 LUNAI_FN void lunai_logits_product(const lunai_logits *w, int which, lunai_gemm *g) {
-  const luna_tensor *x = w->op->in[0], *weight = w->op->in[1], *bias = w->op->in[2];
-  const int64_t rows = w->part.rows, in = lunai_last(x), columns = w->part.columns, first = w->part.first,
-      stride = w->part.grad_row;
-  const lunai_matrix X = lunai_dense(x->data, rows, in), dY = lunai_strided(w->panel, rows, columns, stride);
-  const lunai_matrix W = lunai_dense(lunai_offset(weight->data, first * in), columns, in);
-  if (which == 0) {
-    lunai_gemm_set(g, X, lunai_transposed(W), w->panel);
-    g->c_row = stride;
-    g->bias = bias ? lunai_offset(bias->data, first) : NULL;
-  } else if (which == 1) lunai_gemm_set(g, dY, W, x->grad);
-  else {
-    lunai_gemm_set(g, lunai_transposed(dY), X, lunai_offset(weight->grad, first * in));
-    g->b_panels = w->panels;
-  }
-  g->accumulate = which == 2 || (which == 1 && (first > 0 || !(w->op->sets & 1)));
+  const lunai_matrix y = lunai_strided(w->panel, w->part.rows, w->part.columns, w->part.grad_row);
+  lunai_linear_columns(w->op, which, y, w->part.first, g);
+  if (which == 2) g->b_panels = w->panels;
 }
 LUNAI_FN void lunai_logits_multiply(const lunai_logits *w, int which) {
   lunai_gemm g;
@@ -10621,19 +10484,13 @@ LUNAI_FN size_t lunai_logits_workspace(luna_op *op, const luna_op *loss, bool ba
   }
   return bytes + gemm;
 }
-LUNAI_FN lunai_cross_entropy lunai_logits_rows(const lunai_logits *w, int64_t thread, int64_t threads) {
-  return lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads),
-                                  lunai_share(w->part.rows, thread + 1, threads));
-}
-LUNAI_FN void lunai_logits_sums(void *work, int64_t thread, int64_t threads) {
+/* a panel's part of the rows' sums, or in backward its gradient */
+LUNAI_FN void lunai_logits_panel(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
-  const lunai_cross_entropy a = lunai_logits_rows(w, thread, threads);
-  lunai_k(w->op)->cross_entropy(&a);
-}
-LUNAI_FN void lunai_logits_gradient(void *work, int64_t thread, int64_t threads) {
-  const lunai_logits *w = (const lunai_logits *)work;
-  const lunai_cross_entropy a = lunai_logits_rows(w, thread, threads);
-  lunai_k(w->op)->cross_entropy_backward(&a);
+  const lunai_cross_entropy a = lunai_cross_entropy_rows(&w->part, lunai_share(w->part.rows, thread, threads),
+                                                         lunai_share(w->part.rows, thread + 1, threads));
+  if (a.sums) lunai_k(w->op)->cross_entropy(&a);
+  else lunai_k(w->op)->cross_entropy_backward(&a);
 }
 LUNAI_FN void lunai_logits_bias(void *work, int64_t thread, int64_t threads) {
   const lunai_logits *w = (const lunai_logits *)work;
@@ -10652,7 +10509,7 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss) {
   for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     if (logits) w.part.logits = logits + first;
     else lunai_logits_multiply(&w, 0);
-    lunai_run(parallel, lunai_logits_gradient, &w);
+    lunai_run(parallel, lunai_logits_panel, &w);
     lunai_logits_multiply(&w, 1);
     lunai_logits_multiply(&w, 2);
     if (lunai_grad(op, 2)) lunai_run(parallel, lunai_logits_bias, &w);
@@ -10670,7 +10527,7 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_forward(luna_op *op) {
   lunai_logits_start(&w, op, op, false, op->workspace);
   for (int64_t first = 0; lunai_logits_next(&w, first); first += LUNAI_LOGIT_COLUMNS) {
     lunai_logits_multiply(&w, 0);
-    lunai_run(&op->ctx->parallel, lunai_logits_sums, &w);
+    lunai_run(&op->ctx->parallel, lunai_logits_panel, &w);
   }
   op->out[0]->data[0] = (float)(lunai_k(op)->sum(w.part.rows, w.part.loss) * (double)op->arg.cross_entropy.factor);
   return LUNA_OK;
@@ -10799,7 +10656,7 @@ LUNAI_FN void lunai_unpack_args(const luna_op *op, lunai_unpack *u) {
 }
 LUNAI_KERNEL_OP(unpack, lunai_rows(op->in[0]) * op->in[1]->shape[1])
 LUNAI_FN luna_status lunai_unpack_residual_backward(luna_op *op) {
-  lunai_residual_backward(op, 5);
+  lunai_added_backward(op);
   return lunai_unpack_backward(op);
 }
 #define LUNAI_CPU_UNPACK \
@@ -10864,61 +10721,48 @@ LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
   a.dbias = lunai_grad(op, 2);
   return a;
 }
-LUNAI_FN void lunai_convolution_sequences(luna_op *op, int64_t first, int64_t last) {
+LUNAI_FN void lunai_convolution_rows_part(luna_op *op, bool back, int64_t first, int64_t last) { /* of sequences */
   for (; first < last; first++) {
     const lunai_convolution a = lunai_convolution_of(op, first);
-    lunai_k(op)->short_convolution(&a);
-    if (a.history)
-      lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
+    if (back) lunai_k(op)->short_convolution_backward(&a);
+    else lunai_k(op)->short_convolution(&a);
+    if (a.history) lunai_history_move(op->history + first * (a.width - 1) * a.n, a.width - 1, a.x, a.rows, a.n);
   }
 }
-LUNAI_FN void lunai_convolution_back(luna_op *op, int64_t first, int64_t last) {
-  for (; first < last; first++) {
-    const lunai_convolution a = lunai_convolution_of(op, first);
-    lunai_k(op)->short_convolution_backward(&a);
-  }
-}
+LUNAI_PART_OP(convolution_rows, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]))
 LUNAI_FN void lunai_convolution_columns(luna_op *op, int64_t first, int64_t last) {
   for (int64_t b = 0; b < op->in[0]->shape[0]; b++) {
     const lunai_convolution a = lunai_convolution_of(op, b);
     lunai_k(op)->short_convolution_weights(&a, first, last);
   }
 }
-LUNAI_FN luna_status lunai_convolution_forward(luna_op *op) {
-  lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_sequences);
-  return LUNA_OK;
-}
 LUNAI_FN luna_status lunai_convolution_backward(luna_op *op) {
-  const int64_t rows = op->in[0]->shape[0] * op->in[0]->shape[1];
-  if (op->in[0]->grad)
-    lunai_split(op, op->in[0]->shape[0], op->in[0]->shape[1] * lunai_last(op->in[0]), lunai_convolution_back);
-  if (lunai_grad(op, 1) || lunai_grad(op, 2)) lunai_split(op, lunai_last(op->in[0]), rows, lunai_convolution_columns);
+  const luna_tensor *x = op->in[0];
+  if (x->grad) lunai_convolution_rows_backward(op);
+  if (lunai_grad(op, 1) || lunai_grad(op, 2))
+    lunai_split(op, lunai_last(x), x->shape[0] * x->shape[1], lunai_convolution_columns);
   return LUNA_OK;
 }
-#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_forward, convolution_backward, 0)
+#define LUNAI_CPU_SHORT_CONVOLUTION LUNAI_CPU_OP(query_nothing, convolution_rows_forward, convolution_backward, 0)
 
 /* --- custom --- */
 LUNAI_FN void lunai_custom_query(luna_op *op) {
   op->workspace_size = op->backward_workspace_size = op->arg.custom.workspace_size;
 }
-LUNAI_FN luna_status lunai_custom_forward(luna_op *op) {
+LUNAI_FN luna_status lunai_custom_run(luna_op *op, bool back) {
+  const luna_custom *custom = &op->arg.custom;
+  void *state = (void *)(uintptr_t)custom->state;
   op->ctx->custom = op;
-  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
-                         (void *)(uintptr_t)op->arg.custom.state);
+  if (back) custom->backward(op->in, op->inputs, op->out[0], state);
+  else custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
   op->ctx->custom = NULL;
   return LUNA_OK;
 }
-LUNAI_FN luna_status lunai_custom_backward(luna_op *op) {
-  op->ctx->custom = op;
-  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)(uintptr_t)op->arg.custom.state);
-  op->ctx->custom = NULL;
-  return LUNA_OK;
-}
+LUNAI_RUN_OP(custom)
 #define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
 
 LUNAI_FN luna_status lunai_cpu_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
-  (void)ctx;
-  (void)direction;
+  (void)ctx, (void)direction;
   if (bytes) memcpy(to, from, bytes);
   return LUNA_OK;
 }
@@ -10942,31 +10786,51 @@ LUNAI_FN luna_status lunai_cpu_check(luna_ctx *ctx, const luna_tensor *loss, lun
 
 /* --- the optimisers' norm and update: sums over a parameter in blocks, added in their order --- */
 #define LUNAI_SUM_BLOCK 65536
-typedef struct lunai_norm_work {
-  const lunai_kernels *kernels; const float *x; int64_t count; double partial[64];
-} lunai_norm_work;
-LUNAI_FN void lunai_norm_task(void *work, int64_t thread, int64_t threads) {
-  lunai_norm_work *w = (lunai_norm_work *)work;
-  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->count; i += threads)
-    w->partial[i] = w->kernels->sum_squares(lunai_min(LUNAI_SUM_BLOCK, w->count - i * LUNAI_SUM_BLOCK),
-                                            w->x + i * LUNAI_SUM_BLOCK);
+typedef struct lunai_update_work {
+  const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
+} lunai_update_work;
+LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
+  lunai_update u = *whole;
+  u.value = lunai_offset(u.value, first);
+  u.grad += first;
+  for (int i = 0; i < 3; i++) u.moment[i] = lunai_offset(u.moment[i], first);
+  u.count = last - first;
+  return u;
+}
+/* of a part of at most 64 blocks */
+LUNAI_FN void lunai_sums_task(void *work, int64_t thread, int64_t threads) {
+  lunai_update_work *w = (lunai_update_work *)work;
+  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
+    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
+                                             lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
+    if (w->kind == LUNA_OPTIMIZER_APOLLO) w->kernels->apollo_sums(&u, w->partial[i]);
+    else w->partial[i][0] = w->kernels->sum_squares(u.count, u.grad);
+  }
+}
+/* adds to the first of `sums` that of the gradient's squares; of Apollo to all three those for its curvature */
+LUNAI_FN void lunai_sums_add(luna_ctx *ctx, lunai_update_work *w, double *sums) {
+  const lunai_update whole = w->update;
+  for (int64_t at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
+    w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
+    lunai_run(w->update.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_sums_task, w);
+    for (int64_t i = 0; i < lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++)
+      for (int k = 0; k < (w->kind == LUNA_OPTIMIZER_APOLLO ? 3 : 1); k++) sums[k] += w->partial[i][k];
+  }
+  w->update = whole;
 }
 LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                     const luna_update *table, int64_t count) {
   luna_step_state *state = rule->state;
-  lunai_norm_work w;
+  lunai_update_work w;
   double sum = 0;
+  (void)table;
+  memset(&w, 0, sizeof w);
   w.kernels = ctx->kernels;
   for (int64_t p = 0; p < count; p++) {
-    const int64_t size = parts[p].frozen ? 0 : parts[p].count;
-    for (int64_t at = 0; at < size; at += 64 * LUNAI_SUM_BLOCK) {
-      w.x = parts[p].grad + at;
-      w.count = lunai_min(size - at, 64 * LUNAI_SUM_BLOCK);
-      lunai_run(w.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_norm_task, &w);
-      for (int64_t i = 0; i * LUNAI_SUM_BLOCK < w.count; i++) sum += w.partial[i];
-    }
+    w.update.grad = parts[p].grad;
+    w.update.count = parts[p].frozen ? 0 : parts[p].count;
+    lunai_sums_add(ctx, &w, &sum);
   }
-  (void)table;
   state->norm = (float)sqrt(sum);
   state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
   state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
@@ -10977,17 +10841,6 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   return LUNA_OK;
 }
 
-typedef struct lunai_update_work {
-  const lunai_kernels *kernels; lunai_update update; luna_optimizer_kind kind; double partial[64][3];
-} lunai_update_work;
-LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first, int64_t last) {
-  lunai_update u = *whole;
-  u.value += first;
-  u.grad += first;
-  for (int i = 0; i < 3; i++) if (u.moment[i]) u.moment[i] += first;
-  u.count = last - first;
-  return u;
-}
 LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const lunai_update_work *w = (const lunai_update_work *)work;
   const int64_t units = lunai_divide_up(w->update.count, LUNAI_SPLIT);
@@ -10998,28 +10851,13 @@ LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
     (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
      w->kernels->adam)(&u);
 }
-LUNAI_FN void lunai_apollo_task(void *work, int64_t thread, int64_t threads) { /* of a part of at most 64 blocks */
-  lunai_update_work *w = (lunai_update_work *)work;
-  for (int64_t i = thread; i * LUNAI_SUM_BLOCK < w->update.count; i += threads) {
-    const lunai_update u = lunai_update_part(&w->update, i * LUNAI_SUM_BLOCK,
-                                             lunai_min((i + 1) * LUNAI_SUM_BLOCK, w->update.count));
-    w->kernels->apollo_sums(&u, w->partial[i]);
-  }
-}
 /* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
    D^4 */
 LUNAI_FN void lunai_apollo_curvature(luna_ctx *ctx, lunai_update_work *w) {
-  const lunai_update whole = w->update;
   double sums[3] = { 0, 0, 0 };
-  for (int64_t at = 0; at < whole.count; at += 64 * LUNAI_SUM_BLOCK) {
-    w->update = lunai_update_part(&whole, at, lunai_min(at + 64 * LUNAI_SUM_BLOCK, whole.count));
-    lunai_run(w->update.count > LUNAI_SUM_BLOCK ? &ctx->parallel : NULL, lunai_apollo_task, w);
-    for (int64_t i = 0; i < 3 * lunai_divide_up(w->update.count, LUNAI_SUM_BLOCK); i++)
-      sums[i % 3] += w->partial[i / 3][i % 3];
-  }
-  w->update = whole;
-  const double d = sqrt(sqrt(sums[0])) + (double)whole.epsilon;
-  w->update.alpha = (1 - whole.beta1) / whole.correction1;
+  lunai_sums_add(ctx, w, sums);
+  const double d = sqrt(sqrt(sums[0])) + (double)w->update.epsilon;
+  w->update.alpha = (1 - w->update.beta1) / w->update.correction1;
   w->update.curvature = (float)((-(double)w->update.alpha * sums[1] - sums[2]) / (d * d * d * d));
 }
 LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const luna_update *part) {
@@ -11057,16 +10895,6 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
   return LUNA_OK;
 }
 
-LUNA_API const char *luna_op_name(luna_op_kind kind) {
-  static const char *const names[] = {
-#define LUNAI_OP_KIND(name, tier, reads, cheap) #name,
-#define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) #name,
-    LUNA_OPS(LUNAI_OP_KIND, LUNAI_OP_EACH)
-#undef LUNAI_OP_EACH
-#undef LUNAI_OP_KIND
-  };
-  return (unsigned)kind < LUNA_OP_COUNT ? names[kind] : "unknown";
-}
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>profile: sums of time, bytes and flops by scope, op and shapes; while none is under way ctx->profile is null.
@@ -11175,7 +11003,7 @@ LUNAI_FN double lunai_op_flops(const luna_op *op) {
 }
 /* what an op reads and writes: forward all inputs and results; backward the gradients of both, and the data it reads */
 LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
-  const int reads = lunai_op_reads[op->kind];
+  const int reads = lunai_ops[op->kind].reads;
   double floats = 0;
   for (int i = 0; i < op->outputs; i++)
     floats += (double)luna_count(op->out[i]) * (backward && reads & LUNA_READS_OUT(i) ? 2 : 1);
@@ -11511,15 +11339,15 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
     luna_tensor *in = lunai_base(op->in[i]);
     if (!in) continue;
     in->last_reader = op;
-    in->saved = in->saved || (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) ||
-                (lunai_op_is_cheap[op->kind] && !(in->maker && in->maker->inputs == 0) &&
+    in->saved = in->saved || (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) ||
+                (lunai_ops[op->kind].cheap && !(in->maker && in->maker->inputs == 0) &&
                  luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
-  for (int i = 0; i < op->outputs; i++) if (lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) op->out[i]->saved = true;
+  for (int i = 0; i < op->outputs; i++) if (lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
 /* whether cheap ops compute a tensor's data again, in backward, from data that are there */
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
-  if (!t->maker || !lunai_op_is_cheap[t->maker->kind]) return false;
+  if (!t->maker || !lunai_ops[t->maker->kind].cheap) return false;
   for (int i = 0; i < t->maker->inputs; i++) {
     const luna_tensor *in = lunai_base(t->maker->in[i]);
     if (in && !in->parameter && !(in->saved && !in->released) && !lunai_is_recomputable(in)) return false;
@@ -12273,9 +12101,9 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   if (lunai_leave_gradient(op)) return true;
   for (int i = 0; i < op->outputs && !op->loss; i++) if (!lunai_grad_take(ctx, op->out[i], false)) return false;
   for (int i = 0; i < op->outputs; i++)
-    if (!(lunai_op_reads[op->kind] & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
+    if (!(lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
+    if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
       return false;
   op->sets = lunai_sets_in_place(op) ? 1 : 0;
   for (int i = 0; i < op->inputs; i++)
@@ -13329,9 +13157,10 @@ LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const cha
   return !open || (p->leading->rank - p->after == before &&
                    memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
 }
-LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
+LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
   const char *at = pattern;
   lunai_pattern p;
+  if (lunai_is_checked(s->op.ctx)) return true;
   memset(&p, -1, sizeof p.sizes);
   p.leading = NULL;
   for (int i = 0; *at; i++) {
@@ -13353,9 +13182,6 @@ LUNAI_FN bool lunai_pattern_fits(const lunai_build *s, const char *pattern) {
     at += 1 + (at[1] == ' ');
   }
   return true;
-}
-LUNAI_INLINE bool lunai_fits(const lunai_build *s, const char *pattern) {
-  return lunai_is_checked(s->op.ctx) || lunai_pattern_fits(s, pattern);
 }
 LUNAI_FN bool lunai_product_fits(const lunai_build *s, int64_t a, int64_t b, int64_t max) {
   if (lunai_is_checked(s->op.ctx) || lunai_product(a, b, max) >= 0) return true;
@@ -13409,6 +13235,11 @@ LUNA_API luna_tensor *luna_reshape(luna_tensor *x, int rank, const int64_t *shap
   return lunai_view(&s, x, rank, full, 0);
 }
 
+LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
+  const int64_t shape[4] = { a, b, c, d };
+  return luna_reshape(x, rank, shape);
+}
+
 LUNA_API luna_tensor *luna_detach(luna_tensor *x) {
   lunai_build s;
   luna_tensor *t = lunai_start(&s, LUNA_OP_COUNT, "luna_detach", &x, 1, 1) ?
@@ -13446,6 +13277,11 @@ LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes) {
     s.op.arg.permute.axes[a] = axes[a];
   }
   return lunai_finish(&s, x->rank, shape);
+}
+
+LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
+  const int axes[4] = { a, b, c, d };
+  return luna_permute(x, axes);
 }
 
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other) {
@@ -13588,8 +13424,6 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   const luna_collective *c = lunai_ranks(ctx);
   const bool rows = c && c->mode == LUNA_PARALLEL_SEQUENCE;
   int64_t *all, *parts, from = 0;
-  void *memory;
-  lunai_cut *made;
   if (!c) return true;
   /* the longest; of rows a hash of the lengths */
   int64_t mine[3] = { rows ? batch : n, rows ? n : batch, lengths ? 1 : n };
@@ -13597,10 +13431,8 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
   if (rows) mine[2] = 0;
   if (rows && lengths && batch > 0)
     mine[2] = (int64_t)lunai_hash_bytes(1, (const char *)lengths, (size_t)batch * sizeof *lengths);
-  if (!lunai_step(ctx, sizeof *made + (size_t)c->ranks * sizeof *parts, false, &memory))
-    return lunai_fail_op_memory(ctx, name, sizeof *made) != NULL;
-  if (!lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
-  made = (lunai_cut *)memory;
+  lunai_cut *made = (lunai_cut *)lunai_step_host(ctx, name, true, sizeof *made + (size_t)c->ranks * sizeof *parts);
+  if (!made || !lunai_rank_compare(ctx, name, mine, what[rows], 3, &all)) return false;
   memset(made, 0, sizeof *made);
   made->parts = parts = (int64_t *)(void *)(made + 1);
   made->rows = rows;
@@ -13629,17 +13461,16 @@ LUNAI_FN bool lunai_cut_take(luna_ctx *ctx, const char *name, int64_t batch, int
 /* Lengths of whole sequences as those of t's rows, in the step; null where there is no memory */
 LUNAI_FN const int32_t *lunai_cut_lengths(luna_ctx *ctx, const lunai_cut *part, const int32_t *lengths,
                                           const char *name, bool *failed) {
-  void *memory;
-  if (!lengths || !part || !part->rows || *failed) return lengths;
-  *failed = !lunai_step(ctx, (size_t)part->other * sizeof(int32_t), false, &memory);
-  if (*failed) lunai_fail_op_memory(ctx, name, (size_t)part->other * sizeof(int32_t));
+  if (!lengths || !part || !part->rows) return lengths;
+  int32_t *own = (int32_t *)lunai_step_host(ctx, name, true, (size_t)part->other * sizeof *own);
+  *failed = !own;
   for (int64_t b = 0; b < part->other && !*failed; b++) {
     *failed = lengths[b] < 0 || lengths[b] > part->whole;
-    if (*failed) lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0,
-                            part->whole);
-    else ((int32_t *)memory)[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
+    if (*failed)
+      lunai_fail(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "lengths", b, (int64_t)lengths[b], (int64_t)0, part->whole);
+    own[b] = (int32_t)lunai_max(0, lunai_min(lengths[b] - part->first, part->own));
   }
-  return *failed ? NULL : (const int32_t *)memory;
+  return *failed ? NULL : own;
 }
 /* What a model's input is a part of, and the input with its lengths as those of its own rows */
 LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own,
@@ -13666,16 +13497,15 @@ LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
 }
 
 typedef struct lunai_rank_op {
+  luna_custom custom;
   luna_ctx *ctx;
   const char *name;
   bool received, alone;              /* `result` is there; the gradient is not summed over ranks */
   float *result, *kept;              /* [luna_count(out)]; what else backward needs */
+  int64_t kept_size;                 /* floats */
   const lunai_cut *part;
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
-  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
-  int64_t kept_size, room;           /* floats of `kept`, and of the workspace while it runs */
 } lunai_rank_op;
 LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
@@ -13697,21 +13527,14 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
                                        const int64_t *shape) {
   luna_ctx *ctx = in[0]->ctx;
   const int64_t floats = lunai_shape_count(rank, shape);
-  const size_t bytes = (size_t)(floats + op->kept_size) * sizeof(float);
-  luna_custom custom;
-  void *memory;
   if (lunai_on_device(ctx)) return lunai_fail(ctx, LUNA_ERROR_NO_OP, op->name, "of rows that are cut over ranks");
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_fail_op_memory(ctx, op->name, bytes);
-  memset(&custom, 0, sizeof custom);
   op->ctx = ctx;
-  op->result = (float *)memory;
-  op->kept = op->result ? op->result + floats : NULL;
-  custom.forward = op->forward;
-  custom.backward = op->backward;
-  custom.state = op;
-  custom.state_size = sizeof *op;
-  custom.workspace_size = (size_t)op->room * sizeof(float);
-  luna_tensor *y = luna_custom_op(in, count, rank, shape, &custom);
+  op->result = (float *)lunai_step_host(ctx, op->name, true, (size_t)(floats + op->kept_size) * sizeof(float));
+  if (!op->result) return NULL;
+  op->kept = op->result + floats;
+  op->custom.state = op;
+  op->custom.state_size = sizeof *op;
+  luna_tensor *y = luna_custom_op(in, count, rank, shape, &op->custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
   y->part = NULL;
   return y;
@@ -13722,8 +13545,8 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
   memset(&op, 0, sizeof op);
   op.name = name;
   op.alone = alone;
-  op.forward = lunai_rank_sum_forward;
-  op.backward = lunai_rank_sum_backward;
+  op.custom.forward = lunai_rank_sum_forward;
+  op.custom.backward = lunai_rank_sum_backward;
   return lunai_rank_op_of(&op, &x, 1, x->rank, x->shape);
 }
 
@@ -13784,22 +13607,23 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
   op.part = part;
   op.lengths = lengths;
   op.heads = heads;
-  op.forward = lunai_rank_merge_forward;
-  op.backward = lunai_rank_merge_backward;
+  op.custom.forward = lunai_rank_merge_forward;
+  op.custom.backward = lunai_rank_merge_backward;
+  op.custom.workspace_size = (size_t)((luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1)) *
+                             sizeof(float);
   op.kept_size = luna_count(lse);
-  op.room = (luna_count(y) + luna_count(lse)) * (lunai_ranks(y->ctx)->ranks + 1);
-  luna_tensor *in[2] = { y, lse };
+  luna_tensor *const in[] = { y, lse };
   return lunai_rank_op_of(&op, in, 2, y->rank, y->shape);
 }
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
-   width - 1 rows before its first, zeros where there are none. kept: nothing. */
+   width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
+   rank before that has its last min(its own, its end - (first - rows)). */
 LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int rank = op->ctx->collective.rank;
+  const int64_t start = op->part->first - rows;
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + batch * size;
-  int64_t j, end;
-  int r;
+  int64_t end = 0;
   (void)count;
   if (!op->received) {
     memset(mine, 0, (size_t)(batch * size) * sizeof(float));
@@ -13807,49 +13631,46 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     for (int64_t b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
     if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
-    for (r = 0, end = 0; r < rank; r++)
-      for (end += op->part->parts[r], j = 0; j < rows; j++) {
-        const int64_t at = op->part->first - rows + j; /* in the whole */
-        for (int64_t b = 0; b < batch && at >= end - op->part->parts[r] && at < end; b++)
-          memcpy(op->result + b * size + j * d, all + (r * batch + b) * size + (rows - (end - at)) * d,
-                 (size_t)d * sizeof(float));
-      }
+    for (int r = 0; r < op->ctx->collective.rank; r++) {
+      end += op->part->parts[r];
+      const int64_t n = lunai_min(op->part->parts[r], end - start);
+      for (int64_t b = 0; b < batch && n > 0; b++)
+        memcpy(op->result + b * size + (end - n - start) * d, all + (r * batch + b) * size + (rows - n) * d,
+               (size_t)(n * d) * sizeof(float));
+    }
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
 }
 LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
+  const luna_collective *c = lunai_ranks(op->ctx);
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
-  const int64_t first = op->part->first, end = first + op->part->own;
+  const int64_t end = op->part->first + op->part->own;
   float *all = (float *)luna_custom_run(out).scratch;
-  int64_t later = end;
+  int64_t start = end - rows;        /* of the rows that rank r got */
   (void)count;
   if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
-  for (int r = op->ctx->collective.rank + 1; r < op->ctx->collective.ranks && in[0]->grad; later +=
-       op->part->parts[r++])
-    for (int64_t j = 0; j < rows; j++) {
-      const int64_t at = later - rows + j;
-      for (int64_t b = 0; b < batch && at >= first && at < end; b++)
-        for (int64_t i = 0; i < d; i++)
-          in[0]->grad[(b * own + own - (end - at)) * d + i] += all[(r * batch + b) * size + j * d + i];
-    }
+  for (int r = c->rank + 1; r < c->ranks && in[0]->grad; start += op->part->parts[r++]) {
+    const int64_t n = lunai_min(op->part->own, end - start);
+    for (int64_t b = 0; b < batch && n > 0; b++)
+      for (int64_t i = 0; i < n * d; i++)
+        in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
+  }
 }
 /* x with the `rows` rows before its first one, which is whole */
 LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   const int64_t own = lunai_min(rows, x->shape[1]);
-  luna_tensor *with[2];
   lunai_rank_op op;
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
   op.part = x->part;
-  op.forward = lunai_rank_border_forward;
-  op.backward = lunai_rank_border_backward;
-  int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
-  op.room = shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1);
-  with[1] = luna_slice(x, 1, x->shape[1] - own, own);
-  with[0] = with[1] ? lunai_rank_op_of(&op, &with[1], 1, 3, shape) : NULL;
-  with[1] = x;
+  op.custom.forward = lunai_rank_border_forward;
+  op.custom.backward = lunai_rank_border_backward;
+  const int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
+  op.custom.workspace_size = (size_t)(shape[0] * rows * shape[2] * (lunai_ranks(x->ctx)->ranks + 1)) * sizeof(float);
+  luna_tensor *last = luna_slice(x, 1, x->shape[1] - own, own);
+  luna_tensor *const with[] = { last ? lunai_rank_op_of(&op, &last, 1, 3, shape) : NULL, x };
   x = luna_concat(with, 2, 1);
   if (x) x->part = NULL;
   return x;
@@ -13896,10 +13717,7 @@ LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis) {
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_REDUCE, axis, true, "luna_mean");
 }
-LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) {
-  const int64_t count = luna_count(x);
-  return x ? luna_reshape(x, 1, &count) : NULL;
-}
+LUNAI_FN luna_tensor *lunai_flat(luna_tensor *x) { return lunai_reshape(x, 1, luna_count(x), 1, 1, 1); }
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x) {
   return lunai_reduce(lunai_flat(x), LUNA_OP_REDUCE, 0, false, "luna_sum_all");
 }
@@ -14007,8 +13825,8 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
 /* --- rows --- */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths) {
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1)) return NULL;
-  if (!lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
+  if (!lunai_start(&s, LUNA_OP_SOFTMAX, "luna_softmax", &x, 1, 1) ||
+      !lunai_fits(&s, lengths ? "x [...,m,n]" : "x [...,n]")) return NULL;
   s.op.lengths = lunai_integers(&s, lengths, x->shape[0], 0, INT32_MAX, "lengths");
   return lunai_finish_like(&s, x);
 }
@@ -14031,25 +13849,20 @@ LUNA_API luna_tensor *luna_mask(luna_tensor *x, const int32_t *lengths) { return
 
 /* x as [count, 1], with `fill` where keep, in the step, has 0 and not 1; what was there is not read */
 LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fill, const char *name) {
-  int64_t shape[2];
+  const int64_t count = luna_count(x);
   lunai_build s;
-  shape[0] = luna_count(x);
-  shape[1] = 1;
-  if ((x = luna_reshape(x, 2, shape)) == NULL || !lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
-  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, shape[0]) : keep;
+  x = lunai_reshape(x, 2, count, 1, 1, 1);
+  if (!lunai_start(&s, LUNA_OP_MASK, name, &x, 1, 1)) return NULL;
+  s.op.lengths = lunai_on_device(x->ctx) ? lunai_integers_copy(&s, keep, count) : keep;
   s.op.arg.mask.width = 1;
   s.op.arg.mask.fill = fill;
   return s.op.lengths ? lunai_finish_like(&s, x) : lunai_abandon(&s);
 }
 
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
-  int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1)) return NULL;
-  if (!lunai_fits(&s, "x [...,N]")) return NULL;
-  memcpy(shape, x->shape, sizeof shape);
-  shape[x->rank - 1]--;
-  return lunai_finish(&s, x->rank, shape);
+  if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
+  return lunai_finish_rows(&s, lunai_last(x) - 1);
 }
 
 LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
@@ -14070,8 +13883,8 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1)) return NULL;
-  if (!lunai_fits(&s, "table [v,d]")) return NULL;
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_embedding", &table, 1, 1) ||
+      !lunai_fits(&s, "table [v,d]")) return NULL;
   shape[0] = batch;
   shape[1] = n;
   if (lunai_shape_count(2, shape) < 0) return lunai_fail_shape(table->ctx, "luna_embedding", 2, shape);
@@ -14085,8 +13898,7 @@ LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, 
 LUNAI_FN luna_tensor *lunai_as_rows(luna_tensor *x, const char *name) {
   if (!x || x->rank == 2) return x;
   if (x->rank < 1) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)0);
-  int64_t shape[2] = { x->shape[0], x->shape[1] * x->shape[2] * x->shape[3] };
-  return luna_reshape(x, 2, shape);
+  return lunai_reshape(x, 2, x->shape[0], x->shape[1] * x->shape[2] * x->shape[3], 1, 1);
 }
 /* the end of an op of rows: indices in 0..n - 1, and the result [rows, d] shaped as x but for its first axis */
 LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const int32_t *indices, int64_t count,
@@ -14104,16 +13916,14 @@ LUNAI_FN luna_tensor *lunai_indexed(lunai_build *s, const luna_tensor *x, const 
 LUNA_API luna_tensor *luna_gather_rows(luna_tensor *x, const int32_t *indices, int64_t count) {
   luna_tensor *flat = lunai_as_rows(x, "luna_gather_rows");
   lunai_build s;
-  return lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1) ? lunai_indexed(&s, x, indices,
-      count, count) : NULL;
+  if (!lunai_start(&s, LUNA_OP_EMBEDDING, "luna_gather_rows", &flat, 1, 1)) return NULL;
+  return lunai_indexed(&s, x, indices, count, count);
 }
 LUNA_API luna_tensor *luna_scatter_add_rows(luna_tensor *x, const int32_t *indices, luna_tensor *rows) {
-  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows"), *added = flat ? lunai_as_rows(rows,
-      "luna_scatter_add_rows") : NULL;
-  luna_tensor *in[2];
+  luna_tensor *flat = lunai_as_rows(x, "luna_scatter_add_rows");
+  luna_tensor *const in[] = { flat, flat ? lunai_as_rows(rows, "luna_scatter_add_rows") : NULL };
   lunai_build s;
   if (!flat && rows && !x) return lunai_fail_null(rows->ctx, "luna_scatter_add_rows", "x");
-  in[0] = flat, in[1] = added;
   if (!lunai_start(&s, LUNA_OP_SCATTER_ADD, "luna_scatter_add_rows", in, 2, 2)) return NULL;
   for (int a = 1; a < LUNA_MAX_RANK; a++)
     if (rows->rank != x->rank || rows->shape[a] != x->shape[a])
@@ -14127,28 +13937,25 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   luna_ctx *ctx = s->op.ctx;
   luna_cross_entropy_config c;
   int64_t counted = 0;
-  void *memory;
+  memset(&c, 0, sizeof c);
   if (config) c = *config;
-  else memset(&c, 0, sizeof c);
   if (!labels && rows > 0) return lunai_fail_null(ctx, s->name, "labels") != NULL;
   if (!(c.smoothing >= 0 && c.smoothing <= 1))
     return lunai_fail(ctx, LUNA_ERROR_SMOOTHING, s->name, (double)c.smoothing) != NULL;
-  if (!lunai_step(ctx, (size_t)rows * sizeof(int32_t), false, &memory))
-    return lunai_op_no_memory(s, (size_t)rows * sizeof(int32_t)) != NULL;
-  int32_t *kept = (int32_t *)memory;
+  int32_t *kept = (int32_t *)lunai_step_host(ctx, s->name, true, (size_t)rows * sizeof *kept);
+  if (!kept) return false;
   for (int64_t i = 0; i < rows; i++) {
     const bool ignored = labels[i] < 0 || (c.ignore && labels[i] == c.ignore_index);
-    const int32_t label = ignored ? -1 : labels[i];
-    if (label >= classes)
-      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)label, classes) != NULL;
+    kept[i] = ignored ? -1 : labels[i];
+    if (kept[i] >= classes)
+      return lunai_fail(ctx, LUNA_ERROR_LABEL_RANGE, s->name, i, (int64_t)kept[i], classes) != NULL;
     counted += !ignored;
-    kept[i] = label;
   }
   if (!c.sum && !lunai_rank_count(ctx, s->name, &counted)) return false;
   s->op.index = lunai_on_device(ctx) ? lunai_integers_copy(s, kept, rows) : kept;
   s->op.arg.cross_entropy.smoothing = c.smoothing;
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
-  return rows == 0 || s->op.index != NULL;
+  return s->op.index != NULL;
 }
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) {
   return luna_cross_entropy_with(logits, labels, NULL);
@@ -14157,8 +13964,8 @@ LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t
                                               const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
-  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1)) return NULL;
-  if (!lunai_fits(&s, "logits [...,v]")) return NULL;
+  if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1) ||
+      !lunai_fits(&s, "logits [...,v]")) return NULL;
   return lunai_labels(&s, lunai_rows(logits), lunai_last(logits), labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
@@ -14218,14 +14025,7 @@ LUNAI_FN void lunai_log_softmax_back(luna_op *op, int64_t first, int64_t last) {
     }
   }
 }
-LUNAI_FN luna_status lunai_log_softmax_forward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_body);
-  return LUNA_OK;
-}
-LUNAI_FN luna_status lunai_log_softmax_backward(luna_op *op) {
-  lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_log_softmax_back);
-  return LUNA_OK;
-}
+LUNAI_SPLIT_OP(log_softmax, lunai_rows(op->in[0]), lunai_last(op->in[0]))
 #define LUNAI_CPU_LOG_SOFTMAX LUNAI_CPU_REST(query_nothing, log_softmax_forward, log_softmax_backward, 0)
 LUNA_API luna_tensor *luna_log_softmax(luna_tensor *x) {
   int64_t shape[LUNA_MAX_RANK];
@@ -14249,15 +14049,13 @@ LUNAI_FN bool lunai_targets_take(lunai_targets *t, luna_tensor *values, const fl
   const int64_t count = luna_count(values);
   int64_t counted = 0;
   lunai_build s;
-  void *memory;
-  int32_t *given;
   if (!lunai_start(&s, LUNA_OP_COUNT, name, &values, 1, 1)) return false;
   if (!targets && count > 0) return lunai_fail_null(values->ctx, name, "targets") != NULL;
-  if (!lunai_step(values->ctx, (size_t)lunai_max(1, count) * sizeof(int32_t), false, &memory))
-    return lunai_op_no_memory(&s, (size_t)count * sizeof(int32_t)) != NULL;
-  t->given = given = (int32_t *)memory;
+  int32_t *given = (int32_t *)lunai_step_host(values->ctx, name, true, (size_t)count * sizeof *given);
+  if (!given) return false;
   for (int64_t i = 0; i < count; i++) counted += given[i] = targets[i] == targets[i];
   if (!lunai_rank_count(values->ctx, name, &counted)) return false;
+  t->given = given;
   t->share = counted ? (float)(1.0 / (double)counted) : 1.0f;
   t->x = lunai_select(values, given, 0, name);
   return t->x != NULL;
@@ -14300,11 +14098,10 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
       return lunai_fail(logits->ctx, LUNA_ERROR_TARGET_RANGE, "luna_binary_cross_entropy", i, (double)targets[i]);
   if (!lunai_targets_take(&t, logits, targets, "luna_binary_cross_entropy")) return NULL;
   luna_tensor *y = luna_tensor_new(t.x->ctx, targets, 2, t.x->shape);
-  luna_tensor *no = luna_add_scalar(luna_scale(y, -1), 1);
-  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)),
-                              y ? lunai_select(y, t.given, 0, "luna_binary_cross_entropy") :
-                              NULL);
-  no = luna_mul(luna_softplus(t.x), no ? lunai_select(no, t.given, 0, "luna_binary_cross_entropy") : NULL);
+  luna_tensor *no = lunai_select(luna_add_scalar(luna_scale(y, -1), 1), t.given, 0, "luna_binary_cross_entropy");
+  y = lunai_select(y, t.given, 0, "luna_binary_cross_entropy");
+  luna_tensor *yes = luna_mul(luna_softplus(luna_scale(t.x, -1)), y);
+  no = luna_mul(luna_softplus(t.x), no);
   return lunai_result(scope, lunai_mean_given(&t, luna_add(yes, no)));
 }
 
@@ -14321,11 +14118,6 @@ LUNAI_FN const int32_t *lunai_offsets(lunai_build *s, const int32_t *offsets, in
   return kept;
 }
 
-LUNAI_FN bool lunai_scale_wrong(lunai_build *s, float scale) {
-  if (lunai_is_finite(scale)) return false;
-  lunai_fail(s->op.ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s->name, "scale", (double)scale);
-  return true;
-}
 /* the longest sequence of a ragged batch */
 LUNAI_FN int64_t lunai_ragged_longest(const int32_t *offsets, int64_t sequences) {
   int64_t longest = 0;
@@ -14351,24 +14143,24 @@ LUNAI_FN bool lunai_attention_fits(lunai_build *s, const luna_attention_config *
   return true;
 }
 
+/* an array, copied to *used bytes into memory where there is any; *used goes on behind it */
+LUNAI_FN const void *lunai_put_array(char *memory, size_t *used, const void *from, size_t bytes) {
+  char *to = memory && from ? memory + *used : NULL;
+  if (from) *used += lunai_round(bytes);
+  if (to) lunai_copy(to, from, bytes);
+  return to ? to : from;
+}
 /* one pattern's arrays copied to `at`, or where it is null only counted; the bytes */
 LUNAI_FN size_t lunai_pattern_copy(luna_attention_pattern *p, char *at) {
   const size_t number = sizeof(int32_t), starts = (size_t)(p->blocks + 1) * number;
-  size_t sizes[5], bytes = 0;
+  size_t bytes = 0;
   if (p->blocks == 0) return 0;
-  const void *from[5] = { p->queries, p->offsets, p->runs, p->query_order, p->key_order };
-  sizes[0] = sizes[1] = starts;
-  sizes[2] = (size_t)p->offsets[p->blocks] * sizeof(luna_key_run);
-  sizes[3] = (size_t)p->queries[p->blocks] * number;
-  sizes[4] = p->key_order ? (size_t)p->key_count * number : 0;
-  for (int i = 0; i < 5; bytes += lunai_round(sizes[i++])) {
-    if (!at || !from[i]) continue;
-    lunai_copy(at + bytes, from[i], sizes[i]);
-    from[i] = at + bytes;
-  }
-  p->queries = (const int32_t *)from[0]; p->offsets = (const int32_t *)from[1];
-  p->runs = (const luna_key_run *)from[2];
-  p->query_order = (const int32_t *)from[3]; p->key_order = (const int32_t *)from[4];
+  const size_t queries = (size_t)p->queries[p->blocks], runs = (size_t)p->offsets[p->blocks];
+  p->queries = (const int32_t *)lunai_put_array(at, &bytes, p->queries, starts);
+  p->offsets = (const int32_t *)lunai_put_array(at, &bytes, p->offsets, starts);
+  p->runs = (const luna_key_run *)lunai_put_array(at, &bytes, p->runs, runs * sizeof *p->runs);
+  p->query_order = (const int32_t *)lunai_put_array(at, &bytes, p->query_order, queries * number);
+  p->key_order = (const int32_t *)lunai_put_array(at, &bytes, p->key_order, (size_t)p->key_count * number);
   return bytes;
 }
 /* copies patterns into the step; null: no memory */
@@ -14376,65 +14168,62 @@ LUNAI_FN const luna_attention_pattern *lunai_patterns_copy(lunai_build *s, const
                                                            int64_t count) {
   const size_t structs = lunai_round((size_t)count * sizeof *from);
   size_t bytes = structs;
-  void *memory;
-  int64_t i;
-  for (i = 0; i < count; i++) {
+  for (int64_t i = 0; i < count; i++) {
     luna_attention_pattern p = from[i];
     bytes += lunai_pattern_copy(&p, NULL);
   }
-  if (!lunai_step(s->op.ctx, bytes, false, &memory)) {
-    lunai_op_no_memory(s, bytes);
-    return NULL;
-  }
-  luna_attention_pattern *to = (luna_attention_pattern *)memory;
+  char *memory = (char *)lunai_step_host(s->op.ctx, s->name, true, bytes);
+  if (!memory) return NULL;
+  luna_attention_pattern *to = (luna_attention_pattern *)(void *)memory;
   memcpy(to, from, (size_t)count * sizeof *from);
-  for (i = 0, bytes = structs; i < count; i++) bytes += lunai_pattern_copy(&to[i], (char *)memory + bytes);
+  memory += structs;
+  for (int64_t i = 0; i < count; i++) memory += lunai_pattern_copy(&to[i], memory);
   return to;
 }
 
+/* of an op whose inputs and sizes fit */
+LUNAI_FN luna_tensor *lunai_finish_attention(lunai_build *s, const luna_attention_config *c) {
+  const luna_tensor *q = s->op.in[0], *k = s->op.in[1], *v = s->op.in[s->op.inputs - 1];
+  const int64_t batch = s->op.arg.attention.batch, heads = s->op.arg.attention.heads, value_dim = lunai_last(v);
+  const int64_t queries = s->op.arg.attention.queries, keys = s->op.arg.attention.keys;
+  const bool sparse = s->op.kind == LUNA_OP_SPARSE_ATTENTION, ragged = c->sequences > 0;
+  s->op.lengths = lunai_integers(s, c->lengths, batch, 0, keys, "lengths");
+  if (ragged) {
+    s->op.query_offsets = lunai_offsets(s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
+    s->op.key_offsets = lunai_offsets(s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
+  }
+  if (s->failed) return lunai_abandon(s);
+  if ((sparse && (ragged || c->sums)) ||
+      !lunai_patterns_are_good(c->patterns, c->pattern_count, batch, heads, queries, keys)) {
+    lunai_fail(s->op.ctx, LUNA_ERROR_PATTERNS, s->name, c->pattern_count, batch, heads, queries, keys);
+    return lunai_abandon(s);
+  }
+  s->op.arg.attention.pattern_count = c->pattern_count;
+  if (c->patterns && (s->op.arg.attention.patterns = lunai_patterns_copy(s, c->patterns, c->pattern_count)) == NULL)
+    return lunai_abandon(s);
+  s->op.arg.attention.causal = c->causal;
+  s->op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / heads))) : c->scale;
+  s->op.dropout = c->dropout;
+  const int64_t shape[3] = { batch, queries, value_dim }, sums[3] = { batch, queries, heads };
+  const int64_t rows[2] = { q->shape[0], value_dim }, row_sums[2] = { q->shape[0], heads };
+  luna_tensor **extra = sparse ? c->log_sum_exp : c->sums;
+  return ragged ? lunai_finish_two(s, 2, rows, extra, 2, row_sums) : lunai_finish_two(s, 3, shape, extra, 3, sums);
+}
 LUNAI_FN luna_tensor *lunai_softmax_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v,
-                                              const luna_attention_config *config) {
-  static const luna_attention_config other_attention = { 1, NULL, NULL, NULL, 0, false, 0, 0, NULL, NULL, 0, NULL };
-  const luna_attention_config *c = config ? config : &other_attention;
-  const bool ragged = c->sequences > 0, sparse = c->patterns || c->log_sum_exp;
-  int64_t shape[3];
+                                              const luna_attention_config *c) {
+  const luna_op_kind kind = c->patterns || c->log_sum_exp ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION;
+  const bool ragged = c->sequences > 0;
   luna_tensor *const in[] = { q, k, v };
   lunai_build s;
-  if (!lunai_start(&s, sparse ? LUNA_OP_SPARSE_ATTENTION : LUNA_OP_SOFTMAX_ATTENTION, "luna_softmax_attention", in, 3,
-                   3) || lunai_dropout_wrong(&s, c->dropout) || lunai_scale_wrong(&s, c->scale)) return NULL;
+  if (!lunai_start(&s, kind, "luna_softmax_attention", in, 3, 3) || lunai_dropout_wrong(&s, c->dropout)) return NULL;
+  if (!lunai_is_finite(c->scale))
+    return lunai_fail(q->ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, s.name, "scale", (double)c->scale);
   if (lunai_checked(c->sequences, 1) < 0)
-    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, "luna_softmax_attention", "sequences", c->sequences, (int64_t)0,
-                      LUNAI_MAX_COUNT);
-  if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "query_offsets");
-  if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, "luna_softmax_attention", "key_offsets");
+    return lunai_fail(q->ctx, LUNA_ERROR_VALUE_RANGE, s.name, "sequences", c->sequences, (int64_t)0, LUNAI_MAX_COUNT);
+  if (ragged && !c->query_offsets) return lunai_fail_null(q->ctx, s.name, "query_offsets");
+  if (ragged && !c->key_offsets) return lunai_fail_null(q->ctx, s.name, "key_offsets");
   if (ragged && c->lengths) return lunai_fail(q->ctx, LUNA_ERROR_RAGGED_LENGTHS, c->sequences);
-  if (!lunai_attention_fits(&s, c)) return NULL;
-  s.op.lengths = lunai_integers(&s, c->lengths, s.op.arg.attention.batch, 0, s.op.arg.attention.keys, "lengths");
-  if (ragged) {
-    s.op.query_offsets = lunai_offsets(&s, c->query_offsets, c->sequences, q->shape[0], "query_offsets");
-    s.op.key_offsets = lunai_offsets(&s, c->key_offsets, c->sequences, k->shape[0], "key_offsets");
-  }
-  if (s.failed) return lunai_abandon(&s);
-  if ((sparse && (ragged || c->sums)) || !lunai_patterns_are_good(c->patterns, c->pattern_count,
-      s.op.arg.attention.batch, s.op.arg.attention.heads,
-                                                      s.op.arg.attention.queries, s.op.arg.attention.keys)) {
-    lunai_fail(q->ctx, LUNA_ERROR_PATTERNS, s.name, c->pattern_count, s.op.arg.attention.batch,
-               s.op.arg.attention.heads,
-               s.op.arg.attention.queries, s.op.arg.attention.keys);
-    return lunai_abandon(&s);
-  }
-  s.op.arg.attention.pattern_count = c->pattern_count;
-  if (c->patterns && (s.op.arg.attention.patterns = lunai_patterns_copy(&s, c->patterns, c->pattern_count)) == NULL)
-    return NULL;
-  s.op.arg.attention.causal = c->causal;
-  s.op.arg.attention.scale = c->scale == 0 ? (float)(1.0 / sqrt((double)(lunai_last(q) / s.op.arg.attention.heads))) :
-      c->scale;
-  s.op.dropout = c->dropout;
-  shape[0] = ragged ? q->shape[0] : s.op.arg.attention.batch;
-  shape[1] = ragged ? lunai_last(v) : q->shape[1];
-  shape[2] = lunai_last(v);
-  int64_t sums[3] = { shape[0], ragged ? s.op.arg.attention.heads : q->shape[1], s.op.arg.attention.heads };
-  return lunai_finish_two(&s, ragged ? 2 : 3, shape, sparse ? c->log_sum_exp : c->sums, ragged ? 2 : 3, sums);
+  return lunai_attention_fits(&s, c) ? lunai_finish_attention(&s, c) : NULL;
 }
 
 /* The same of whole queries over the keys of this rank, of each the log-sum-exp, and its own lengths */
@@ -14455,9 +14244,9 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   luna_attention_config c;
   const int32_t *lengths;
   luna_tensor *lse = NULL;
-  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, config);
   memset(&c, 0, sizeof c);
   if (config) c = *config;
+  if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, &c);
   luna_tensor *y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
   return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
 }
@@ -14466,20 +14255,18 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   luna_ctx *ctx = x->ctx;
   const lunai_cut *part = x->part;
-  lunai_outside *o;
-  void *memory;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
   if (lunai_on_device(ctx))
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
-  const size_t bytes = lunai_round(sizeof *o) + (size_t)(x->shape[0] * size) * sizeof(double);
-  if (!lunai_step(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
-  o = (lunai_outside *)memory;
+  const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size) * sizeof(double);
+  lunai_outside *o = (lunai_outside *)lunai_step_host(ctx, s->name, true, head + states);
+  if (!o) return false;
   memset(o, 0, sizeof *o);
   o->scan = lunai_outside_scan;
   o->position = part->first;
   o->later = part->whole - part->first - part->own;
   o->count = x->shape[0] * size;
-  o->before = (double *)(void *)((char *)memory + lunai_round(sizeof *o));
+  o->before = (double *)(void *)((char *)o + head);
   s->op.outside = o;
   return true;
 }
@@ -14513,46 +14300,36 @@ LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums) {
-  int64_t sums_shape[3];
+  luna_attention_config c;
   luna_tensor *const in[] = { weights, context };
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_PACK, "luna_pack", in, 2, 2) || lunai_dropout_wrong(&s, dropout) ||
       !lunai_fits(&s, "weights [b,r,D] context [b,m,D]") || !lunai_heads_fit(&s, 1)) return NULL;
-  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context)) {
-    luna_attention_config c;
-    memset(&c, 0, sizeof c);
-    c.lengths = lengths;
-    c.scale = 1;
-    c.dropout = dropout;
-    c.sums = sums;
+  memset(&c, 0, sizeof c);
+  c.lengths = lengths;
+  c.scale = 1;
+  c.dropout = dropout;
+  c.sums = sums;
+  if (!lunai_has_op(weights, LUNA_OP_PACK) || lunai_rows_cut(context))
     return luna_softmax_attention(weights, context, context, &c);
-  }
-  s.op.lengths = lunai_integers(&s, lengths, context->shape[0], 0, context->shape[1], "lengths");
-  if (s.failed) return lunai_abandon(&s);
-  s.op.arg.attention.heads = sums_shape[2] = 1;
-  s.op.arg.attention.batch = sums_shape[0] = weights->shape[0];
-  s.op.arg.attention.queries = sums_shape[1] = weights->shape[1];
+  s.op.arg.attention.heads = 1;
+  s.op.arg.attention.batch = weights->shape[0];
+  s.op.arg.attention.queries = weights->shape[1];
   s.op.arg.attention.keys = context->shape[1];
-  s.op.arg.attention.scale = 1;
-  s.op.dropout = dropout;
-  return lunai_finish_two(&s, 3, weights->shape, sums, 3, sums_shape);
+  return lunai_finish_attention(&s, &c);
 }
 
 /* the same out of primitives, all heads' slots side by side: k, v [batch, h l, d], bias [batch, h l] */
 LUNAI_FN luna_tensor *lunai_unpack_composed(luna_tensor *const in[6], const int32_t *lengths, float dropout) {
   luna_tensor *x = in[0], *k = in[1];
   const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], h = k->shape[1], l = k->shape[2];
-  const int swap[3] = { 1, 0, 2 }, heads_first[4] = { 0, 2, 1, 3 };
-  int64_t flat[3] = { batch, h * l, d };
-  int64_t grouped[4] = { batch, n, h, l };
-  int64_t rows[2] = { batch, h * l };
-  luna_tensor *s = luna_matmul(x, luna_reshape(k, 3, flat), false, true);
-  s = luna_permute(luna_add(luna_permute(s, swap), luna_reshape(in[2], 2, rows)), swap);
-  s = luna_softmax(luna_reshape(s, 4, grouped), lengths);
+  luna_tensor *s = luna_matmul(x, lunai_reshape(k, 3, batch, h * l, d, 1), false, true);
+  s = luna_add(lunai_permute(s, 1, 0, 2, 3), lunai_reshape(in[2], 2, batch, h * l, 1, 1));
+  s = luna_softmax(lunai_reshape(lunai_permute(s, 1, 0, 2, 3), 4, batch, n, h, l), lengths);
   /* the fused op's order of elements */
-  if (dropout > 0) s = luna_permute(luna_dropout(luna_permute(s, heads_first), dropout), heads_first);
-  grouped[2] = h * l;
-  s = luna_matmul(luna_reshape(s, 3, grouped), luna_reshape(in[3], 3, flat), false, false);
+  if (dropout > 0) s = lunai_permute(luna_dropout(lunai_permute(s, 0, 2, 1, 3), dropout), 0, 2, 1, 3);
+  k = lunai_reshape(in[3], 3, batch, h * l, d, 1);
+  s = luna_matmul(lunai_reshape(s, 3, batch, n, h * l, 1), k, false, false);
   return in[4] ? luna_add(s, in[4]) : s;
 }
 
@@ -14583,15 +14360,11 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 /* in: q, k, v, s */
 LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t heads, luna_activation omega,
                                             const int32_t *lengths, float dropout, float scale) {
-  luna_tensor *s = in[3], *a = luna_activate(s, omega);
-  int64_t grouped[4];
-  memcpy(grouped, s->shape, sizeof grouped);
-  grouped[2] = heads;
-  grouped[3] = s->shape[2] / heads;
+  const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2];
+  luna_tensor *a = luna_activate(in[3], omega);
   luna_tensor *w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
-  w = luna_dropout(luna_softmax(luna_reshape(w, 4, grouped), lengths), dropout);
-  grouped[2] = s->shape[2];
-  return luna_causal_product(luna_reshape(w, 3, grouped), a, in[2], heads);
+  w = luna_dropout(luna_softmax(lunai_reshape(w, 4, batch, n, heads, slots / heads), lengths), dropout);
+  return luna_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], heads);
 }
 
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t heads, luna_activation omega,
@@ -14660,32 +14433,13 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
-#define LUNAI_CPU_version 1
-#define LUNAI_CPU_size sizeof(luna_backend)
-#define LUNAI_CPU_device 0
-#define LUNAI_CPU_opened 0
-#define LUNAI_CPU_open NULL
-#define LUNAI_CPU_close NULL
-#define LUNAI_CPU_allocate NULL
-#define LUNAI_CPU_release NULL
-#define LUNAI_CPU_copy lunai_cpu_copy
-#define LUNAI_CPU_zero lunai_cpu_zero
-#define LUNAI_CPU_wait NULL
-#define LUNAI_CPU_begin lunai_cpu_begin
-#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
-#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
-#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
-#define LUNAI_CPU_record NULL
-#define LUNAI_CPU_recorded NULL
-#define LUNAI_CPU_run NULL
-#define LUNAI_CPU_forget NULL
+/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
 static const luna_backend lunai_cpu = {
-#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
-#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
-  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
-#undef LUNAI_ENTRY
-#undef LUNAI_ENTRY_CALL
+  1, sizeof(luna_backend), 0, 0,     /* version, size, device, opened */
+  NULL, NULL, NULL, NULL,            /* open, close, allocate, release */
+  lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, /* and no wait */
+  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
+  NULL, NULL, NULL, NULL,            /* record, recorded, run, forget */
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
@@ -15050,14 +14804,6 @@ LUNAI_FN bool lunai_nested_attention_defaults(luna_ctx *ctx, luna_nested_attenti
 LUNAI_LAYER_INIT(luna_nested_attention_layer, luna_nested_attention_layer_config,
                  lunai_nested_attention_defaults(params->ctx, &c), lunai_nested_attention_init)
 
-LUNAI_FN luna_tensor *lunai_reshape(luna_tensor *x, int rank, int64_t a, int64_t b, int64_t c, int64_t d) {
-  int64_t shape[4] = { a, b, c, d };
-  return luna_reshape(x, rank, shape);
-}
-LUNAI_FN luna_tensor *lunai_permute(luna_tensor *x, int a, int b, int c, int d) {
-  int axes[4] = { a, b, c, d };
-  return luna_permute(x, axes);
-}
 /* [batch, n, h d_h] -> [batch, h, n, d_h], and back; of one row that is the same order */
 LUNAI_FN luna_tensor *lunai_split_heads(luna_tensor *x, int64_t heads) {
   if (!x) return NULL;
