@@ -8689,6 +8689,9 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_close(c) ((void)(c))
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
+#define LUNAI_THREAD_MAIN DWORD WINAPI
+#define lunai_thread_start(t, main, user) ((*(t) = CreateThread(NULL, 0, main, user, 0, NULL)) != NULL)
+#define lunai_thread_join(t) (WaitForSingleObject(t, INFINITE), CloseHandle(t))
 #define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
@@ -8704,6 +8707,9 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_close(c) pthread_cond_destroy(c)
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
+#define LUNAI_THREAD_MAIN void *
+#define lunai_thread_start(t, main, user) (pthread_create(t, NULL, main, user) == 0)
+#define lunai_thread_join(t) pthread_join(t, NULL)
 #define lunai_process() ((int64_t)getpid())
 #endif
 
@@ -8714,25 +8720,23 @@ LUNAI_FN int lunai_cores(void) { return 1; }
    woken often is put on the caller's core, and costs a step its second core for tens of milliseconds */
 #define LUNAI_SPINS 10000
 
-typedef struct lunai_pool lunai_pool;
-typedef struct lunai_worker { lunai_pool *pool; lunai_thread thread; } lunai_worker;
-struct lunai_pool {
+typedef struct lunai_pool {
   int64_t workers;                   /* besides the caller */
-  lunai_worker *worker;
+  lunai_thread *thread;              /* theirs */
   void (*task)(void *work, int64_t index);
   void *work;
   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
      nothing left */
   uint64_t ticket;
-  uint32_t count;                    /* atomic */
-  uint32_t done;                     /* atomic */
-  uint32_t sleepers;                 /* atomic: workers that wait for a call, */
-  uint32_t waits;                    /* atomic: and whether the call's own thread waits for its end */
+  uint64_t count;                    /* atomic */
+  uint64_t done;                     /* atomic */
+  uint64_t sleepers;                 /* atomic: workers that wait for a call, */
+  uint64_t waits;                    /* atomic: and whether the call's own thread waits for its end */
+  uint64_t stop;                     /* atomic */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
-  uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
   lunai_condition wake, finished;
-};
+} lunai_pool;
 
 LUNAI_INLINE void lunai_pause(void) {
 #if defined(LUNAI_MSVC)
@@ -8744,30 +8748,26 @@ LUNAI_INLINE void lunai_pause(void) {
 
 /* atomics, sequentially consistent */
 #ifdef LUNAI_MSVC
-LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) {
-  const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v;
+LUNAI_INLINE uint64_t lunai_atomic_load(uint64_t *at) {
+  const uint64_t v = *(volatile uint64_t *)at;
+  MemoryBarrier();
+  return v;
 }
-LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
-  const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v;
+LUNAI_INLINE void lunai_atomic_store(uint64_t *at, uint64_t v) { InterlockedExchange64((LONG64 *)at, (LONG64)v); }
+LUNAI_INLINE uint64_t lunai_atomic_add(uint64_t *at, uint64_t n) {
+  return (uint64_t)InterlockedExchangeAdd64((LONG64 *)at, (LONG64)n) + n;
 }
-LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
-LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
-LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) {
-  return (uint32_t)InterlockedExchangeAdd((volatile LONG *)at, (LONG)n) + n;
-}
-LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
-  const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
+LUNAI_INLINE bool lunai_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
+  const uint64_t was = (uint64_t)InterlockedCompareExchange64((LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
   *expected = was;
   return same;
 }
 #else
-LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+LUNAI_INLINE uint64_t lunai_atomic_load(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_atomic_store(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint64_t lunai_atomic_add(uint64_t *at, uint64_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE bool lunai_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 #endif
@@ -8783,57 +8783,44 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
-LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_load64(&pool->ticket) >> 32); }
+/* the number of the newest call */
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_atomic_load(&pool->ticket) >> 32); }
+LUNAI_FN void lunai_pool_wake(lunai_pool *pool, lunai_condition *condition) {
+  lunai_mutex_lock(&pool->mutex);
+  lunai_condition_wake(condition);
+  lunai_mutex_unlock(&pool->mutex);
+}
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
-  uint64_t ticket = lunai_load64(&pool->ticket);
-  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
-    if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
+  uint64_t ticket = lunai_atomic_load(&pool->ticket);
+  while (ticket >> 32 == call && (uint32_t)ticket < lunai_atomic_load(&pool->count)) {
+    if (!lunai_atomic_swap(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    if (lunai_add32(&pool->done, 1) == lunai_load32(&pool->count) && lunai_load32(&pool->waits)) {
-      lunai_mutex_lock(&pool->mutex);
-      lunai_condition_wake(&pool->finished);
-      lunai_mutex_unlock(&pool->mutex);
-    }
+    if (lunai_atomic_add(&pool->done, 1) == lunai_atomic_load(&pool->count) && lunai_atomic_load(&pool->waits))
+      lunai_pool_wake(pool, &pool->finished);
     ticket++;
   }
 }
 
-LUNAI_FN void lunai_worker_run(lunai_worker *self) {
-  lunai_pool *pool = self->pool;
+static LUNAI_THREAD_MAIN lunai_worker_main(void *user) {
+  lunai_pool *pool = (lunai_pool *)user;
   uint32_t seen = 0;
   for (;;) {
     int spins = 0;
-    while (lunai_pool_call(pool) == seen && spins < LUNAI_SPINS) {
-      lunai_pause();
-      spins++;
-    }
+    for (; lunai_pool_call(pool) == seen && spins < LUNAI_SPINS; spins++) lunai_pause();
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
-      lunai_add32(&pool->sleepers, 1);
+      lunai_atomic_add(&pool->sleepers, 1);
       while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
-      lunai_add32(&pool->sleepers, UINT32_MAX);
+      lunai_atomic_add(&pool->sleepers, UINT64_MAX);
       lunai_mutex_unlock(&pool->mutex);
     }
     seen = lunai_pool_call(pool);
-    if (lunai_load32(&pool->stop)) return;
+    if (lunai_atomic_load(&pool->stop)) return 0;
     lunai_pool_work(pool, seen);
   }
 }
-#ifdef _WIN32
-static DWORD WINAPI lunai_worker_main(LPVOID self) { lunai_worker_run((lunai_worker *)self); return 0; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
-  return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL;
-}
-LUNAI_FN void lunai_thread_join(lunai_thread thread) { WaitForSingleObject(thread, INFINITE); CloseHandle(thread); }
-#else
-static void *lunai_worker_main(void *self) { lunai_worker_run((lunai_worker *)self); return NULL; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
-  return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0;
-}
-LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
-#endif
 
 /* False in a child of fork, where there are no workers, and mutex and condition may be in any state. The process id
    is compared only where sleepers are woken or threads joined: a call's own thread runs every share that no other
@@ -8841,63 +8828,54 @@ LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
-LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
-  const uint32_t call = lunai_pool_call(pool) + 1;
-  lunai_store32(&pool->done, 0);
+LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, int64_t count) {
+  const uint32_t call = lunai_pool_call(pool) + 2;
+  lunai_atomic_store(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
-  lunai_store64(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX);
-  lunai_store32(&pool->count, count);
-  lunai_store64(&pool->ticket, (uint64_t)(call + 1) << 32);
-  if (lunai_load32(&pool->sleepers) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
-  lunai_mutex_lock(&pool->mutex);
-  lunai_condition_wake(&pool->wake);
-  lunai_mutex_unlock(&pool->mutex);
-  return call + 1;
+  lunai_atomic_store(&pool->ticket, (uint64_t)(call - 1) << 32 | UINT32_MAX);
+  lunai_atomic_store(&pool->count, (uint64_t)count);
+  lunai_atomic_store(&pool->ticket, (uint64_t)call << 32);
+  if (lunai_atomic_load(&pool->sleepers) > 0 && lunai_pool_has_workers(pool)) lunai_pool_wake(pool, &pool->wake);
+  return call;
 }
 
 /* a luna_parallel_for */
 LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
   lunai_pool *pool = (lunai_pool *)user;
-  int spins = 0;
   pool->task = task;
   pool->work = work;
-  lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (lunai_load32(&pool->done) != (uint32_t)count && spins++ < LUNAI_SPINS) lunai_pause();
-  if (lunai_load32(&pool->done) == (uint32_t)count) return;
+  lunai_pool_work(pool, lunai_pool_publish(pool, count));
+  for (int spins = 0; lunai_atomic_load(&pool->done) != (uint64_t)count && spins < LUNAI_SPINS; spins++) lunai_pause();
+  if (lunai_atomic_load(&pool->done) == (uint64_t)count) return;
   /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
   lunai_mutex_lock(&pool->mutex);
-  lunai_store32(&pool->waits, 1);
-  while (lunai_load32(&pool->done) != (uint32_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
-  lunai_store32(&pool->waits, 0);
+  lunai_atomic_store(&pool->waits, 1);
+  while (lunai_atomic_load(&pool->done) != (uint64_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
+  lunai_atomic_store(&pool->waits, 0);
   lunai_mutex_unlock(&pool->mutex);
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   if (!lunai_pool_has_workers(pool)) return;
-  lunai_store32(&pool->stop, 1);
+  lunai_atomic_store(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
-  for (int64_t i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
+  for (int64_t i = 0; i < pool->workers; i++) lunai_thread_join(pool->thread[i]);
   lunai_condition_close(&pool->wake);
   lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
 }
 
-/* the caller owns the memory of pool and workers; if the system gives too few threads the pool has none */
-LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t workers) {
-  int64_t i;
+/* the caller owns the memory of pool and threads; if the system gives too few the pool has none */
+LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_thread *thread, int64_t workers) {
   memset(pool, 0, sizeof *pool);
-  pool->worker = worker;
-  pool->workers = workers;
+  pool->thread = thread;
   pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
   lunai_condition_open(&pool->finished);
-  for (i = 0; i < workers; i++) {
-    worker[i].pool = pool;
-    if (!lunai_thread_start(&worker[i])) break;
-  }
-  if (i == workers) return;
-  pool->workers = i;
+  while (pool->workers < workers && lunai_thread_start(&thread[pool->workers], lunai_worker_main, pool))
+    pool->workers++;
+  if (pool->workers == workers) return;
   lunai_pool_close(pool);
   pool->workers = 0;
 }
@@ -9023,9 +9001,6 @@ struct luna_ctx {
   const lunai_kernels *kernels;
   const luna_backend *backend;
   lunai_parallel parallel;
-#ifndef LUNAI_NO_POOL
-  lunai_pool *pool;
-#endif
   void *self;                        /* the backend's own, of this context */
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
@@ -9305,12 +9280,12 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t 
 #endif
   return chunk;
 }
-/* Releases the first chunk of a list; all it needs is passed, as the chunk may hold the context itself. */
-LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, const luna_backend *backend, void *self) {
+/* Releases the first chunk of a list, which must not hold the context itself. */
+LUNAI_FN void lunai_chunk_close(const luna_ctx *ctx, lunai_chunk **list) {
   lunai_chunk *chunk = *list;
   *list = chunk->next;
-  if (chunk->remote) backend->release(self, chunk->start, chunk->size);
-  lunai_raw_release(&allocator, chunk, chunk->raw_size);
+  if (chunk->remote) ctx->backend->release(ctx->self, chunk->start, chunk->size);
+  lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
 }
 
 LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
@@ -9341,7 +9316,7 @@ LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) 
     }
     if (!remote) memset(*out, 0, size);
     else if (ctx->backend->zero(ctx, *out, remote && LUNAI_SEPARATE ? bytes : size) != LUNA_OK) {
-      lunai_chunk_close(&arena->persistent, ctx->options.allocator, ctx->backend, ctx->self);
+      lunai_chunk_close(ctx, &arena->persistent);
       return false;
     }
   }
@@ -9363,8 +9338,7 @@ LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark)
   if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (int i = 0; i < 2; i++) {
-    while (ctx->arena[i].persistent != mark.newest[i])
-      lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
+    while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(ctx, &ctx->arena[i].persistent);
     ctx->arena[i].persistent_bytes = mark.bytes[i];
   }
 }
@@ -9632,7 +9606,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     lunai_graph_flush(ctx, "memory of its work was given back");
-    while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
+    while (arena->steps) lunai_chunk_close(ctx, &arena->steps);
     arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
   }
 }
@@ -9648,55 +9622,37 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
 
 /* --- open and close --- */
 LUNA_API void luna_close(luna_ctx *ctx) {
-  const luna_backend *backend;
-  lunai_arena arena[2];
-  luna_allocator allocator;
-  void *self;
-  int i;
   if (!ctx) return;
   while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
-  if (ctx->pool) lunai_pool_close(ctx->pool);
+  if (ctx->parallel.run == lunai_pool_run) lunai_pool_close((lunai_pool *)ctx->parallel.user);
 #endif
-  allocator = ctx->options.allocator;
-  backend = ctx->backend;
-  self = ctx->self;
-  if (ctx->options.block) {
-    if (self) backend->close(self);
-    return;
-  }
-  memcpy(arena, ctx->arena, sizeof arena);
-  for (i = 1; i >= 0; i--) {
-    if (i == 0 && self) backend->close(self);
-    while (arena[i].steps) lunai_chunk_close(&arena[i].steps, allocator, backend, self);
-    /* the host's oldest holds ctx itself */
-    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self);
+  luna_ctx last = *ctx;              /* the oldest chunk of the host holds ctx */
+  for (int i = 1; i >= 0; i--) {
+    if (i == 0 && last.self) last.backend->close(last.self);
+    while (last.arena[i].steps) lunai_chunk_close(&last, &last.arena[i].steps);
+    while (last.arena[i].persistent) lunai_chunk_close(&last, &last.arena[i].persistent);
   }
 }
 
 LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
-  int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
-  int64_t workers;
-  void *memory;
-  if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
+  const int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
-  ctx->parallel.threads = threads;
+  ctx->parallel.threads = threads < LUNAI_MAX_THREADS ? threads : LUNAI_MAX_THREADS;
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
-  (void)memory;
-  (void)workers;
   ctx->parallel.threads = 1;
 #else
-  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
-                     &memory)) return false;
-  workers = lunai_min(threads, lunai_cores()) - 1; /* the rest of the memory is for a machine with more cores */
+  const size_t pool_size = lunai_round(sizeof(lunai_pool));
+  const int64_t workers = lunai_min(ctx->parallel.threads, lunai_cores()) - 1;
+  void *memory;                      /* enough for a machine of as many cores */
+  if (!lunai_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(lunai_thread), false, &memory))
+    return false;
   if (o->measure || workers == 0) return true;
-  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
-                  workers);
+  lunai_pool_open((lunai_pool *)memory, (lunai_thread *)(void *)((char *)memory + pool_size), workers);
   if (((lunai_pool *)memory)->workers == 0) return true;
-  ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
   ctx->parallel.user = memory;
 #endif
@@ -17895,7 +17851,7 @@ LUNAI_FN lunai_chunk *lunai_last_chunk(const luna_ctx *ctx) {
    as large. */
 LUNAI_FN void lunai_chunks_after(luna_ctx *ctx, lunai_chunk *last) {
   for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
-    lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
+    lunai_chunk_close(ctx, newer);
   if (!last) ctx->arena[0].step = NULL;
 }
 LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
