@@ -8911,9 +8911,8 @@ typedef struct lunai_chunk {         /* header of one allocation; its memory fol
 } lunai_chunk;
 typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
-  lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
-  size_t persistent_bytes, step_bytes, step_peak;
-  size_t gaps;                       /* between chunks, in the places of pieces: those of two chunks are not joined */
+  lunai_chunk *steps;                /* allocator mode: list of step blocks */
+  size_t persistent_bytes, step_peak;
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
@@ -8967,11 +8966,17 @@ typedef struct lunai_slab {
   struct lunai_slab *next;
   luna_tensor of_step[2][LUNAI_SLAB];
 } lunai_slab;
-typedef struct lunai_slabs {
-  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
-  int used;                          /* of that */
-  size_t end;                        /* of the newest, in bytes that persist */
-} lunai_slabs;
+typedef struct lunai_mark {          /* how far a step has come */
+  lunai_chunk *chunk[2];             /* allocator mode: the step block in use, of the host and of the device, */
+  size_t used[2];                    /* and, in a mark, what is used of it */
+  size_t bytes[2];                   /* of the step; of a stream's parts */
+  size_t gaps[2];                    /* between chunks, in the places of pieces: those of two chunks are not joined */
+  int64_t pieces_made;
+  luna_tensor *made;                 /* the newest tensor */
+  lunai_slab *slab;                  /* the one in use, null before the first tensor */
+  int slab_used;
+  char *small, *small_end;           /* what is left for small things of the host */
+} lunai_mark;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 #ifndef LUNA_ONLY_STREAM
@@ -9007,11 +9012,10 @@ struct luna_ctx {
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
   struct lunai_bump *bump;           /* a stream's own context: all its step has; else null */
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
-  int64_t pieces_made;               /* in this step */
-  luna_tensor *made;                 /* the step's newest tensor */
-  lunai_slabs slabs;
+  lunai_mark step;
+  lunai_slab *slabs;
+  size_t slabs_end;                  /* the newest slab's, in bytes that persist */
   bool odd;                          /* which half of the slabs this step has */
-  char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
@@ -9249,8 +9253,7 @@ LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
 }
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
-  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes +
-      ctx->arena[1].step_bytes;
+  return ctx->arena[0].persistent_bytes + ctx->arena[1].persistent_bytes + ctx->step.bytes[0] + ctx->step.bytes[1];
 }
 
 #ifndef LUNAI_SEPARATE
@@ -9291,10 +9294,10 @@ LUNAI_FN void lunai_chunk_close(const luna_ctx *ctx, lunai_chunk **list) {
 LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
   return bytes <= (ctx->options.block ? (size_t)(ctx->block_end - ctx->block_start) : SIZE_MAX / 2) - lunai_used(ctx);
 }
-LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
-  const size_t used = lunai_used(ctx);
+LUNAI_FN void lunai_count_peak(luna_ctx *ctx, bool remote) {
+  const size_t used = lunai_used(ctx), bytes = ctx->step.bytes[remote];
   if (used > ctx->peak) ctx->peak = used;
-  if (arena->step_bytes > arena->step_peak) arena->step_peak = arena->step_bytes;
+  if (bytes > ctx->arena[remote].step_peak) ctx->arena[remote].step_peak = bytes;
 }
 
 /* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context
@@ -9321,93 +9324,57 @@ LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) 
     }
   }
   arena->persistent_bytes += size;
-  lunai_count_peak(ctx, arena);
+  lunai_count_peak(ctx, remote);
   return true;
 }
 
-typedef struct lunai_persistent_mark { lunai_chunk *newest[2]; size_t bytes[2]; } lunai_persistent_mark;
+typedef struct lunai_persistent_mark { lunai_arena arena[2]; } lunai_persistent_mark;
 LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
   lunai_persistent_mark mark;
-  for (int i = 0; i < 2; i++) {
-    mark.newest[i] = ctx->arena[i].persistent;
-    mark.bytes[i] = ctx->arena[i].persistent_bytes;
-  }
+  memcpy(mark.arena, ctx->arena, sizeof mark.arena);
   return mark;
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
-  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
+  const lunai_arena *was = mark.arena;
+  if (ctx->slabs_end > was[0].persistent_bytes) return; /* an init ran ops: their tensors stay, and all before them */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (int i = 0; i < 2; i++) {
-    while (ctx->arena[i].persistent != mark.newest[i]) lunai_chunk_close(ctx, &ctx->arena[i].persistent);
-    ctx->arena[i].persistent_bytes = mark.bytes[i];
+    while (ctx->arena[i].persistent != was[i].persistent) lunai_chunk_close(ctx, &ctx->arena[i].persistent);
+    ctx->arena[i].persistent_bytes = was[i].persistent_bytes;
   }
 }
 
-typedef struct lunai_mark {
-  lunai_chunk *step[2];
-  size_t used[2], bytes[2], gaps[2];
-  int64_t pieces_made;
-  luna_tensor *made;
-  lunai_slab *slab;
-  int slab_used;
-  char *small, *small_end;
-} lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
-  lunai_mark mark;
-  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
-    mark.bytes[0] = ctx->bump->part[0].used;
-    mark.bytes[1] = ctx->bump->part[1].used;
-    return mark;
-  }
-  for (int i = 0; i < 2; i++) {
-    const lunai_arena *arena = &ctx->arena[i];
-    mark.step[i] = arena->step;
-    mark.used[i] = arena->step ? arena->step->used : 0;
-    mark.bytes[i] = arena->step_bytes;
-    mark.gaps[i] = arena->gaps;
-  }
-  mark.pieces_made = ctx->pieces_made;
-  mark.made = ctx->made;
-  mark.slab = ctx->slabs.now;
-  mark.slab_used = ctx->slabs.used;
-  mark.small = ctx->small;
-  mark.small_end = ctx->small_end;
+  lunai_mark mark = ctx->step;
+  for (int i = 0; i < 2; i++)
+    if (LUNAI_BUMPS(ctx)) mark.bytes[i] = ctx->bump->part[i].used;
+    else if (mark.chunk[i]) mark.used[i] = mark.chunk[i]->used;
   return mark;
 }
 LUNAI_FN void lunai_release(luna_tensor *t);
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
-  if (LUNAI_BUMPS(ctx)) {
-    ctx->bump->part[0].used = mark.bytes[0];
-    ctx->bump->part[1].used = mark.bytes[1];
-    return;
+  for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->part[i].used = mark.bytes[i];
+  if (LUNAI_BUMPS(ctx)) return;
+  for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->older) {
+    lunai_release(t);
+    t->data = t->grad = NULL;
+    t->released = true;              /* one without elements too, which has no piece */
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
-    lunai_release(ctx->made);
-    ctx->made->data = ctx->made->grad = NULL;
-    ctx->made->released = true;      /* one without elements too, which has no piece */
-  }
-  ctx->slabs.now = mark.slab;
-  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (int i = 0; i < 2; i++) {
-    lunai_arena *arena = &ctx->arena[i];
-    for (lunai_chunk *chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next)
-      chunk->used = 0;
-    arena->step = mark.step[i] ? mark.step[i] : arena->steps;
-    if (mark.step[i]) mark.step[i]->used = mark.used[i];
-    arena->step_bytes = mark.bytes[i];
-    arena->gaps = mark.gaps[i];
+    lunai_chunk *after = mark.chunk[i] ? mark.chunk[i]->next : ctx->arena[i].steps;
+    for (; after; after = after->next) after->used = 0;
+    if (mark.chunk[i]) mark.chunk[i]->used = mark.used[i];
+    else mark.chunk[i] = ctx->arena[i].steps;
   }
-  ctx->small = mark.small;
-  ctx->small_end = mark.small_end;
+  ctx->step = mark;
 }
 
 /* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
 LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
-  lunai_arena *arena = &ctx->arena[remote];
   const bool alone = remote && LUNAI_SEPARATE;
-  lunai_chunk *chunk = arena->step, **last = &arena->steps;
+  lunai_chunk *chunk = ctx->step.chunk[remote], **last = &ctx->arena[remote].steps;
   while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size))
     chunk = chunk->next;
   if (chunk) return chunk;
@@ -9420,13 +9387,13 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   /* outside training free pieces are joined, though not across chunks: a chunk of up to 64 MB more, untouched until it
      is needed, and until the next begin; of a device, where memory is short, little more than is asked for */
-  const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
+  const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->step.bytes[remote];
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk && lunai_computes(ctx)) ctx->arena[remote].gaps += LUNAI_ALIGN;
-  ctx->arena[remote].step = chunk;
+  if (ctx->step.chunk[remote] != chunk && lunai_computes(ctx)) ctx->step.gaps[remote] += LUNAI_ALIGN;
+  ctx->step.chunk[remote] = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
@@ -9452,16 +9419,15 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
   if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
   const bool remote = data && lunai_on_device(ctx);
-  lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
-    if (ctx->options.block) *out = ctx->block_start + arena->step_bytes;
+    if (ctx->options.block) *out = ctx->block_start + ctx->step.bytes[remote];
     else if ((*out = lunai_step_from_chunks(ctx, remote, remote && LUNAI_SEPARATE ? bytes : size)) == NULL)
       return false;
   }
-  arena->step_bytes += size;
-  lunai_count_peak(ctx, arena);
+  ctx->step.bytes[remote] += size;
+  lunai_count_peak(ctx, remote);
   return true;
 }
 
@@ -9484,33 +9450,33 @@ LUNAI_FN void *lunai_persist_host(luna_ctx *ctx, const char *name, size_t bytes)
 #define LUNAI_SMALL 2048
 LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
-  void *memory;
+  lunai_mark *step = &ctx->step;
   if (LUNAI_BUMPS(ctx) || size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
-  if (!ctx->small || (size_t)(ctx->small_end - ctx->small) < size) {
-    if (!lunai_step(ctx, LUNAI_SMALL, false, &memory)) return false;
-    ctx->small = (char *)memory;
-    ctx->small_end = ctx->small + LUNAI_SMALL;
+  if (!step->small || (size_t)(step->small_end - step->small) < size) {
+    if (!lunai_step(ctx, LUNAI_SMALL, false, out)) return false;
+    step->small = (char *)*out;
+    step->small_end = step->small + LUNAI_SMALL;
   }
-  *out = ctx->small;
-  ctx->small += size;
+  *out = step->small;
+  step->small += size;
   return true;
 }
 
 /* room for a tensor of the step */
 LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
-  lunai_slabs *slabs = &ctx->slabs;
-  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+  lunai_mark *step = &ctx->step;
+  lunai_slab **next = step->slab ? &step->slab->next : &ctx->slabs;
   void *memory;
-  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+  if (!step->slab || step->slab_used == LUNAI_SLAB) {
     if (!*next) {
       if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
       *next = (lunai_slab *)memory;
-      slabs->end = ctx->arena[0].persistent_bytes;
+      ctx->slabs_end = ctx->arena[0].persistent_bytes;
     }
-    slabs->now = *next;
-    slabs->used = 0;
+    step->slab = *next;
+    step->slab_used = 0;
   }
-  return &slabs->now->of_step[ctx->odd][slabs->used++];
+  return &step->slab->of_step[ctx->odd][step->slab_used++];
 }
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
@@ -9531,7 +9497,7 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   piece->at = at;
   piece->place = place;
   piece->size = size;
-  piece->number = ctx->pieces_made++;
+  piece->number = ctx->step.pieces_made++;
   return piece;
 }
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
@@ -9542,7 +9508,7 @@ LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) {
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
   const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
-  lunai_arena *arena = &ctx->arena[lunai_on_device(ctx)];
+  const bool remote = lunai_on_device(ctx);
   lunai_piece **best = NULL;
   void *at;
   for (lunai_piece **link = &ctx->pieces; *link; link = &(*link)->next)
@@ -9551,7 +9517,7 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     lunai_piece *piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
+    piece->place = ctx->step.bytes[remote] + ctx->step.gaps[remote] - lunai_round(bytes);
     return piece;
   }
   lunai_piece *piece = *best;
@@ -9593,7 +9559,6 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
       link = &(*link)->next;
     }
   }
-  ctx->pieces_made = mark.pieces_made;
 }
 
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
@@ -9607,7 +9572,8 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
     if (!arena->steps || !arena->steps->next) continue;
     lunai_graph_flush(ctx, "memory of its work was given back");
     while (arena->steps) lunai_chunk_close(ctx, &arena->steps);
-    arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
+    if (!(i == 1 && LUNAI_SEPARATE)) arena->steps = lunai_chunk_open(ctx, i == 1, arena->step_peak);
+    ctx->step.chunk[i] = arena->steps;
   }
 }
 
@@ -12034,8 +12000,8 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
   if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
-  t->older = ctx->made;
-  return ctx->made = t;
+  t->older = ctx->step.made;
+  return ctx->step.made = t;
 }
 
 LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base : t; }
@@ -12074,7 +12040,7 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
 LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
-  scope.made = ctx ? ctx->made : NULL;
+  scope.made = ctx ? ctx->step.made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
   if (ctx && recompute) ctx->recomputing = true;
@@ -12144,7 +12110,7 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
   if (taped && scope.recompute) lunai_scope_forget(scope);
-  for (t = ctx->made; t && t != scope.made; t = t->older) {
+  for (t = ctx->step.made; t && t != scope.made; t = t->older) {
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
     for (i = 0; i < count && lunai_base(results[i]) != t; i++);
@@ -12903,7 +12869,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   for (piece = pieces; piece; piece = piece->next) piece->next_before = piece->next;
   for (int i = 0; i < 2; i++) {
     step_peak[i] = ctx->arena[i].step_peak;
-    ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
+    ctx->arena[i].step_peak = ctx->step.bytes[i];
   }
   ctx->reserved = NULL;
   ctx->reserving = true;
@@ -17852,7 +17818,7 @@ LUNAI_FN lunai_chunk *lunai_last_chunk(const luna_ctx *ctx) {
 LUNAI_FN void lunai_chunks_after(luna_ctx *ctx, lunai_chunk *last) {
   for (lunai_chunk **newer = last ? &last->next : &ctx->arena[0].steps; *newer;)
     lunai_chunk_close(ctx, newer);
-  if (!last) ctx->arena[0].step = NULL;
+  if (!last) ctx->step.chunk[0] = NULL;
 }
 LUNAI_FN luna_status lunai_read_bytes(const lunai_reading *r, const void *bytes, size_t size) {
   luna_ctx *ctx = r->ctx;
