@@ -8982,12 +8982,13 @@ typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner
 #ifndef LUNA_ONLY_STREAM
 #define LUNAI_PROFILE_ROWS 224
 #define LUNAI_PROFILE_SCOPES 64
-typedef struct lunai_profile_shape { int64_t size[LUNA_MAX_RANK]; int rank, unused; } lunai_profile_shape;
-typedef struct lunai_profile_row {   /* sums of an op's calls */
+typedef struct lunai_profile_op {    /* compared by its bytes */
+  int64_t shape[2][LUNA_MAX_RANK];   /* of its first input and result */
   const char *name;
-  lunai_profile_shape in, out;
-  int scope;
-  bool backward;
+  int rank[2], scope, backward;
+} lunai_profile_op;
+typedef struct lunai_profile_row {   /* sums of its calls */
+  lunai_profile_op op;
   int64_t calls;
   double seconds, bytes, flops;
 } lunai_profile_row;
@@ -9053,7 +9054,8 @@ LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
-LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
+LUNAI_FN void lunai_put_char(lunai_text *text, char c) { if (text->at < text->end) *text->at++ = c; }
+LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s) lunai_put_char(text, *s++); }
 LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   char digits[24];
   int i = (int)sizeof digits - 1;
@@ -9068,8 +9070,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
   double size = value < 0 ? -value : value;
-  char decimal[2] = { 0, 0 };
-  if (value < 0) lunai_put(text, "-");
+  if (value < 0) lunai_put_char(text, '-');
   if (!(size < (double)INFINITY)) {
     lunai_put(text, value != value ? "NaN" : "Inf");
     return;
@@ -9082,38 +9083,27 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   const int64_t whole = part / 1000000;
   part %= 1000000;
   lunai_put_number(text, whole);
-  if (part) lunai_put(text, ".");
-  for (; part && digits > 0; digits--, part = part % 100000 * 10) {
-    decimal[0] = (char)('0' + part / 100000);
-    lunai_put(text, decimal);
-  }
-  if (exponent) lunai_put(text, "e");
+  if (part) lunai_put_char(text, '.');
+  for (; part && digits > 0; digits--, part = part % 100000 * 10) lunai_put_char(text, (char)('0' + part / 100000));
+  if (exponent) lunai_put_char(text, 'e');
   if (exponent) lunai_put_number(text, exponent);
 }
-LUNAI_FN void lunai_put_shape(lunai_text *text, int rank, const int64_t *shape) {
-  lunai_put(text, "[");
-  for (int i = 0; i < rank; i++) {
-    if (i) lunai_put(text, ",");
-    lunai_put_number(text, shape[i]);
+LUNAI_FN void lunai_put_shape(lunai_text *text, const luna_tensor *t) {
+  lunai_put_char(text, '[');
+  for (int i = 0; i < t->rank; i++) {
+    if (i) lunai_put_char(text, ',');
+    lunai_put_number(text, t->shape[i]);
   }
-  lunai_put(text, "]");
+  lunai_put_char(text, ']');
 }
 LUNAI_FN void lunai_format(char *out, size_t room, const char *format, va_list values) {
-  lunai_text text;
-  char one[2] = { 0, 0 };
-  text.at = out;
-  text.end = out + room - 1;
+  lunai_text text = { out, out + room - 1 };
   for (; *format; format++) {
-    if (*format != '%') {
-      one[0] = *format;
-      lunai_put(&text, one);
-    } else if (*++format == 's') lunai_put(&text, va_arg(values, const char *));
+    if (*format != '%') lunai_put_char(&text, *format);
+    else if (*++format == 's') lunai_put(&text, va_arg(values, const char *));
     else if (*format == 'd') lunai_put_number(&text, va_arg(values, int64_t));
     else if (*format == 'f') lunai_put_real(&text, va_arg(values, double));
-    else if (*format == 't') {
-      const luna_tensor *t = va_arg(values, const luna_tensor *);
-      lunai_put_shape(&text, t->rank, t->shape);
-    }
+    else if (*format == 't') lunai_put_shape(&text, va_arg(values, const luna_tensor *));
   }
   *text.at = 0;
 }
@@ -9208,19 +9198,19 @@ LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const cha
 
 /* --- what configs may hold: true, or false with a sentence --- */
 LUNAI_FN bool lunai_in(luna_ctx *ctx, const char *name, const char *field, int64_t value, int64_t min, int64_t max) {
-  if (value >= min && value <= max) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max) == LUNA_OK;
+  return (value >= min && value <= max) ||
+         lunai_fail_status(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max) == LUNA_OK;
 }
 LUNAI_FN bool lunai_is_given(luna_ctx *ctx, const char *name, const char *what, bool given) {
   return given || lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) == LUNA_OK;
 }
 LUNAI_FN bool lunai_is_probability(luna_ctx *ctx, const char *name, const char *field, float value) {
-  if (value >= 0 && value < 1) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
+  return (value >= 0 && value < 1) ||
+         lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
 }
 LUNAI_FN bool lunai_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
-  if (value >= 0 && value < (float)INFINITY) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
+  return (value >= 0 && value < (float)INFINITY) ||
+         lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
 }
 
 /* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for lunai_leave. */
@@ -9578,8 +9568,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
 }
 
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
-  luna_memory_usage use;
-  use.current = use.peak = 0;
+  luna_memory_usage use = { 0, 0 };
   if (!ctx) return use;
   use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may have any alignment */
   use.peak = ctx->peak + (LUNAI_ALIGN - 1);
@@ -9627,52 +9616,47 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
 
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
   luna_ctx first;
-  luna_status open_status = LUNA_OK;
+  luna_status status = LUNA_OK;
   void *memory;
   memset(&first, 0, sizeof first);
-  if (options) first.options = *options;
-  first.kernels = lunai_kernels_of(first.options.isa);
-  first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
-  if (!first.kernels || first.options.threads < 0 ||
-      !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
-  if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
-  if (first.options.collective) {
-    const luna_collective *c = first.options.collective;
+  luna_options *o = &first.options;
+  if (options) *o = *options;
+  first.kernels = lunai_kernels_of(o->isa);
+  first.backend = o->backend ? o->backend : luna_cpu_backend();
+  if (!first.kernels || o->threads < 0 || !o->allocator.allocate != !o->allocator.release ||
+      (unsigned)o->form > LUNA_FORM_FOLDED || first.backend->version != 1 ||
+      first.backend->size != sizeof(luna_backend) || (o->block && lunai_on_device(&first))) return NULL;
+  if (o->collective) {
+    const luna_collective *c = o->collective;
     if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
-  if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
-  if (first.options.block && lunai_on_device(&first)) return NULL;
-  if (first.options.block) {
-    char *start = (char *)first.options.block;
+  if (o->block) {
+    char *start = (char *)o->block;
     const size_t shift = (LUNAI_ALIGN - (uintptr_t)start % LUNAI_ALIGN) % LUNAI_ALIGN;
-    if (first.options.block_size < shift) return NULL;
+    if (o->block_size < shift) return NULL;
     first.block_start = start + shift;
-    first.block_end = first.block_start + (first.options.block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
+    first.block_end = first.block_start + (o->block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
   }
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
-  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
+  o = &ctx->options;
+  o->collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
-  if (ctx->backend->open && !ctx->options.measure)
-    open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
-  if (open_status != LUNA_OK) {
-    if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
-    ctx->open_status = open_status;
-    return ctx;
+  if (ctx->backend->open && !o->measure) status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
+  if (status == LUNA_OK) {
+    if (!lunai_persist(ctx, sizeof(luna_step_state), !o->measure, &memory) || !lunai_open_threads(ctx)) {
+      luna_close(ctx);
+      return NULL;
+    }
+    ctx->state = (luna_step_state *)memory;
+    if (!o->measure) status = ctx->backend->copy(ctx, &ctx->state->seed, &o->seed, sizeof o->seed, 1);
   }
-  if (!lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &memory) || !lunai_open_threads(ctx)) {
-    luna_close(ctx);
-    return NULL;
-  }
-  ctx->state = (luna_step_state *)memory;
-  if (!ctx->options.measure)
-    open_status = ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1);
-  if (open_status != LUNA_OK && ctx->status == LUNA_OK)
-    luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
-  ctx->open_status = open_status;
+  if (status != LUNA_OK && ctx->status == LUNA_OK)
+    luna_backend_fail(ctx, status, "luna_open: the device could not be opened");
+  ctx->open_status = status;
   return ctx;
 }
 
@@ -9787,32 +9771,29 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
-  luna_status status;
-  bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
-  repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated; /* keeps its number: the same dropout */
+  /* keeps its number: the same dropout */
+  const bool repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
   lunai_step_clear(ctx);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
-#ifndef LUNA_ONLY_STREAM
-  if (ctx->profile) {
-    ctx->profile->scope = 0;
-    ctx->profile->steps++;
-  }
-#endif
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
-  status = lunai_wait_for_owners(ctx);
+  luna_status status = lunai_wait_for_owners(ctx);
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
   status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
   if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
+  if (ctx->profile) {
+    ctx->profile->scope = 0;
+    ctx->profile->steps++;
+  }
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -11608,50 +11589,47 @@ LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
   return lunai_clock();
 }
 
-/* the scope that begins inside the one under way, which is returned */
-LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
-  const int outer = p->scope;
-  int i;
-  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == outer && strcmp(p->scope_name[i], name) == 0) break;
-  if (i == LUNAI_PROFILE_SCOPES) return outer; /* no place: counted there */
+/* the scope under way */
+LUNAI_FN int lunai_profile_scope(const luna_ctx *ctx) { return ctx->profile ? ctx->profile->scope : 0; }
+/* one begins inside it */
+LUNAI_FN void lunai_profile_enter(luna_ctx *ctx, const char *name) {
+  lunai_profile *p = ctx->profile;
+  int i = 1;
+  if (!p) return;
+  while (i < p->scopes && (p->scope_outer[i] != p->scope || strcmp(p->scope_name[i], name) != 0)) i++;
+  if (i == LUNAI_PROFILE_SCOPES) return; /* no place: counted there */
   if (i == p->scopes) {
     p->scope_name[i] = name;
-    p->scope_outer[i] = outer;
+    p->scope_outer[i] = p->scope;
     p->scopes++;
   }
   p->scope = i;
-  return outer;
 }
 /* back into a scope; one that was opened before the profile began anew is none of it */
-LUNAI_FN void lunai_profile_return(lunai_profile *p, int scope) { p->scope = scope < p->scopes ? scope : 0; }
-
-LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
-  lunai_profile_shape s;
-  memset(&s, 0, sizeof s);
-  if (!t) return s;
-  memcpy(s.size, t->shape, sizeof s.size);
-  s.rank = t->rank;
-  return s;
+LUNAI_FN void lunai_profile_return(luna_ctx *ctx, int scope) {
+  if (ctx->profile) ctx->profile->scope = scope < ctx->profile->scopes ? scope : 0;
 }
+
 /* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
 LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
                                                const luna_tensor *in, const luna_tensor *out) {
+  const luna_tensor *const of[2] = { in, out };
   lunai_profile_row row, *r = p->row;
   memset(&row, 0, sizeof row);
-  row.name = name;
-  row.scope = scope < p->scopes ? scope : 0;
-  row.backward = backward;
-  row.in = lunai_profile_shape_of(in);
-  row.out = lunai_profile_shape_of(out);
-  for (; r < p->row + p->rows; r++)
-    if (r->name == name && r->scope == row.scope && r->backward == backward &&
-        memcmp(&r->in, &row.in, sizeof row.in) == 0 && memcmp(&r->out, &row.out, sizeof row.out) == 0) return r;
+  row.op.name = name;
+  row.op.scope = scope < p->scopes ? scope : 0;
+  row.op.backward = backward;
+  for (int i = 0; i < 2 && of[i]; i++) {
+    memcpy(row.op.shape[i], of[i]->shape, sizeof row.op.shape[i]);
+    row.op.rank[i] = of[i]->rank;
+  }
+  for (; r < p->row + p->rows; r++) if (memcmp(&r->op, &row.op, sizeof row.op) == 0) return r;
   if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
   if (++p->rows == LUNAI_PROFILE_ROWS) {
     memset(&row, 0, sizeof row);
-    row.name = "others";
+    row.op.name = "others";
   }
-  *r = row;
+  memcpy(r, &row, sizeof row);
   return r;
 }
 LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
@@ -11699,30 +11677,22 @@ LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
   }
   return floats * (double)sizeof(float) + (double)op->kept_size;
 }
-#endif
 
 /* an op's forward or backward */
 LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
-#ifdef LUNA_ONLY_STREAM
-  (void)backward;
-  return functions->forward(op);
-#else
-  if (ctx->profile) {
-    lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
-                                                op->out[0]);
-    const double start = lunai_profile_clock(ctx);
-    const luna_status status = backward ? functions->backward(op) : functions->forward(op);
-    lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
-                      lunai_op_flops(op) * (backward ? 2 : 1));
-    return status;
-  }
-  return backward ? functions->backward(op) : functions->forward(op);
-#endif
+  luna_status (*const call)(luna_op *op) = backward ? functions->backward : functions->forward;
+  if (!ctx->profile) return call(op);
+  lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+                                              op->out[0]);
+  const double start = lunai_profile_clock(ctx);
+  const luna_status status = call(op);
+  lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+                    lunai_op_flops(op) * (backward ? 2 : 1));
+  return status;
 }
 
-#ifndef LUNA_ONLY_STREAM
 /* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
 enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
 typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
@@ -11800,17 +11770,10 @@ LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format,
 }
 /* right-aligned in `width`, to one decimal; nothing for a negative number */
 LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
-  char digits[40];
-  lunai_text text;
-  text.at = digits;
-  text.end = digits + sizeof digits - 1;
-  if (value >= 0) {
-    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) / 10);
-    lunai_put(&text, ".");
-    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
-  }
-  *text.at = 0;
-  for (int64_t n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  const int64_t tenths = (int64_t)(value * 10 + 0.5);
+  char digits[40] = "";
+  if (value >= 0) lunai_print(digits, sizeof digits, "%d.%d", tenths / 10, tenths % 10);
+  for (int64_t n = (int64_t)strlen(digits); n < width; n++) w->write(w->user, " ");
   w->write(w->user, digits);
 }
 /* a scope's name without the prefix of luna.h's functions */
@@ -11828,18 +11791,16 @@ LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
     w->write(w->user, one);
   }
 }
-LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
-  while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
-  return scope == outer;
-}
 /* sums of a scope's rows and of those inside it */
 LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
   lunai_profile_row sum;
   memset(&sum, 0, sizeof sum);
-  for (int i = 0; i < p->rows; i++) {
-    if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
-    lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
-    sum.calls += p->row[i].calls - 1;
+  for (const lunai_profile_row *r = p->row; r < p->row + p->rows; r++) {
+    int inside = r->op.scope;
+    while (inside > 0 && inside != scope) inside = p->scope_outer[inside];
+    if (inside != scope) continue;
+    lunai_profile_add(&sum, r->seconds, r->bytes, r->flops);
+    sum.calls += r->calls - 1;
   }
   return sum;
 }
@@ -11856,22 +11817,18 @@ LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_pro
   lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
   w->write(w->user, "  ");
 }
-LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
-  char shapes[2][96];
-  lunai_text text;
+LUNAI_FN void lunai_profile_put_op(const lunai_profile_text *w, const lunai_profile_op *op) {
+  luna_tensor t[2];                  /* shapes alone */
   for (int i = 0; i < 2; i++) {
-    const lunai_profile_shape *s = i ? &r->out : &r->in;
-    text.at = shapes[i];
-    text.end = shapes[i] + sizeof shapes[i] - 1;
-    lunai_put_shape(&text, s->rank, s->size);
-    *text.at = 0;
+    t[i].rank = op->rank[i];
+    memcpy(t[i].shape, op->shape[i], sizeof t[i].shape);
   }
   if (w->json)
-    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %s, \"out\": %s, ", r->name,
-                      r->backward ? "backward" : "forward", shapes[0], shapes[1]);
-  else if (r->out.rank)
-    lunai_profile_put(w, "%s %s -> %s%s", r->name, shapes[0], shapes[1], r->backward ? ", backward" : "");
-  else lunai_profile_put(w, "%s", r->name);
+    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %t, \"out\": %t, ", op->name,
+                      op->backward ? "backward" : "forward", &t[0], &t[1]);
+  else if (op->rank[1])
+    lunai_profile_put(w, "%s %t -> %t%s", op->name, &t[0], &t[1], op->backward ? ", backward" : "");
+  else w->write(w->user, op->name);
 }
 LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
   const lunai_profile *p = w->p;
@@ -11881,11 +11838,11 @@ LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int de
     for (int k = 1; k < depth; k++) w->write(w->user, "  ");
     lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
   }
-  for (int i = 0; i < p->rows; i++) {
-    if (p->row[i].scope != scope) continue;
-    lunai_profile_numbers(w, &p->row[i]);
+  for (const lunai_profile_row *r = p->row; r < p->row + p->rows; r++) {
+    if (r->op.scope != scope) continue;
+    lunai_profile_numbers(w, r);
     for (int k = 0; k < depth; k++) w->write(w->user, "  ");
-    lunai_profile_op(w, &p->row[i]);
+    lunai_profile_put_op(w, &r->op);
     w->write(w->user, "\n");
   }
   for (int i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
@@ -11896,9 +11853,9 @@ LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
     const lunai_profile_row *r = &p->row[i];
     const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
     w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
-    lunai_profile_path(w, r->scope);
+    lunai_profile_path(w, r->op.scope);
     w->write(w->user, "\", ");
-    lunai_profile_op(w, r);
+    lunai_profile_put_op(w, &r->op);
     lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
                       1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
     lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
@@ -11936,7 +11893,15 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   w.write(user, "between ops\n");
   return LUNA_OK;
 }
-#endif /* !LUNA_ONLY_STREAM */
+#else
+#define lunai_profile_scope(ctx) 0
+#define lunai_profile_enter(ctx, name) ((void)(name))
+#define lunai_profile_return(ctx, scope) ((void)0)
+LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
+  (void)backward;
+  return op->ctx->backend->op[op->kind].forward(op);
+}
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
@@ -12039,22 +12004,17 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
 
 LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
+  memset(&scope, 0, sizeof scope);
   scope.ctx = ctx;
-  scope.made = ctx ? ctx->step.made : NULL;
-  scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
-  if (ctx && recompute) ctx->recomputing = true;
-  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[0].used : 0;
-  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[1].used : 0;
-  scope.outer = scope.self = 0;
-#ifdef LUNA_ONLY_STREAM
-  (void)name;
-#else
-  if (ctx && ctx->profile) {
-    scope.outer = lunai_profile_enter(ctx->profile, name ? name : "scope");
-    scope.self = ctx->profile->scope;
-  }
-#endif
+  if (!ctx) return scope;
+  scope.made = ctx->step.made;
+  scope.tape = ctx->tape;
+  if (recompute) ctx->recomputing = true;
+  for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) scope.used[i] = ctx->bump->part[i].used;
+  scope.outer = lunai_profile_scope(ctx);
+  lunai_profile_enter(ctx, name ? name : "scope");
+  scope.self = lunai_profile_scope(ctx);
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -12101,19 +12061,16 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused;
-  luna_tensor *t;
-  int i;
-#ifndef LUNA_ONLY_STREAM
-  if (ctx && ctx->profile) lunai_profile_return(ctx->profile, scope.outer);
-#endif
+  if (ctx) lunai_profile_return(ctx, scope.outer);
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
   if (taped && scope.recompute) lunai_scope_forget(scope);
-  for (t = ctx->step.made; t && t != scope.made; t = t->older) {
+  for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->older) {
+    int i = 0;
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
-    for (i = 0; i < count && lunai_base(results[i]) != t; i++);
+    while (i < count && lunai_base(results[i]) != t) i++;
     if (i < count || t->keep_data) continue;
     if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
     else lunai_release(t);
@@ -12129,9 +12086,7 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
 /* the same of scopes that go on */
 LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
   x = lunai_results(scope, x, p);
-#ifndef LUNA_ONLY_STREAM
-  if (scope.ctx && scope.ctx->profile) lunai_profile_return(scope.ctx->profile, scope.self);
-#endif
+  if (scope.ctx) lunai_profile_return(scope.ctx, scope.self);
   return x;
 }
 LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
@@ -12379,9 +12334,7 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
-#ifndef LUNA_ONLY_STREAM
-  if (ctx->profile) s->op.scope = ctx->profile->scope;
-#endif
+  s->op.scope = lunai_profile_scope(ctx);
 }
 /* `count` inputs, of which the first `required` must not be null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
