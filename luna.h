@@ -9453,10 +9453,12 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
 }
 
 /* room for a tensor of the step */
-LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
+LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx) {
   lunai_mark *step = &ctx->step;
   lunai_slab **next = step->slab ? &step->slab->next : &ctx->slabs;
   void *memory;
+  if (LUNAI_BUMPS(ctx))
+    return lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ? (luna_tensor *)memory : NULL;
   if (!step->slab || step->slab_used == LUNAI_SLAB) {
     if (!*next) {
       if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
@@ -11946,23 +11948,25 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
-/* a tensor of the step, values not set; null without a sentence when there is no memory; count: lunai_shape_count */
-LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, int64_t count) {
-  luna_tensor *t;
-  void *memory, *data;
-  if (count < 0) return NULL;
+/* memory for a tensor's data, values not set */
+LUNAI_FN bool lunai_data_take(luna_tensor *t) {
+  t->data_piece = lunai_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
+  if (t->data_piece) t->data = (float *)t->data_piece->at;
+  return t->data_piece != NULL;
+}
+/* a tensor of the step, values not set; null without a sentence when there is no memory or no such shape */
+LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
+  const int64_t count = lunai_shape_count(rank, shape);
+  luna_tensor *t = count < 0 ? NULL : lunai_tensor_take(ctx);
+  void *data;
+  if (!t) return NULL;
+  lunai_tensor_set(t, ctx, rank, shape);
   if (LUNAI_BUMPS(ctx)) {
-    if (!lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ||
-        !lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
-    t = (luna_tensor *)memory;
-    lunai_tensor_set(t, ctx, rank, shape);
+    if (!lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
     t->data = (float *)data;
     return t;
   }
-  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
-  lunai_tensor_set(t, ctx, rank, shape);
-  if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
-  t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
+  if (count > 0 && !lunai_data_take(t)) return NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
   if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
   t->older = ctx->step.made;
@@ -12004,17 +12008,15 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
 
 LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
-  memset(&scope, 0, sizeof scope);
   scope.ctx = ctx;
+  scope.made = ctx ? ctx->step.made : NULL;
+  scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
-  if (!ctx) return scope;
-  scope.made = ctx->step.made;
-  scope.tape = ctx->tape;
-  if (recompute) ctx->recomputing = true;
-  for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) scope.used[i] = ctx->bump->part[i].used;
-  scope.outer = lunai_profile_scope(ctx);
-  lunai_profile_enter(ctx, name ? name : "scope");
-  scope.self = lunai_profile_scope(ctx);
+  if (ctx && recompute) ctx->recomputing = true;
+  for (int i = 0; i < 2; i++) scope.used[i] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[i].used : 0;
+  scope.outer = ctx ? lunai_profile_scope(ctx) : 0;
+  if (ctx) lunai_profile_enter(ctx, name ? name : "scope");
+  scope.self = ctx ? lunai_profile_scope(ctx) : 0;
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -12111,7 +12113,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (count < 0) return lunai_fail_shape(ctx, "luna_tensor_new", rank, shape);
   const lunai_mark mark = lunai_step_mark(ctx);
   const size_t bytes = (size_t)count * sizeof(float);
-  luna_tensor *t = lunai_tensor_make(ctx, rank, shape, count);
+  luna_tensor *t = lunai_tensor_make(ctx, rank, shape);
   if (!t) {
     lunai_step_rewind(ctx, mark);
     return lunai_fail_op_memory(ctx, "luna_tensor_new", bytes);
@@ -12150,10 +12152,12 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
+/* data, or the gradient, of which `from` is null before backward has reached it */
 LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, const char *name,
                                        bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
+  if (!grad && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
@@ -12165,7 +12169,6 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
 LUNAI_FN luna_status lunai_read_data(const luna_tensor *t, float *out, const char *name) {
-  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   return lunai_read_floats(t, t ? t->data : NULL, out, name, false);
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_data(t, out, "luna_read"); }
@@ -12234,16 +12237,12 @@ typedef struct lunai_printing {
   int64_t width, edge;               /* of a number; of each axis longer than 2 edge so many at both ends; 0 = all */
 } lunai_printing;
 LUNAI_FN void lunai_print_number(lunai_printing *p, float value) {
-  char room[64];
-  lunai_text text;
-  text.at = room;
-  text.end = room + sizeof room - 1;
-  lunai_put_real(&text, (double)value);
-  *text.at = 0;
-  const int64_t n = text.at - room;
+  char digits[64];
+  lunai_print(digits, sizeof digits, "%f", (double)value);
+  const int64_t n = (int64_t)strlen(digits);
   if (!p->write) p->width = lunai_max(p->width, n);
   for (int64_t i = n; p->write && i < p->width; i++) p->write(p->user, " ");
-  if (p->write) p->write(p->user, room);
+  if (p->write) p->write(p->user, digits);
 }
 LUNAI_FN void lunai_print_axis(lunai_printing *p, int axis, int64_t offset) {
   const int rank = p->t->rank;
@@ -12436,16 +12435,13 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
 }
 
 /* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
-LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
-  lunai_bump *b = s->op.ctx->bump;
+LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape) {
   luna_op *op = &s->op;
-  luna_ctx *ctx = op->ctx;
-  const luna_op_functions *functions = &ctx->backend->op[op->kind];
-  luna_status status = LUNA_OK;
+  lunai_bump *b = op->ctx->bump;
+  const luna_op_functions *functions = &op->ctx->backend->op[op->kind];
   op->dropout = op->last_dropout = 0;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
-    return lunai_op_no_memory(s, (size_t)count * sizeof(float));
-  if (count == 0) return op->out[0];
+  if ((op->out[0] = lunai_tensor_make(op->ctx, rank, shape)) == NULL) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (luna_count(op->out[0]) == 0) return op->out[0];
   functions->query(op);
   const size_t used = b->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(b, true, op->workspace_size, &op->workspace))
@@ -12456,9 +12452,9 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     if (b->ops) b->ops[b->count] = *op;
     b->count++;
   }
-  if (lunai_computes(ctx)) status = functions->forward(op);
+  const luna_status status = lunai_computes(op->ctx) ? functions->forward(op) : LUNA_OK;
   if (status == LUNA_OK) return op->out[0];
-  lunai_fail_backend(ctx, false, s->name, status);
+  lunai_fail_backend(op->ctx, false, s->name, status);
   return lunai_abandon(s);
 }
 
@@ -12504,30 +12500,25 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
-  bool wanted = false;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
+  const bool tapes = LUNAI_TRAINS && ctx->training && !ctx->paused;
+  bool wanted = false;               /* a gradient */
   void *memory;
-  const int64_t count = lunai_shape_count(rank, shape);
-  const size_t result = (size_t)count * sizeof(float);
-  if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape);
   if (!lunai_is_buildable(s, rank, shape)) return lunai_abandon(s);
-  for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
-  wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
-  const bool record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
+  for (int i = 0; i < op->inputs && tapes; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
+  const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
-    op = (luna_op *)memory;
-    *op = s->op;
+    op = (luna_op *)memcpy(memory, op, sizeof *op);
   }
   op->training = record;
-  if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
+  if (!LUNAI_TRAINS || !ctx->training) op->dropout = op->last_dropout = 0;
   if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
-  if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
-    return lunai_op_no_memory(s, result);
-  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
-                                                           lunai_shape_count(extra_rank, extra_shape))) == NULL)
-    return lunai_op_no_memory(s, result);
+  op->out[0] = lunai_tensor_make(ctx, rank, shape);
+  if (op->out[0] && extra) op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape);
+  if (!op->out[op->outputs - 1])
+    return lunai_op_no_memory(s, (size_t)lunai_shape_count(rank, shape) * sizeof(float));
   for (int i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
@@ -12559,7 +12550,7 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) {
 #ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
-  luna_tensor *owner = t->base ? t->base : t;
+  luna_tensor *owner = lunai_base(t);
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
   if (!owner->has_grad) {
@@ -12593,12 +12584,12 @@ LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inp
 
 /* the data of an input, recomputed by its op when it was released; what that needed is released at once */
 LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
-  luna_tensor *owner = t->base ? t->base : t;
+  luna_tensor *owner = lunai_base(t);
   luna_op *op = owner->maker;
   bool again[LUNA_MAX_INPUTS];
   if (owner->released) {
     for (int i = 0; i < op->inputs; i++) {
-      luna_tensor *in = op->in[i] && op->in[i]->base ? op->in[i]->base : op->in[i];
+      luna_tensor *in = lunai_base(op->in[i]);
       again[i] = in && in->released;
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
@@ -12606,10 +12597,9 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
     if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
+      owner->data = first->data;
       first->data_piece = NULL;
-    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) ==
-               NULL) return false;
-    owner->data = (float *)owner->data_piece->at;
+    } else if (!lunai_data_take(owner)) return false;
     owner->released = false;
     owner->recomputed = true;
     if (!lunai_op_run(op, status)) return false;
@@ -12633,8 +12623,7 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
     for (int i = 0; i < op->outputs; i++) {
       luna_tensor *out = op->out[i];
       if (!out->released) continue;
-      if ((out->data_piece = lunai_piece_take(ctx, (size_t)luna_count(out) * sizeof(float))) == NULL) return false;
-      out->data = (float *)out->data_piece->at;
+      if (!lunai_data_take(out)) return false;
       out->released = false;
       out->recomputed = true;
     }
@@ -13852,11 +13841,8 @@ LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
 
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory = NULL;
-  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
-  else memory = lunai_slab_take(x->ctx);
-  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
-  luna_tensor *t = (luna_tensor *)memory;
+  luna_tensor *t = lunai_tensor_take(x->ctx);
+  if (!t) return lunai_op_no_memory(s, sizeof(luna_tensor));
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
   t->offset = x->offset + offset;
