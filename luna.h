@@ -12889,8 +12889,9 @@ typedef struct lunai_call {
   lunai_call_kind kind;
   size_t size;                       /* bytes, with the op and the tensors that follow */
   void *to;                          /* copy, zero */
-  const void *from;                  /* within the device; null: the value at `value` */
+  const void *from;                  /* null: the value at `value` */
   size_t bytes, value;
+  int direction;
   luna_step_state *state;            /* begin, check */
   bool training, stepped;
   luna_rule rule;                    /* norm, update */
@@ -12918,29 +12919,13 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
 }
 
 LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
-  uint64_t word;
-  for (size_t at = 0; at < size; at += sizeof word) {
-    word = 0;
+  for (size_t at = 0; at < size; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
     memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
     g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
     g->hash ^= g->hash >> 29;
   }
 }
-LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
-LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) {
-  lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value);
-}
-
-/* room for `size` bytes more; null where there is none, or where it would not be used */
-LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
-  char *at = bytes->at + bytes->used;
-  size = (size + 15) / 16 * 16;
-  bytes->needed += size;
-  if (!wanted || bytes->room - bytes->used < size) return NULL;
-  bytes->used += size;
-  return at;
-}
-
 LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
   const luna_backend *b = g->device;
   luna_op *op = (luna_op *)(void *)(c + 1);
@@ -12948,7 +12933,7 @@ LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording
     case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
     case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
     case LUNAI_CALL_COPY:
-      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, 0);
+      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, c->direction);
       return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
                        : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
     case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
@@ -12976,26 +12961,43 @@ LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
   g->status = lunai_calls_run(g, false);
 }
 
-/* a record with `more` bytes after it; null: the call is to run at once */
-LUNAI_FN lunai_call *lunai_note(luna_graph *g, lunai_call_kind kind, size_t more) {
-  const size_t size = (sizeof(lunai_call) + more + 15) / 16 * 16;
-  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(&g->calls, size, !g->through);
-  if (!c) {
+/* room for `size` bytes more; null: what needs them is to run at once */
+LUNAI_FN char *lunai_bytes_take(luna_graph *g, lunai_bytes *bytes, size_t size) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (bytes->room - bytes->used < size)
     lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
-    return NULL;
-  }
-  memset(c, 0, sizeof *c);
-  c->kind = kind;
+  if (g->through) return NULL;
+  bytes->used += size;
+  return at;
+}
+LUNAI_FN lunai_call lunai_call_of(lunai_call_kind kind) {
+  lunai_call call;
+  memset(&call, 0, sizeof call);
+  call.kind = kind;
+  return call;
+}
+/* a record of a call, with `more` bytes after it, or null */
+LUNAI_FN lunai_call *lunai_note(luna_graph *g, const lunai_call *call, size_t more) {
+  const size_t size = (sizeof *call + more + 15) / 16 * 16;
+  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(g, &g->calls, size);
+  if (!c) return NULL;
+  memcpy(c, call, sizeof *c);
   c->size = size;
-  lunai_graph_mix_number(g, (uint64_t)kind);
   return c;
 }
+/* the record of a call that is followed by nothing; or it runs at once */
+LUNAI_FN luna_status lunai_note_call(luna_ctx *ctx, lunai_call *call) {
+  lunai_graph_mix(ctx->graph, call, sizeof *call);
+  return lunai_note(ctx->graph, call, 0) ? LUNA_OK : lunai_call_run(ctx->graph, call, false);
+}
 LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
+  const void *pointers[] = { t->data, t->grad };
   *to = *t;
-  lunai_graph_mix_pointer(g, t->data);
-  lunai_graph_mix_pointer(g, t->grad);
+  lunai_graph_mix(g, pointers, sizeof pointers);
   lunai_graph_mix(g, t->shape, sizeof t->shape);
-  lunai_graph_mix_number(g, (uint64_t)t->rank);
+  lunai_graph_mix(g, &t->rank, sizeof t->rank);
 }
 LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
@@ -13030,16 +13032,18 @@ LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *ne
 }
 LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   luna_graph *g = op->ctx->graph;
+  const lunai_call call = lunai_call_of(kind);
   const luna_op_functions *device = &g->device->op[op->kind];
   const luna_op *loss = op->loss;
   const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
   if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
-  lunai_call *c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  lunai_call *c = lunai_note(g, &call, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
   if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
   g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
   luna_op *to = (luna_op *)(void *)(c + 1);
+  lunai_graph_mix(g, &kind, sizeof kind);
   luna_tensor *next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
   if (!loss) return LUNA_OK;
   to->loss = to + 1;
@@ -13050,74 +13054,63 @@ LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, 
 LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
 LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   luna_graph *g = ctx->graph;
-  char *value = NULL;
+  lunai_call call = lunai_call_of(LUNAI_CALL_COPY);
   if (bytes == 0) return LUNA_OK;
-  if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
-  if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
-  if (direction == 1 && !value)
-    lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
-  lunai_call *c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
-  if (!c) return g->device->copy(ctx, to, from, bytes, direction);
-  c->to = to;
-  c->bytes = bytes;
-  c->from = direction == 0 ? from : NULL;
-  c->value = value ? (size_t)(value - g->values.at) : 0;
+  if (direction == 2) {
+    lunai_graph_flush(ctx, "something was read before luna_graph_end");
+    return g->device->copy(ctx, to, from, bytes, direction);
+  }
+  char *value = direction == 1 ? lunai_bytes_take(g, &g->values, bytes) : NULL;
   if (value) memcpy(value, from, bytes);
-  lunai_graph_mix_pointer(g, to);
-  lunai_graph_mix_pointer(g, c->from);
-  lunai_graph_mix_number(g, bytes);
-  return LUNA_OK;
+  call.to = to;
+  call.from = value ? NULL : from;
+  call.bytes = bytes;
+  call.value = value ? (size_t)(value - g->values.at) : 0;
+  call.direction = direction;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
-  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_ZERO, 0);
-  if (!c) return ctx->graph->device->zero(ctx, at, bytes);
-  c->to = at;
-  c->bytes = bytes;
-  lunai_graph_mix_pointer(ctx->graph, at);
-  lunai_graph_mix_number(ctx->graph, bytes);
-  return LUNA_OK;
+  lunai_call call = lunai_call_of(LUNAI_CALL_ZERO);
+  call.to = at;
+  call.bytes = bytes;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  lunai_call call = lunai_call_of(LUNAI_CALL_BEGIN);
   if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
-  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
-  if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
-  c->state = state;
-  c->training = training;
-  c->stepped = stepped;
-  lunai_graph_mix_number(ctx->graph, (uint64_t)training << 1 | (uint64_t)stepped);
-  return LUNA_OK;
+  call.state = state;
+  call.training = training;
+  call.stepped = stepped;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
-  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_CHECK, sizeof *loss);
-  if (!c) return ctx->graph->device->check(ctx, loss, state);
-  c->state = state;
-  lunai_note_tensor(ctx->graph, (luna_tensor *)(void *)(c + 1), loss);
+  luna_graph *g = ctx->graph;
+  lunai_call call = lunai_call_of(LUNAI_CALL_CHECK);
+  call.state = state;
+  lunai_call *c = lunai_note(g, &call, sizeof *loss);
+  if (!c) return g->device->check(ctx, loss, state);
+  lunai_graph_mix(g, &call, sizeof call);
+  lunai_note_tensor(g, (luna_tensor *)(void *)(c + 1), loss);
   return LUNA_OK;
 }
 /* the parts stay as they are, the optimiser's, until it makes another step */
-LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
-                                      const luna_update *parts,
-                                      const luna_update *table, int64_t count) {
-  lunai_call *c = lunai_note(ctx->graph, kind, 0);
-  if (!c) return NULL;
-  c->rule = *rule;
-  c->parts = parts;
-  c->table = table;
-  c->count = count;
-  lunai_graph_mix(ctx->graph, rule, sizeof *rule);
+LUNAI_FN luna_status lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
+                                      const luna_update *parts, const luna_update *table, int64_t count) {
+  lunai_call call = lunai_call_of(kind);
+  memcpy(&call.rule, rule, sizeof *rule);
+  call.parts = parts;
+  call.table = table;
+  call.count = count;
   lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
-  lunai_graph_mix_pointer(ctx->graph, table);
-  return c;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                      const luna_update *table, int64_t count) {
-  if (lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count)) return LUNA_OK;
-  return ctx->graph->device->norm(ctx, rule, parts, table, count);
+  return lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count);
 }
 LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                        const luna_update *table, int64_t count) {
-  if (lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count)) return LUNA_OK;
-  return ctx->graph->device->update(ctx, rule, parts, table, count);
+  return lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count);
 }
 
 LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
@@ -13230,10 +13223,10 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
   ctx->graph = NULL;
   ctx->backend = g->device;
   luna_status status = g->status;
-  if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
-  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g))
+  if (!g->through && ctx->status == LUNA_OK && ((g->recording && g->hash == g->recorded) ||
+                                                (g->hash == g->last && lunai_graph_record(g)))) {
     status = lunai_graph_launch(g);
-  else if (!g->through) {
+  } else if (!g->through) {
     g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
     status = lunai_calls_run(g, false);
   }
