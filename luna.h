@@ -863,12 +863,12 @@ LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
 /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
+#ifndef LUNA_ONLY_STREAM
 /* the value of a one-element tensor, before the next begin; NaN on failure */
 LUNA_API float luna_item(const luna_tensor *t);
 /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
-#ifndef LUNA_ONLY_STREAM
 /* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
    indices [...,k], and values [...,k] or null. luna_argmax: indices [...] of the largest. */
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
@@ -8927,10 +8927,12 @@ typedef struct lunai_bump {
   size_t count, room;
   size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
 } lunai_bump;
-#ifdef LUNA_ONLY_STREAM              /* memory is short there */
-#define LUNAI_REPLAYS false
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_REPLAYS false          /* memory is short there */
+#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
 #define LUNAI_REPLAYS true
+#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
 #endif
 #define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
 LUNAI_FN void lunai_bump_begin(lunai_bump *b, bool single) {
@@ -8942,15 +8944,7 @@ LUNAI_FN void lunai_bump_forget(lunai_bump *b) {
   b->count = 0;
   b->kept = b->floor;
 }
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
-#else
-#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
-#endif
 
-#ifdef LUNA_NO_TRAIN
-typedef struct luna_optimizer luna_optimizer;
-#endif
 typedef struct lunai_failure {       /* of a call that makes something: set and hash say which */
   const luna_params *set;
   uint64_t hash;
@@ -9041,7 +9035,7 @@ struct luna_ctx {
   int64_t sets;                      /* parameter sets opened */
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
-  luna_optimizer *optimizers;        /* newest first */
+  struct luna_optimizer *optimizers; /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
   luna_collective collective;        /* what options.collective points to, with more than one rank */
@@ -9671,11 +9665,6 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
 }
 
 /* --- ranks --- */
-#ifdef LUNA_ONLY_STREAM
-LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { (void)ctx; return NULL; }
-#else
-LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
-#endif
 /* What a rank has of a whole: sequences of a batch, or rows of every sequence */
 typedef struct lunai_cut {
   bool rows;                         /* rows, not sequences */
@@ -9685,8 +9674,10 @@ typedef struct lunai_cut {
   const int64_t *parts;              /* [ranks] those of each rank */
 } lunai_cut;
 #ifdef LUNA_ONLY_STREAM
+#define lunai_ranks(ctx) ((void)(ctx), (const luna_collective *)NULL)
 #define lunai_rows_cut(t) ((void)(t), false)
 #else
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
 LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->part && t->part->rows; }
 #endif
 /* the rows of t's whole sequences, [batch,n,...] */
@@ -12130,13 +12121,10 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
+#ifndef LUNA_ONLY_STREAM
 /* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
    optimiser only when steps were skipped. */
-#ifdef LUNA_ONLY_STREAM
-LUNAI_INLINE void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx; (void)skipped; }
-#else
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
-#endif
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   if (!ctx->options.log && !ctx->unread) return;
@@ -12176,7 +12164,12 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
-#ifndef LUNA_ONLY_STREAM
+LUNA_API float luna_item(const luna_tensor *t) {
+  float value = NAN;
+  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
+  else if (t && lunai_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
+  return value;
+}
 /* A tensor's values on the host, in memory of the step where they are not there already, which the caller gives back by
    `mark`; null where the context measures. */
 LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, lunai_mark *mark, const float **values) {
@@ -12306,12 +12299,6 @@ LUNAI_FN luna_status lunai_write_made(luna_tensor *t, const char *name, bool op,
   const luna_status status = luna_write(t, values);
   lunai_step_rewind(t->ctx, mark);
   return status;
-}
-LUNA_API float luna_item(const luna_tensor *t) {
-  float value = NAN;
-  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
-  else if (t && lunai_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
-  return value;
 }
 
 /* --- building an op --- */
@@ -12806,20 +12793,17 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   const lunai_mark mark = lunai_step_mark(ctx);
   const lunai_persistent_mark persistent = lunai_persistent(ctx);
   const size_t peak = ctx->peak;
-  size_t need[2], step_peak[2];
+  size_t need[2];
   lunai_piece *const pieces = ctx->pieces, *piece;
   for (piece = pieces; piece; piece = piece->next) piece->next_before = piece->next;
-  for (int i = 0; i < 2; i++) {
-    step_peak[i] = ctx->arena[i].step_peak;
-    ctx->arena[i].step_peak = ctx->step.bytes[i];
-  }
+  for (int i = 0; i < 2; i++) ctx->arena[i].step_peak = mark.bytes[i];
   ctx->reserved = NULL;
   ctx->reserving = true;
   luna_status status = lunai_walk_back(loss);
   ctx->reserving = false;
   for (int i = 0; i < 2; i++) {
     need[i] = ctx->arena[i].step_peak - mark.bytes[i];
-    ctx->arena[i].step_peak = step_peak[i];
+    ctx->arena[i].step_peak = persistent.arena[i].step_peak;
   }
   ctx->peak = peak;                  /* what the second walk takes is counted there */
   lunai_step_rewind(ctx, mark);
@@ -12852,8 +12836,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
   if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
   if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
-  if (!ctx->tape || !loss->needs_grad)
-    return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
+  if (!ctx->tape || !loss->needs_grad) return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   luna_status status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
