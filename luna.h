@@ -9251,12 +9251,11 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t 
       (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
   lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
   if (!raw) return NULL;
-  chunk->next = NULL;
+  memset(chunk, 0, sizeof *chunk);
   chunk->raw_size = raw_size;
   chunk->start = raw + sizeof(lunai_chunk);
   chunk->start += (align - (uintptr_t)chunk->start % align) % align;
   chunk->size = size;
-  chunk->used = 0;
   chunk->remote = remote;
   if (remote && (chunk->start = (char *)ctx->backend->allocate(ctx->self, size)) == NULL) {
     lunai_raw_release(&ctx->options.allocator, raw, raw_size);
@@ -12694,11 +12693,6 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
-LUNAI_FN bool lunai_sets_in_place(const luna_op *op) {
-  return (lunai_op_can(op) & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
-         lunai_is_single(op, 0);
-}
-
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   const int can = lunai_op_can(op);
@@ -12716,7 +12710,8 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_op_reads[op->kind] & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
       return false;
-  op->sets = lunai_sets_in_place(op) ? 1 : 0;
+  op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
+             lunai_is_single(op, 0);
   for (int i = 0; i < op->inputs; i++)
     if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
@@ -13193,12 +13188,6 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
   memcpy(ctx->error, error, sizeof error);
   return false;
 }
-LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
-  luna_status status = LUNA_OK;
-  g->reason = "";
-  if (g->values.used) status = g->device->copy(g->ctx, g->inputs, g->values.at, g->values.used, 1);
-  return status == LUNA_OK ? g->device->run(g->ctx, g->recording) : status;
-}
 LUNA_API luna_status luna_graph_end(luna_graph *g) {
   luna_ctx *ctx = g ? g->ctx : NULL;
   if (!g) return LUNA_OK;
@@ -13208,7 +13197,9 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
   luna_status status = g->status;
   if (!g->through && ctx->status == LUNA_OK && ((g->recording && g->hash == g->recorded) ||
                                                 (g->hash == g->last && lunai_graph_record(g)))) {
-    status = lunai_graph_launch(g);
+    g->reason = "";
+    if (g->values.used) status = g->device->copy(ctx, g->inputs, g->values.at, g->values.used, 1);
+    if (status == LUNA_OK) status = g->device->run(ctx, g->recording);
   } else if (!g->through) {
     g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
     status = lunai_calls_run(g, false);
