@@ -863,12 +863,12 @@ LUNA_API luna_tensor *luna_keep(luna_tensor *t);
 
 /* marks a tensor as one whose gradient is wanted, and stays until the next begin */
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t);
+#ifndef LUNA_ONLY_STREAM
 /* the value of a one-element tensor, before the next begin; NaN on failure */
 LUNA_API float luna_item(const luna_tensor *t);
 /* copies luna_count(t) values; fails when they were released: luna_keep */
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out);
 LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out);
-#ifndef LUNA_ONLY_STREAM
 /* Of each row of x [...,n], for the host: its k largest in falling order, of equals the first first, NaN before all:
    indices [...,k], and values [...,k] or null. luna_argmax: indices [...] of the largest. */
 LUNA_API luna_status luna_top_k(const luna_tensor *x, int64_t k, int32_t *indices, float *values);
@@ -8101,6 +8101,9 @@ typedef CONDITION_VARIABLE lunai_condition;
 #define lunai_condition_close(c) ((void)(c))
 #define lunai_condition_wait(c, m) SleepConditionVariableCS(c, m, INFINITE)
 #define lunai_condition_wake(c) WakeAllConditionVariable(c)
+#define LUNAI_THREAD_MAIN DWORD WINAPI
+#define lunai_thread_start(t, main, user) ((*(t) = CreateThread(NULL, 0, main, user, 0, NULL)) != NULL)
+#define lunai_thread_join(t) (WaitForSingleObject(t, INFINITE), CloseHandle(t))
 #define lunai_process() ((int64_t)0) /* nothing forks */
 #else
 #include <pthread.h>
@@ -8116,6 +8119,9 @@ typedef pthread_cond_t lunai_condition;
 #define lunai_condition_close(c) pthread_cond_destroy(c)
 #define lunai_condition_wait(c, m) pthread_cond_wait(c, m)
 #define lunai_condition_wake(c) pthread_cond_broadcast(c)
+#define LUNAI_THREAD_MAIN void *
+#define lunai_thread_start(t, main, user) (pthread_create(t, NULL, main, user) == 0)
+#define lunai_thread_join(t) pthread_join(t, NULL)
 #define lunai_process() ((int64_t)getpid())
 #endif
 
@@ -8126,25 +8132,23 @@ LUNAI_FN int lunai_cores(void) { return 1; }
    woken often is put on the caller's core, and costs a step its second core for tens of milliseconds */
 #define LUNAI_SPINS 10000
 
-typedef struct lunai_pool lunai_pool;
-typedef struct lunai_worker { lunai_pool *pool; lunai_thread thread; } lunai_worker;
-struct lunai_pool {
+typedef struct lunai_pool {
   int64_t workers;                   /* besides the caller */
-  lunai_worker *worker;
+  lunai_thread *thread;              /* theirs */
   void (*task)(void *work, int64_t index);
   void *work;
   /* atomic: the call's number in the high half, the next index to be taken in the low: a thread that comes late finds
      nothing left */
   uint64_t ticket;
-  uint32_t count;                    /* atomic */
-  uint32_t done;                     /* atomic */
-  uint32_t sleepers;                 /* atomic: workers that wait for a call, */
-  uint32_t waits;                    /* atomic: and whether the call's own thread waits for its end */
+  uint64_t count;                    /* atomic */
+  uint64_t done;                     /* atomic */
+  uint64_t sleepers;                 /* atomic: workers that wait for a call, */
+  uint64_t waits;                    /* atomic: and whether the call's own thread waits for its end */
+  uint64_t stop;                     /* atomic */
   int64_t process;                   /* the workers': a child of fork has the pool's memory but not its threads */
-  uint32_t stop;                     /* atomic */
   lunai_mutex mutex;
   lunai_condition wake, finished;
-};
+} lunai_pool;
 
 LUNAI_INLINE void lunai_pause(void) {
 #if defined(LUNAI_MSVC)
@@ -8156,30 +8160,26 @@ LUNAI_INLINE void lunai_pause(void) {
 
 /* atomics, sequentially consistent */
 #ifdef LUNAI_MSVC
-LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) {
-  const uint64_t v = *(volatile uint64_t *)at; MemoryBarrier(); return v;
+LUNAI_INLINE uint64_t lunai_atomic_load(uint64_t *at) {
+  const uint64_t v = *(volatile uint64_t *)at;
+  MemoryBarrier();
+  return v;
 }
-LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) {
-  const uint32_t v = *(volatile uint32_t *)at; MemoryBarrier(); return v;
+LUNAI_INLINE void lunai_atomic_store(uint64_t *at, uint64_t v) { InterlockedExchange64((LONG64 *)at, (LONG64)v); }
+LUNAI_INLINE uint64_t lunai_atomic_add(uint64_t *at, uint64_t n) {
+  return (uint64_t)InterlockedExchangeAdd64((LONG64 *)at, (LONG64)n) + n;
 }
-LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { InterlockedExchange64((volatile LONG64 *)at, (LONG64)v); }
-LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { InterlockedExchange((volatile LONG *)at, (LONG)v); }
-LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) {
-  return (uint32_t)InterlockedExchangeAdd((volatile LONG *)at, (LONG)n) + n;
-}
-LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
-  const uint64_t was = (uint64_t)InterlockedCompareExchange64((volatile LONG64 *)at, (LONG64)v, (LONG64)*expected);
+LUNAI_INLINE bool lunai_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
+  const uint64_t was = (uint64_t)InterlockedCompareExchange64((LONG64 *)at, (LONG64)v, (LONG64)*expected);
   const bool same = was == *expected;
   *expected = was;
   return same;
 }
 #else
-LUNAI_INLINE uint64_t lunai_load64(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE uint32_t lunai_load32(uint32_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_store64(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE void lunai_store32(uint32_t *at, uint32_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE uint32_t lunai_add32(uint32_t *at, uint32_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
-LUNAI_INLINE bool lunai_swap64(uint64_t *at, uint64_t *expected, uint64_t v) {
+LUNAI_INLINE uint64_t lunai_atomic_load(uint64_t *at) { return __atomic_load_n(at, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE void lunai_atomic_store(uint64_t *at, uint64_t v) { __atomic_store_n(at, v, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE uint64_t lunai_atomic_add(uint64_t *at, uint64_t n) { return __atomic_add_fetch(at, n, __ATOMIC_SEQ_CST); }
+LUNAI_INLINE bool lunai_atomic_swap(uint64_t *at, uint64_t *expected, uint64_t v) {
   return __atomic_compare_exchange_n(at, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 #endif
@@ -8195,57 +8195,44 @@ LUNAI_FN int lunai_cores(void) {
 #endif
 }
 
-LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_load64(&pool->ticket) >> 32); }
+/* the number of the newest call */
+LUNAI_INLINE uint32_t lunai_pool_call(lunai_pool *pool) { return (uint32_t)(lunai_atomic_load(&pool->ticket) >> 32); }
+LUNAI_FN void lunai_pool_wake(lunai_pool *pool, lunai_condition *condition) {
+  lunai_mutex_lock(&pool->mutex);
+  lunai_condition_wake(condition);
+  lunai_mutex_unlock(&pool->mutex);
+}
 
 /* runs a call's remaining indices; task and work do not change until all that were taken are done */
 LUNAI_FN void lunai_pool_work(lunai_pool *pool, uint32_t call) {
-  uint64_t ticket = lunai_load64(&pool->ticket);
-  while ((uint32_t)(ticket >> 32) == call && (uint32_t)ticket < lunai_load32(&pool->count)) {
-    if (!lunai_swap64(&pool->ticket, &ticket, ticket + 1)) continue;
+  uint64_t ticket = lunai_atomic_load(&pool->ticket);
+  while (ticket >> 32 == call && (uint32_t)ticket < lunai_atomic_load(&pool->count)) {
+    if (!lunai_atomic_swap(&pool->ticket, &ticket, ticket + 1)) continue;
     pool->task(pool->work, (int64_t)(uint32_t)ticket);
-    if (lunai_add32(&pool->done, 1) == lunai_load32(&pool->count) && lunai_load32(&pool->waits)) {
-      lunai_mutex_lock(&pool->mutex);
-      lunai_condition_wake(&pool->finished);
-      lunai_mutex_unlock(&pool->mutex);
-    }
+    if (lunai_atomic_add(&pool->done, 1) == lunai_atomic_load(&pool->count) && lunai_atomic_load(&pool->waits))
+      lunai_pool_wake(pool, &pool->finished);
     ticket++;
   }
 }
 
-LUNAI_FN void lunai_worker_run(lunai_worker *self) {
-  lunai_pool *pool = self->pool;
+static LUNAI_THREAD_MAIN lunai_worker_main(void *user) {
+  lunai_pool *pool = (lunai_pool *)user;
   uint32_t seen = 0;
   for (;;) {
     int spins = 0;
-    while (lunai_pool_call(pool) == seen && spins < LUNAI_SPINS) {
-      lunai_pause();
-      spins++;
-    }
+    for (; lunai_pool_call(pool) == seen && spins < LUNAI_SPINS; spins++) lunai_pause();
     if (spins == LUNAI_SPINS) {
       lunai_mutex_lock(&pool->mutex);
-      lunai_add32(&pool->sleepers, 1);
+      lunai_atomic_add(&pool->sleepers, 1);
       while (lunai_pool_call(pool) == seen) lunai_condition_wait(&pool->wake, &pool->mutex);
-      lunai_add32(&pool->sleepers, UINT32_MAX);
+      lunai_atomic_add(&pool->sleepers, UINT64_MAX);
       lunai_mutex_unlock(&pool->mutex);
     }
     seen = lunai_pool_call(pool);
-    if (lunai_load32(&pool->stop)) return;
+    if (lunai_atomic_load(&pool->stop)) return 0;
     lunai_pool_work(pool, seen);
   }
 }
-#ifdef _WIN32
-static DWORD WINAPI lunai_worker_main(LPVOID self) { lunai_worker_run((lunai_worker *)self); return 0; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
-  return (w->thread = CreateThread(NULL, 0, lunai_worker_main, w, 0, NULL)) != NULL;
-}
-LUNAI_FN void lunai_thread_join(lunai_thread thread) { WaitForSingleObject(thread, INFINITE); CloseHandle(thread); }
-#else
-static void *lunai_worker_main(void *self) { lunai_worker_run((lunai_worker *)self); return NULL; }
-LUNAI_FN bool lunai_thread_start(lunai_worker *w) {
-  return pthread_create(&w->thread, NULL, lunai_worker_main, w) == 0;
-}
-LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL); }
-#endif
 
 /* False in a child of fork, where there are no workers, and mutex and condition may be in any state. The process id
    is compared only where sleepers are woken or threads joined: a call's own thread runs every share that no other
@@ -8253,63 +8240,54 @@ LUNAI_FN void lunai_thread_join(lunai_thread thread) { pthread_join(thread, NULL
 LUNAI_FN bool lunai_pool_has_workers(const lunai_pool *pool) { return pool->process == lunai_process(); }
 
 /* a new call of `count` tasks; returns its number */
-LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, uint32_t count) {
-  const uint32_t call = lunai_pool_call(pool) + 1;
-  lunai_store32(&pool->done, 0);
+LUNAI_FN uint32_t lunai_pool_publish(lunai_pool *pool, int64_t count) {
+  const uint32_t call = lunai_pool_call(pool) + 2;
+  lunai_atomic_store(&pool->done, 0);
   /* so that no thread pairs the new count with the old call */
-  lunai_store64(&pool->ticket, (uint64_t)call << 32 | UINT32_MAX);
-  lunai_store32(&pool->count, count);
-  lunai_store64(&pool->ticket, (uint64_t)(call + 1) << 32);
-  if (lunai_load32(&pool->sleepers) == 0 || !lunai_pool_has_workers(pool)) return call + 1;
-  lunai_mutex_lock(&pool->mutex);
-  lunai_condition_wake(&pool->wake);
-  lunai_mutex_unlock(&pool->mutex);
-  return call + 1;
+  lunai_atomic_store(&pool->ticket, (uint64_t)(call - 1) << 32 | UINT32_MAX);
+  lunai_atomic_store(&pool->count, (uint64_t)count);
+  lunai_atomic_store(&pool->ticket, (uint64_t)call << 32);
+  if (lunai_atomic_load(&pool->sleepers) > 0 && lunai_pool_has_workers(pool)) lunai_pool_wake(pool, &pool->wake);
+  return call;
 }
 
 /* a luna_parallel_for */
 LUNAI_FN void lunai_pool_run(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work) {
   lunai_pool *pool = (lunai_pool *)user;
-  int spins = 0;
   pool->task = task;
   pool->work = work;
-  lunai_pool_work(pool, lunai_pool_publish(pool, (uint32_t)count));
-  while (lunai_load32(&pool->done) != (uint32_t)count && spins++ < LUNAI_SPINS) lunai_pause();
-  if (lunai_load32(&pool->done) == (uint32_t)count) return;
+  lunai_pool_work(pool, lunai_pool_publish(pool, count));
+  for (int spins = 0; lunai_atomic_load(&pool->done) != (uint64_t)count && spins < LUNAI_SPINS; spins++) lunai_pause();
+  if (lunai_atomic_load(&pool->done) == (uint64_t)count) return;
   /* a worker was stopped in its share: sleep, and its core or this one's is free for it */
   lunai_mutex_lock(&pool->mutex);
-  lunai_store32(&pool->waits, 1);
-  while (lunai_load32(&pool->done) != (uint32_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
-  lunai_store32(&pool->waits, 0);
+  lunai_atomic_store(&pool->waits, 1);
+  while (lunai_atomic_load(&pool->done) != (uint64_t)count) lunai_condition_wait(&pool->finished, &pool->mutex);
+  lunai_atomic_store(&pool->waits, 0);
   lunai_mutex_unlock(&pool->mutex);
 }
 
 LUNAI_FN void lunai_pool_close(lunai_pool *pool) {
   if (!lunai_pool_has_workers(pool)) return;
-  lunai_store32(&pool->stop, 1);
+  lunai_atomic_store(&pool->stop, 1);
   lunai_pool_publish(pool, 0);
-  for (int64_t i = 0; i < pool->workers; i++) lunai_thread_join(pool->worker[i].thread);
+  for (int64_t i = 0; i < pool->workers; i++) lunai_thread_join(pool->thread[i]);
   lunai_condition_close(&pool->wake);
   lunai_condition_close(&pool->finished);
   lunai_mutex_close(&pool->mutex);
 }
 
-/* the caller owns the memory of pool and workers; if the system gives too few threads the pool has none */
-LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_worker *worker, int64_t workers) {
-  int64_t i;
+/* the caller owns the memory of pool and threads; if the system gives too few the pool has none */
+LUNAI_FN void lunai_pool_open(lunai_pool *pool, lunai_thread *thread, int64_t workers) {
   memset(pool, 0, sizeof *pool);
-  pool->worker = worker;
-  pool->workers = workers;
+  pool->thread = thread;
   pool->process = lunai_process();
   lunai_mutex_open(&pool->mutex);
   lunai_condition_open(&pool->wake);
   lunai_condition_open(&pool->finished);
-  for (i = 0; i < workers; i++) {
-    worker[i].pool = pool;
-    if (!lunai_thread_start(&worker[i])) break;
-  }
-  if (i == workers) return;
-  pool->workers = i;
+  while (pool->workers < workers && lunai_thread_start(&thread[pool->workers], lunai_worker_main, pool))
+    pool->workers++;
+  if (pool->workers == workers) return;
   lunai_pool_close(pool);
   pool->workers = 0;
 }
@@ -8345,9 +8323,8 @@ typedef struct lunai_chunk {         /* header of one allocation; its memory fol
 } lunai_chunk;
 typedef struct lunai_arena {         /* the allocations of one kind of memory */
   lunai_chunk *persistent;           /* allocator mode: list, newest first */
-  lunai_chunk *steps, *step;         /* allocator mode: list of step blocks, and the one in use */
-  size_t persistent_bytes, step_bytes, step_peak;
-  size_t gaps;                       /* between chunks, in the places of pieces: those of two chunks are not joined */
+  lunai_chunk *steps;                /* allocator mode: list of step blocks */
+  size_t persistent_bytes, step_peak;
 } lunai_arena;
 
 /* The step of a stream: what is taken lies in a row, and a scope's end moves its result down to where the scope began.
@@ -8362,10 +8339,12 @@ typedef struct lunai_bump {
   size_t count, room;
   size_t floor, kept;                /* bytes of small things that stay: of the stream, and of what is recorded */
 } lunai_bump;
-#ifdef LUNA_ONLY_STREAM              /* memory is short there */
-#define LUNAI_REPLAYS false
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_REPLAYS false          /* memory is short there */
+#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
 #else
 #define LUNAI_REPLAYS true
+#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
 #endif
 #define LUNAI_RECORDS(b) (LUNAI_REPLAYS && (b)->records)
 LUNAI_FN void lunai_bump_begin(lunai_bump *b, bool single) {
@@ -8377,15 +8356,7 @@ LUNAI_FN void lunai_bump_forget(lunai_bump *b) {
   b->count = 0;
   b->kept = b->floor;
 }
-#ifdef LUNA_ONLY_STREAM
-#define LUNAI_BUMPS(ctx) ((void)(ctx), true)
-#else
-#define LUNAI_BUMPS(ctx) ((ctx)->bump != NULL)
-#endif
 
-#ifdef LUNA_NO_TRAIN
-typedef struct luna_optimizer luna_optimizer;
-#endif
 typedef struct lunai_failure {       /* of a call that makes something: set and hash say which */
   const luna_params *set;
   uint64_t hash;
@@ -8401,22 +8372,29 @@ typedef struct lunai_slab {
   struct lunai_slab *next;
   luna_tensor of_step[2][LUNAI_SLAB];
 } lunai_slab;
-typedef struct lunai_slabs {
-  lunai_slab *first, *now;           /* now: the one in use, null before the first tensor */
-  int used;                          /* of that */
-  size_t end;                        /* of the newest, in bytes that persist */
-} lunai_slabs;
+typedef struct lunai_mark {          /* how far a step has come */
+  lunai_chunk *chunk[2];             /* allocator mode: the step block in use, of the host and of the device, */
+  size_t used[2];                    /* and, in a mark, what is used of it */
+  size_t bytes[2];                   /* of the step; of a stream's parts */
+  size_t gaps[2];                    /* between chunks, in the places of pieces: those of two chunks are not joined */
+  int64_t pieces_made;
+  luna_tensor *made;                 /* the newest tensor */
+  lunai_slab *slab;                  /* the one in use, null before the first tensor */
+  int slab_used;
+  char *small, *small_end;           /* what is left for small things of the host */
+} lunai_mark;
 typedef struct lunai_sharing { struct lunai_sharing *next; const luna_ctx *owner; } lunai_sharing;
 
 #ifndef LUNA_ONLY_STREAM
 #define LUNAI_PROFILE_ROWS 224
 #define LUNAI_PROFILE_SCOPES 64
-typedef struct lunai_profile_shape { int64_t size[LUNA_MAX_RANK]; int rank, unused; } lunai_profile_shape;
-typedef struct lunai_profile_row {   /* sums of an op's calls */
+typedef struct lunai_profile_op {    /* compared by its bytes */
+  int64_t shape[2][LUNA_MAX_RANK];   /* of its first input and result */
   const char *name;
-  lunai_profile_shape in, out;
-  int scope;
-  bool backward;
+  int rank[2], scope, backward;
+} lunai_profile_op;
+typedef struct lunai_profile_row {   /* sums of its calls */
+  lunai_profile_op op;
   int64_t calls;
   double seconds, bytes, flops;
 } lunai_profile_row;
@@ -8435,20 +8413,16 @@ struct luna_ctx {
   const lunai_kernels *kernels;
   const luna_backend *backend;
   lunai_parallel parallel;
-#ifndef LUNAI_NO_POOL
-  lunai_pool *pool;
-#endif
   void *self;                        /* the backend's own, of this context */
   struct lunai_sharing *sharing;     /* contexts whose parameters this one reads, where work is queued; newest first */
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
   struct lunai_bump *bump;           /* a stream's own context: all its step has; else null */
   struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
-  int64_t pieces_made;               /* in this step */
-  luna_tensor *made;                 /* the step's newest tensor */
-  lunai_slabs slabs;
+  lunai_mark step;
+  lunai_slab *slabs;
+  size_t slabs_end;                  /* the newest slab's, in bytes that persist */
   bool odd;                          /* which half of the slabs this step has */
-  char *small, *small_end;           /* what is left for small things of the host */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
@@ -8473,7 +8447,7 @@ struct luna_ctx {
   int64_t sets;                      /* parameter sets opened */
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
-  luna_optimizer *optimizers;        /* newest first */
+  struct luna_optimizer *optimizers; /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
   luna_collective collective;        /* what options.collective points to, with more than one rank */
@@ -8486,7 +8460,8 @@ LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason);
 
 /* --- sentences: %s text, %d int64_t, %f double, %t a tensor's shape --- */
 typedef struct lunai_text { char *at, *end; } lunai_text;
-LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s && text->at < text->end) *text->at++ = *s++; }
+LUNAI_FN void lunai_put_char(lunai_text *text, char c) { if (text->at < text->end) *text->at++ = c; }
+LUNAI_FN void lunai_put(lunai_text *text, const char *s) { while (*s) lunai_put_char(text, *s++); }
 LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
   char digits[24];
   int i = (int)sizeof digits - 1;
@@ -8501,8 +8476,7 @@ LUNAI_FN void lunai_put_number(lunai_text *text, int64_t value) {
 LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   int exponent = 0, digits = 6;
   double size = value < 0 ? -value : value;
-  char decimal[2] = { 0, 0 };
-  if (value < 0) lunai_put(text, "-");
+  if (value < 0) lunai_put_char(text, '-');
   if (!(size < (double)INFINITY)) {
     lunai_put(text, value != value ? "NaN" : "Inf");
     return;
@@ -8515,38 +8489,27 @@ LUNAI_FN void lunai_put_real(lunai_text *text, double value) {
   const int64_t whole = part / 1000000;
   part %= 1000000;
   lunai_put_number(text, whole);
-  if (part) lunai_put(text, ".");
-  for (; part && digits > 0; digits--, part = part % 100000 * 10) {
-    decimal[0] = (char)('0' + part / 100000);
-    lunai_put(text, decimal);
-  }
-  if (exponent) lunai_put(text, "e");
+  if (part) lunai_put_char(text, '.');
+  for (; part && digits > 0; digits--, part = part % 100000 * 10) lunai_put_char(text, (char)('0' + part / 100000));
+  if (exponent) lunai_put_char(text, 'e');
   if (exponent) lunai_put_number(text, exponent);
 }
-LUNAI_FN void lunai_put_shape(lunai_text *text, int rank, const int64_t *shape) {
-  lunai_put(text, "[");
-  for (int i = 0; i < rank; i++) {
-    if (i) lunai_put(text, ",");
-    lunai_put_number(text, shape[i]);
+LUNAI_FN void lunai_put_shape(lunai_text *text, const luna_tensor *t) {
+  lunai_put_char(text, '[');
+  for (int i = 0; i < t->rank; i++) {
+    if (i) lunai_put_char(text, ',');
+    lunai_put_number(text, t->shape[i]);
   }
-  lunai_put(text, "]");
+  lunai_put_char(text, ']');
 }
 LUNAI_FN void lunai_format(char *out, size_t room, const char *format, va_list values) {
-  lunai_text text;
-  char one[2] = { 0, 0 };
-  text.at = out;
-  text.end = out + room - 1;
+  lunai_text text = { out, out + room - 1 };
   for (; *format; format++) {
-    if (*format != '%') {
-      one[0] = *format;
-      lunai_put(&text, one);
-    } else if (*++format == 's') lunai_put(&text, va_arg(values, const char *));
+    if (*format != '%') lunai_put_char(&text, *format);
+    else if (*++format == 's') lunai_put(&text, va_arg(values, const char *));
     else if (*format == 'd') lunai_put_number(&text, va_arg(values, int64_t));
     else if (*format == 'f') lunai_put_real(&text, va_arg(values, double));
-    else if (*format == 't') {
-      const luna_tensor *t = va_arg(values, const luna_tensor *);
-      lunai_put_shape(&text, t->rank, t->shape);
-    }
+    else if (*format == 't') lunai_put_shape(&text, va_arg(values, const luna_tensor *));
   }
   *text.at = 0;
 }
@@ -8641,19 +8604,19 @@ LUNAI_FN luna_tensor *lunai_fail_null(luna_ctx *ctx, const char *name, const cha
 
 /* --- what configs may hold: true, or false with a sentence --- */
 LUNAI_FN bool lunai_in(luna_ctx *ctx, const char *name, const char *field, int64_t value, int64_t min, int64_t max) {
-  if (value >= min && value <= max) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max) == LUNA_OK;
+  return (value >= min && value <= max) ||
+         lunai_fail_status(ctx, LUNA_ERROR_VALUE_RANGE, name, field, value, min, max) == LUNA_OK;
 }
 LUNAI_FN bool lunai_is_given(luna_ctx *ctx, const char *name, const char *what, bool given) {
   return given || lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, what) == LUNA_OK;
 }
 LUNAI_FN bool lunai_is_probability(luna_ctx *ctx, const char *name, const char *field, float value) {
-  if (value >= 0 && value < 1) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
+  return (value >= 0 && value < 1) ||
+         lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
 }
 LUNAI_FN bool lunai_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
-  if (value >= 0 && value < (float)INFINITY) return true;
-  return lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
+  return (value >= 0 && value < (float)INFINITY) ||
+         lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
 }
 
 /* Names the call that failures inside are of, unless that is inside another. Returns the outer one, for lunai_leave. */
@@ -8686,8 +8649,7 @@ LUNAI_FN bool lunai_queues(const luna_ctx *ctx) {
   return ctx->backend->wait && !ctx->options.measure && ctx->open_status == LUNA_OK;
 }
 LUNAI_FN size_t lunai_used(const luna_ctx *ctx) {
-  return ctx->arena[0].persistent_bytes + ctx->arena[0].step_bytes + ctx->arena[1].persistent_bytes +
-      ctx->arena[1].step_bytes;
+  return ctx->arena[0].persistent_bytes + ctx->arena[1].persistent_bytes + ctx->step.bytes[0] + ctx->step.bytes[1];
 }
 
 #ifndef LUNAI_SEPARATE
@@ -8701,12 +8663,11 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t 
       (char *)lunai_raw_allocate(&ctx->options.allocator, raw_size);
   lunai_chunk *chunk = (lunai_chunk *)(void *)raw;
   if (!raw) return NULL;
-  chunk->next = NULL;
+  memset(chunk, 0, sizeof *chunk);
   chunk->raw_size = raw_size;
   chunk->start = raw + sizeof(lunai_chunk);
   chunk->start += (align - (uintptr_t)chunk->start % align) % align;
   chunk->size = size;
-  chunk->used = 0;
   chunk->remote = remote;
   if (remote && (chunk->start = (char *)ctx->backend->allocate(ctx->self, size)) == NULL) {
     lunai_raw_release(&ctx->options.allocator, raw, raw_size);
@@ -8717,21 +8678,21 @@ LUNAI_FN lunai_chunk *lunai_chunk_open(const luna_ctx *ctx, bool remote, size_t 
 #endif
   return chunk;
 }
-/* Releases the first chunk of a list; all it needs is passed, as the chunk may hold the context itself. */
-LUNAI_FN void lunai_chunk_close(lunai_chunk **list, luna_allocator allocator, const luna_backend *backend, void *self) {
+/* Releases the first chunk of a list, which must not hold the context itself. */
+LUNAI_FN void lunai_chunk_close(const luna_ctx *ctx, lunai_chunk **list) {
   lunai_chunk *chunk = *list;
   *list = chunk->next;
-  if (chunk->remote) backend->release(self, chunk->start, chunk->size);
-  lunai_raw_release(&allocator, chunk, chunk->raw_size);
+  if (chunk->remote) ctx->backend->release(ctx->self, chunk->start, chunk->size);
+  lunai_raw_release(&ctx->options.allocator, chunk, chunk->raw_size);
 }
 
 LUNAI_FN bool lunai_room(const luna_ctx *ctx, size_t bytes) {
   return bytes <= (ctx->options.block ? (size_t)(ctx->block_end - ctx->block_start) : SIZE_MAX / 2) - lunai_used(ctx);
 }
-LUNAI_FN void lunai_count_peak(luna_ctx *ctx, lunai_arena *arena) {
-  const size_t used = lunai_used(ctx);
+LUNAI_FN void lunai_count_peak(luna_ctx *ctx, bool remote) {
+  const size_t used = lunai_used(ctx), bytes = ctx->step.bytes[remote];
   if (used > ctx->peak) ctx->peak = used;
-  if (arena->step_bytes > arena->step_peak) arena->step_peak = arena->step_bytes;
+  if (bytes > ctx->arena[remote].step_peak) ctx->arena[remote].step_peak = bytes;
 }
 
 /* Memory until close, zeroed. `data`: only counted when measuring (then *out is null), and on the device of a context
@@ -8753,99 +8714,62 @@ LUNAI_FN bool lunai_persist(luna_ctx *ctx, size_t bytes, bool data, void **out) 
     }
     if (!remote) memset(*out, 0, size);
     else if (ctx->backend->zero(ctx, *out, remote && LUNAI_SEPARATE ? bytes : size) != LUNA_OK) {
-      lunai_chunk_close(&arena->persistent, ctx->options.allocator, ctx->backend, ctx->self);
+      lunai_chunk_close(ctx, &arena->persistent);
       return false;
     }
   }
   arena->persistent_bytes += size;
-  lunai_count_peak(ctx, arena);
+  lunai_count_peak(ctx, remote);
   return true;
 }
 
-typedef struct lunai_persistent_mark { lunai_chunk *newest[2]; size_t bytes[2]; } lunai_persistent_mark;
+typedef struct lunai_persistent_mark { lunai_arena arena[2]; } lunai_persistent_mark;
 LUNAI_FN lunai_persistent_mark lunai_persistent(const luna_ctx *ctx) {
   lunai_persistent_mark mark;
-  for (int i = 0; i < 2; i++) {
-    mark.newest[i] = ctx->arena[i].persistent;
-    mark.bytes[i] = ctx->arena[i].persistent_bytes;
-  }
+  memcpy(mark.arena, ctx->arena, sizeof mark.arena);
   return mark;
 }
 LUNAI_FN void lunai_persistent_rewind(luna_ctx *ctx, lunai_persistent_mark mark) {
-  if (ctx->slabs.end > mark.bytes[0]) return; /* an init ran ops: their tensors stay, and with them what lies between */
+  const lunai_arena *was = mark.arena;
+  if (ctx->slabs_end > was[0].persistent_bytes) return; /* an init ran ops: their tensors stay, and all before them */
   lunai_graph_flush(ctx, "memory of its work was given back");
   for (int i = 0; i < 2; i++) {
-    while (ctx->arena[i].persistent != mark.newest[i])
-      lunai_chunk_close(&ctx->arena[i].persistent, ctx->options.allocator, ctx->backend, ctx->self);
-    ctx->arena[i].persistent_bytes = mark.bytes[i];
+    while (ctx->arena[i].persistent != was[i].persistent) lunai_chunk_close(ctx, &ctx->arena[i].persistent);
+    ctx->arena[i].persistent_bytes = was[i].persistent_bytes;
   }
 }
 
-typedef struct lunai_mark {
-  lunai_chunk *step[2];
-  size_t used[2], bytes[2], gaps[2];
-  int64_t pieces_made;
-  luna_tensor *made;
-  lunai_slab *slab;
-  int slab_used;
-  char *small, *small_end;
-} lunai_mark;
 LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
-  lunai_mark mark;
-  if (LUNAI_BUMPS(ctx)) {            /* the rest is not read */
-    mark.bytes[0] = ctx->bump->part[0].used;
-    mark.bytes[1] = ctx->bump->part[1].used;
-    return mark;
-  }
-  for (int i = 0; i < 2; i++) {
-    const lunai_arena *arena = &ctx->arena[i];
-    mark.step[i] = arena->step;
-    mark.used[i] = arena->step ? arena->step->used : 0;
-    mark.bytes[i] = arena->step_bytes;
-    mark.gaps[i] = arena->gaps;
-  }
-  mark.pieces_made = ctx->pieces_made;
-  mark.made = ctx->made;
-  mark.slab = ctx->slabs.now;
-  mark.slab_used = ctx->slabs.used;
-  mark.small = ctx->small;
-  mark.small_end = ctx->small_end;
+  lunai_mark mark = ctx->step;
+  for (int i = 0; i < 2; i++)
+    if (LUNAI_BUMPS(ctx)) mark.bytes[i] = ctx->bump->part[i].used;
+    else if (mark.chunk[i]) mark.used[i] = mark.chunk[i]->used;
   return mark;
 }
 LUNAI_FN void lunai_release(luna_tensor *t);
 LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
-  if (LUNAI_BUMPS(ctx)) {
-    ctx->bump->part[0].used = mark.bytes[0];
-    ctx->bump->part[1].used = mark.bytes[1];
-    return;
+  for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->part[i].used = mark.bytes[i];
+  if (LUNAI_BUMPS(ctx)) return;
+  for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->older) {
+    lunai_release(t);
+    t->data = t->grad = NULL;
+    t->released = true;              /* one without elements too, which has no piece */
   }
-  for (; ctx->made != mark.made; ctx->made = ctx->made->older) {
-    lunai_release(ctx->made);
-    ctx->made->data = ctx->made->grad = NULL;
-    ctx->made->released = true;      /* one without elements too, which has no piece */
-  }
-  ctx->slabs.now = mark.slab;
-  ctx->slabs.used = mark.slab_used;
   lunai_pieces_rewind(ctx, mark);
   for (int i = 0; i < 2; i++) {
-    lunai_arena *arena = &ctx->arena[i];
-    for (lunai_chunk *chunk = mark.step[i] ? mark.step[i]->next : arena->steps; chunk; chunk = chunk->next)
-      chunk->used = 0;
-    arena->step = mark.step[i] ? mark.step[i] : arena->steps;
-    if (mark.step[i]) mark.step[i]->used = mark.used[i];
-    arena->step_bytes = mark.bytes[i];
-    arena->gaps = mark.gaps[i];
+    lunai_chunk *after = mark.chunk[i] ? mark.chunk[i]->next : ctx->arena[i].steps;
+    for (; after; after = after->next) after->used = 0;
+    if (mark.chunk[i]) mark.chunk[i]->used = mark.used[i];
+    else mark.chunk[i] = ctx->arena[i].steps;
   }
-  ctx->small = mark.small;
-  ctx->small_end = mark.small_end;
+  ctx->step = mark;
 }
 
 /* the first chunk from the current one on that has `size` bytes left, else a new last one of `grown` bytes or more */
 LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, size_t grown) {
-  lunai_arena *arena = &ctx->arena[remote];
   const bool alone = remote && LUNAI_SEPARATE;
-  lunai_chunk *chunk = arena->step, **last = &arena->steps;
+  lunai_chunk *chunk = ctx->step.chunk[remote], **last = &ctx->arena[remote].steps;
   while (chunk && (alone ? chunk->size != size || chunk->used > 0 : chunk->size - chunk->used < size))
     chunk = chunk->next;
   if (chunk) return chunk;
@@ -8858,13 +8782,13 @@ LUNAI_FN lunai_chunk *lunai_chunk_for(luna_ctx *ctx, bool remote, size_t size, s
 LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   /* outside training free pieces are joined, though not across chunks: a chunk of up to 64 MB more, untouched until it
      is needed, and until the next begin; of a device, where memory is short, little more than is asked for */
-  const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->arena[remote].step_bytes;
+  const size_t min = (size_t)1 << 16, more = (size_t)64 << 20, used = ctx->step.bytes[remote];
   const size_t host = used + (ctx->training ? 0 : 7 * used < more ? 7 * used : more);
   const size_t bytes = !remote ? host : ctx->training ? 0 : used / 16;
   lunai_chunk *chunk = lunai_chunk_for(ctx, remote, size, bytes > min && lunai_computes(ctx) ? bytes : min);
   if (!chunk) return NULL;
-  if (ctx->arena[remote].step != chunk && lunai_computes(ctx)) ctx->arena[remote].gaps += LUNAI_ALIGN;
-  ctx->arena[remote].step = chunk;
+  if (ctx->step.chunk[remote] != chunk && lunai_computes(ctx)) ctx->step.gaps[remote] += LUNAI_ALIGN;
+  ctx->step.chunk[remote] = chunk;
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
@@ -8890,16 +8814,15 @@ LUNAI_FN bool lunai_step(luna_ctx *ctx, size_t bytes, bool data, void **out) {
   const size_t size = lunai_round(bytes);
   if (LUNAI_BUMPS(ctx)) return lunai_bump_take(ctx->bump, data, bytes, out);
   const bool remote = data && lunai_on_device(ctx);
-  lunai_arena *arena = &ctx->arena[remote];
   *out = NULL;
   if (size < bytes || !lunai_room(ctx, size)) return false;
   if ((!data || lunai_computes(ctx)) && size > 0) {
-    if (ctx->options.block) *out = ctx->block_start + arena->step_bytes;
+    if (ctx->options.block) *out = ctx->block_start + ctx->step.bytes[remote];
     else if ((*out = lunai_step_from_chunks(ctx, remote, remote && LUNAI_SEPARATE ? bytes : size)) == NULL)
       return false;
   }
-  arena->step_bytes += size;
-  lunai_count_peak(ctx, arena);
+  ctx->step.bytes[remote] += size;
+  lunai_count_peak(ctx, remote);
   return true;
 }
 
@@ -8922,33 +8845,35 @@ LUNAI_FN void *lunai_persist_host(luna_ctx *ctx, const char *name, size_t bytes)
 #define LUNAI_SMALL 2048
 LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   const size_t size = (bytes + 15) / 16 * 16;
-  void *memory;
+  lunai_mark *step = &ctx->step;
   if (LUNAI_BUMPS(ctx) || size > LUNAI_SMALL / 2) return lunai_step(ctx, bytes, false, out);
-  if (!ctx->small || (size_t)(ctx->small_end - ctx->small) < size) {
-    if (!lunai_step(ctx, LUNAI_SMALL, false, &memory)) return false;
-    ctx->small = (char *)memory;
-    ctx->small_end = ctx->small + LUNAI_SMALL;
+  if (!step->small || (size_t)(step->small_end - step->small) < size) {
+    if (!lunai_step(ctx, LUNAI_SMALL, false, out)) return false;
+    step->small = (char *)*out;
+    step->small_end = step->small + LUNAI_SMALL;
   }
-  *out = ctx->small;
-  ctx->small += size;
+  *out = step->small;
+  step->small += size;
   return true;
 }
 
 /* room for a tensor of the step */
-LUNAI_FN luna_tensor *lunai_slab_take(luna_ctx *ctx) {
-  lunai_slabs *slabs = &ctx->slabs;
-  lunai_slab **next = slabs->now ? &slabs->now->next : &slabs->first;
+LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx) {
+  lunai_mark *step = &ctx->step;
+  lunai_slab **next = step->slab ? &step->slab->next : &ctx->slabs;
   void *memory;
-  if (!slabs->now || slabs->used == LUNAI_SLAB) {
+  if (LUNAI_BUMPS(ctx))
+    return lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ? (luna_tensor *)memory : NULL;
+  if (!step->slab || step->slab_used == LUNAI_SLAB) {
     if (!*next) {
       if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
       *next = (lunai_slab *)memory;
-      slabs->end = ctx->arena[0].persistent_bytes;
+      ctx->slabs_end = ctx->arena[0].persistent_bytes;
     }
-    slabs->now = *next;
-    slabs->used = 0;
+    step->slab = *next;
+    step->slab_used = 0;
   }
-  return &slabs->now->of_step[ctx->odd][slabs->used++];
+  return &step->slab->of_step[ctx->odd][step->slab_used++];
 }
 
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
@@ -8969,7 +8894,7 @@ LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, si
   piece->at = at;
   piece->place = place;
   piece->size = size;
-  piece->number = ctx->pieces_made++;
+  piece->number = ctx->step.pieces_made++;
   return piece;
 }
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
@@ -8980,7 +8905,7 @@ LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) {
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
   const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
-  lunai_arena *arena = &ctx->arena[lunai_on_device(ctx)];
+  const bool remote = lunai_on_device(ctx);
   lunai_piece **best = NULL;
   void *at;
   for (lunai_piece **link = &ctx->pieces; *link; link = &(*link)->next)
@@ -8989,7 +8914,7 @@ LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
     lunai_piece *piece = lunai_piece_make(ctx, NULL, 0, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
     piece->at = (char *)at;
-    piece->place = arena->step_bytes + arena->gaps - lunai_round(bytes);
+    piece->place = ctx->step.bytes[remote] + ctx->step.gaps[remote] - lunai_round(bytes);
     return piece;
   }
   lunai_piece *piece = *best;
@@ -9031,7 +8956,6 @@ LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
       link = &(*link)->next;
     }
   }
-  ctx->pieces_made = mark.pieces_made;
 }
 
 /* Empties the step; several blocks become one of their sum, so that a steady step allocates nothing. */
@@ -9044,14 +8968,14 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
     lunai_graph_flush(ctx, "memory of its work was given back");
-    while (arena->steps) lunai_chunk_close(&arena->steps, ctx->options.allocator, ctx->backend, ctx->self);
-    arena->steps = arena->step = i == 1 && LUNAI_SEPARATE ? NULL : lunai_chunk_open(ctx, i == 1, arena->step_peak);
+    while (arena->steps) lunai_chunk_close(ctx, &arena->steps);
+    if (!(i == 1 && LUNAI_SEPARATE)) arena->steps = lunai_chunk_open(ctx, i == 1, arena->step_peak);
+    ctx->step.chunk[i] = arena->steps;
   }
 }
 
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
-  luna_memory_usage use;
-  use.current = use.peak = 0;
+  luna_memory_usage use = { 0, 0 };
   if (!ctx) return use;
   use.current = lunai_used(ctx) + (LUNAI_ALIGN - 1); /* a block may have any alignment */
   use.peak = ctx->peak + (LUNAI_ALIGN - 1);
@@ -9060,55 +8984,37 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
 
 /* --- open and close --- */
 LUNA_API void luna_close(luna_ctx *ctx) {
-  const luna_backend *backend;
-  lunai_arena arena[2];
-  luna_allocator allocator;
-  void *self;
-  int i;
   if (!ctx) return;
   while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
-  if (ctx->pool) lunai_pool_close(ctx->pool);
+  if (ctx->parallel.run == lunai_pool_run) lunai_pool_close((lunai_pool *)ctx->parallel.user);
 #endif
-  allocator = ctx->options.allocator;
-  backend = ctx->backend;
-  self = ctx->self;
-  if (ctx->options.block) {
-    if (self) backend->close(self);
-    return;
-  }
-  memcpy(arena, ctx->arena, sizeof arena);
-  for (i = 1; i >= 0; i--) {
-    if (i == 0 && self) backend->close(self);
-    while (arena[i].steps) lunai_chunk_close(&arena[i].steps, allocator, backend, self);
-    /* the host's oldest holds ctx itself */
-    while (arena[i].persistent) lunai_chunk_close(&arena[i].persistent, allocator, backend, self);
+  luna_ctx last = *ctx;              /* the oldest chunk of the host holds ctx */
+  for (int i = 1; i >= 0; i--) {
+    if (i == 0 && last.self) last.backend->close(last.self);
+    while (last.arena[i].steps) lunai_chunk_close(&last, &last.arena[i].steps);
+    while (last.arena[i].persistent) lunai_chunk_close(&last, &last.arena[i].persistent);
   }
 }
 
 LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   const luna_options *o = &ctx->options;
-  int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
-  int64_t workers;
-  void *memory;
-  if (threads > LUNAI_MAX_THREADS) threads = LUNAI_MAX_THREADS;
+  const int threads = o->threads > 0 ? o->threads : o->parallel_for ? 1 : lunai_cores();
   ctx->parallel.run = o->parallel_for;
   ctx->parallel.user = o->parallel_user;
-  ctx->parallel.threads = threads;
+  ctx->parallel.threads = threads < LUNAI_MAX_THREADS ? threads : LUNAI_MAX_THREADS;
   if (o->parallel_for || threads == 1) return true;
 #ifdef LUNAI_NO_POOL
-  (void)memory;
-  (void)workers;
   ctx->parallel.threads = 1;
 #else
-  if (!lunai_persist(ctx, lunai_round(sizeof(lunai_pool)) + (size_t)(threads - 1) * sizeof(lunai_worker), false,
-                     &memory)) return false;
-  workers = lunai_min(threads, lunai_cores()) - 1; /* the rest of the memory is for a machine with more cores */
+  const size_t pool_size = lunai_round(sizeof(lunai_pool));
+  const int64_t workers = lunai_min(ctx->parallel.threads, lunai_cores()) - 1;
+  void *memory;                      /* enough for a machine of as many cores */
+  if (!lunai_persist(ctx, pool_size + (size_t)(ctx->parallel.threads - 1) * sizeof(lunai_thread), false, &memory))
+    return false;
   if (o->measure || workers == 0) return true;
-  lunai_pool_open((lunai_pool *)memory, (lunai_worker *)(void *)((char *)memory + lunai_round(sizeof(lunai_pool))),
-                  workers);
+  lunai_pool_open((lunai_pool *)memory, (lunai_thread *)(void *)((char *)memory + pool_size), workers);
   if (((lunai_pool *)memory)->workers == 0) return true;
-  ctx->pool = (lunai_pool *)memory;
   ctx->parallel.run = lunai_pool_run;
   ctx->parallel.user = memory;
 #endif
@@ -9117,52 +9023,47 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
 
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
   luna_ctx first;
-  luna_status open_status = LUNA_OK;
+  luna_status status = LUNA_OK;
   void *memory;
   memset(&first, 0, sizeof first);
-  if (options) first.options = *options;
-  first.kernels = lunai_kernels_of(first.options.isa);
-  first.backend = first.options.backend ? first.options.backend : luna_cpu_backend();
-  if (!first.kernels || first.options.threads < 0 ||
-      !first.options.allocator.allocate != !first.options.allocator.release) return NULL;
-  if ((unsigned)first.options.form > LUNA_FORM_FOLDED) return NULL;
-  if (first.options.collective) {
-    const luna_collective *c = first.options.collective;
+  luna_options *o = &first.options;
+  if (options) *o = *options;
+  first.kernels = lunai_kernels_of(o->isa);
+  first.backend = o->backend ? o->backend : luna_cpu_backend();
+  if (!first.kernels || o->threads < 0 || !o->allocator.allocate != !o->allocator.release ||
+      (unsigned)o->form > LUNA_FORM_FOLDED || first.backend->version != 1 ||
+      first.backend->size != sizeof(luna_backend) || (o->block && lunai_on_device(&first))) return NULL;
+  if (o->collective) {
+    const luna_collective *c = o->collective;
     if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
         (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
     first.collective = *c;
   }
-  if (first.backend->version != 1 || first.backend->size != sizeof(luna_backend)) return NULL;
-  if (first.options.block && lunai_on_device(&first)) return NULL;
-  if (first.options.block) {
-    char *start = (char *)first.options.block;
+  if (o->block) {
+    char *start = (char *)o->block;
     const size_t shift = (LUNAI_ALIGN - (uintptr_t)start % LUNAI_ALIGN) % LUNAI_ALIGN;
-    if (first.options.block_size < shift) return NULL;
+    if (o->block_size < shift) return NULL;
     first.block_start = start + shift;
-    first.block_end = first.block_start + (first.options.block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
+    first.block_end = first.block_start + (o->block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
   }
   if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
   luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
-  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
+  o = &ctx->options;
+  o->collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
-  if (ctx->backend->open && !ctx->options.measure)
-    open_status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
-  if (open_status != LUNA_OK) {
-    if (ctx->status == LUNA_OK) luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
-    ctx->open_status = open_status;
-    return ctx;
+  if (ctx->backend->open && !o->measure) status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
+  if (status == LUNA_OK) {
+    if (!lunai_persist(ctx, sizeof(luna_step_state), !o->measure, &memory) || !lunai_open_threads(ctx)) {
+      luna_close(ctx);
+      return NULL;
+    }
+    ctx->state = (luna_step_state *)memory;
+    if (!o->measure) status = ctx->backend->copy(ctx, &ctx->state->seed, &o->seed, sizeof o->seed, 1);
   }
-  if (!lunai_persist(ctx, sizeof(luna_step_state), !ctx->options.measure, &memory) || !lunai_open_threads(ctx)) {
-    luna_close(ctx);
-    return NULL;
-  }
-  ctx->state = (luna_step_state *)memory;
-  if (!ctx->options.measure)
-    open_status = ctx->backend->copy(ctx, &ctx->state->seed, &ctx->options.seed, sizeof ctx->options.seed, 1);
-  if (open_status != LUNA_OK && ctx->status == LUNA_OK)
-    luna_backend_fail(ctx, open_status, "luna_open: the device could not be opened");
-  ctx->open_status = open_status;
+  if (status != LUNA_OK && ctx->status == LUNA_OK)
+    luna_backend_fail(ctx, status, "luna_open: the device could not be opened");
+  ctx->open_status = status;
   return ctx;
 }
 
@@ -9175,11 +9076,6 @@ LUNAI_FN luna_status lunai_wait_for_owners(luna_ctx *ctx) {
 }
 
 /* --- ranks --- */
-#ifdef LUNA_ONLY_STREAM
-LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { (void)ctx; return NULL; }
-#else
-LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
-#endif
 /* What a rank has of a whole: sequences of a batch, or rows of every sequence */
 typedef struct lunai_cut {
   bool rows;                         /* rows, not sequences */
@@ -9189,8 +9085,10 @@ typedef struct lunai_cut {
   const int64_t *parts;              /* [ranks] those of each rank */
 } lunai_cut;
 #ifdef LUNA_ONLY_STREAM
+#define lunai_ranks(ctx) ((void)(ctx), (const luna_collective *)NULL)
 #define lunai_rows_cut(t) ((void)(t), false)
 #else
+LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
 LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->part && t->part->rows; }
 #endif
 /* the rows of t's whole sequences, [batch,n,...] */
@@ -9277,32 +9175,29 @@ LUNAI_FN bool lunai_ranks_agree(luna_ctx *ctx, const char *name) {
 
 LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   const char *name = training ? "luna_begin_step" : "luna_begin_inference";
-  luna_status status;
-  bool repeated;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (ctx->open_status != LUNA_OK) return ctx->open_status;
-  repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated; /* keeps its number: the same dropout */
+  /* keeps its number: the same dropout */
+  const bool repeated = ctx->training && ctx->status != LUNA_OK && !ctx->differentiated;
   lunai_step_clear(ctx);
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
-#ifndef LUNA_ONLY_STREAM
-  if (ctx->profile) {
-    ctx->profile->scope = 0;
-    ctx->profile->steps++;
-  }
-#endif
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
   memcpy(ctx->error, ctx->failure.error, sizeof ctx->error);
-  status = lunai_wait_for_owners(ctx);
+  luna_status status = lunai_wait_for_owners(ctx);
   if (status == LUNA_OK && !ctx->options.measure)
     status = ctx->backend->begin(ctx, ctx->state, training && !repeated, ctx->stepped);
   ctx->stepped = false;
   status = lunai_backend_result(ctx, name, status);
 #ifndef LUNA_ONLY_STREAM
   if (status == LUNA_OK && lunai_ranks(ctx)) (void)lunai_ranks_agree(ctx, name);
+  if (ctx->profile) {
+    ctx->profile->scope = 0;
+    ctx->profile->steps++;
+  }
 #endif
   return status == LUNA_OK ? ctx->status : status;
 }
@@ -10926,50 +10821,47 @@ LUNAI_FN double lunai_profile_clock(luna_ctx *ctx) {
   return lunai_clock();
 }
 
-/* the scope that begins inside the one under way, which is returned */
-LUNAI_FN int lunai_profile_enter(lunai_profile *p, const char *name) {
-  const int outer = p->scope;
-  int i;
-  for (i = 1; i < p->scopes; i++) if (p->scope_outer[i] == outer && strcmp(p->scope_name[i], name) == 0) break;
-  if (i == LUNAI_PROFILE_SCOPES) return outer; /* no place: counted there */
+/* the scope under way */
+LUNAI_FN int lunai_profile_scope(const luna_ctx *ctx) { return ctx->profile ? ctx->profile->scope : 0; }
+/* one begins inside it */
+LUNAI_FN void lunai_profile_enter(luna_ctx *ctx, const char *name) {
+  lunai_profile *p = ctx->profile;
+  int i = 1;
+  if (!p) return;
+  while (i < p->scopes && (p->scope_outer[i] != p->scope || strcmp(p->scope_name[i], name) != 0)) i++;
+  if (i == LUNAI_PROFILE_SCOPES) return; /* no place: counted there */
   if (i == p->scopes) {
     p->scope_name[i] = name;
-    p->scope_outer[i] = outer;
+    p->scope_outer[i] = p->scope;
     p->scopes++;
   }
   p->scope = i;
-  return outer;
 }
 /* back into a scope; one that was opened before the profile began anew is none of it */
-LUNAI_FN void lunai_profile_return(lunai_profile *p, int scope) { p->scope = scope < p->scopes ? scope : 0; }
-
-LUNAI_FN lunai_profile_shape lunai_profile_shape_of(const luna_tensor *t) {
-  lunai_profile_shape s;
-  memset(&s, 0, sizeof s);
-  if (!t) return s;
-  memcpy(s.size, t->shape, sizeof s.size);
-  s.rank = t->rank;
-  return s;
+LUNAI_FN void lunai_profile_return(luna_ctx *ctx, int scope) {
+  if (ctx->profile) ctx->profile->scope = scope < ctx->profile->scopes ? scope : 0;
 }
+
 /* the row of an op's kind, shapes, scope and direction; the last one, when there is no place, is of all others */
 LUNAI_FN lunai_profile_row *lunai_profile_find(lunai_profile *p, const char *name, int scope, bool backward,
                                                const luna_tensor *in, const luna_tensor *out) {
+  const luna_tensor *const of[2] = { in, out };
   lunai_profile_row row, *r = p->row;
   memset(&row, 0, sizeof row);
-  row.name = name;
-  row.scope = scope < p->scopes ? scope : 0;
-  row.backward = backward;
-  row.in = lunai_profile_shape_of(in);
-  row.out = lunai_profile_shape_of(out);
-  for (; r < p->row + p->rows; r++)
-    if (r->name == name && r->scope == row.scope && r->backward == backward &&
-        memcmp(&r->in, &row.in, sizeof row.in) == 0 && memcmp(&r->out, &row.out, sizeof row.out) == 0) return r;
+  row.op.name = name;
+  row.op.scope = scope < p->scopes ? scope : 0;
+  row.op.backward = backward;
+  for (int i = 0; i < 2 && of[i]; i++) {
+    memcpy(row.op.shape[i], of[i]->shape, sizeof row.op.shape[i]);
+    row.op.rank[i] = of[i]->rank;
+  }
+  for (; r < p->row + p->rows; r++) if (memcmp(&r->op, &row.op, sizeof row.op) == 0) return r;
   if (p->rows == LUNAI_PROFILE_ROWS) return r - 1;
   if (++p->rows == LUNAI_PROFILE_ROWS) {
     memset(&row, 0, sizeof row);
-    row.name = "others";
+    row.op.name = "others";
   }
-  *r = row;
+  memcpy(r, &row, sizeof row);
   return r;
 }
 LUNAI_FN void lunai_profile_add(lunai_profile_row *r, double seconds, double bytes, double flops) {
@@ -11017,30 +10909,22 @@ LUNAI_FN double lunai_op_bytes(const luna_op *op, bool backward) {
   }
   return floats * (double)sizeof(float) + (double)op->kept_size;
 }
-#endif
 
 /* an op's forward or backward */
 LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
   luna_ctx *ctx = op->ctx;
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
-#ifdef LUNA_ONLY_STREAM
-  (void)backward;
-  return functions->forward(op);
-#else
-  if (ctx->profile) {
-    lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
-                                                op->out[0]);
-    const double start = lunai_profile_clock(ctx);
-    const luna_status status = backward ? functions->backward(op) : functions->forward(op);
-    lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
-                      lunai_op_flops(op) * (backward ? 2 : 1));
-    return status;
-  }
-  return backward ? functions->backward(op) : functions->forward(op);
-#endif
+  luna_status (*const call)(luna_op *op) = backward ? functions->backward : functions->forward;
+  if (!ctx->profile) return call(op);
+  lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+                                              op->out[0]);
+  const double start = lunai_profile_clock(ctx);
+  const luna_status status = call(op);
+  lunai_profile_add(row, lunai_profile_clock(ctx) - start, lunai_op_bytes(op, backward),
+                    lunai_op_flops(op) * (backward ? 2 : 1));
+  return status;
 }
 
-#ifndef LUNA_ONLY_STREAM
 /* The peak: a tile of the product again and again, whose rows and panel stay in the first cache. */
 enum { LUNAI_PEAK_K = 128, LUNAI_PEAK_TILES = 200 };
 typedef struct lunai_peak { const lunai_kernels *kernels; char *memory; int64_t bytes; } lunai_peak; /* of a thread */
@@ -11118,17 +11002,10 @@ LUNAI_FN void lunai_profile_put(const lunai_profile_text *w, const char *format,
 }
 /* right-aligned in `width`, to one decimal; nothing for a negative number */
 LUNAI_FN void lunai_profile_number(const lunai_profile_text *w, int64_t width, double value) {
-  char digits[40];
-  lunai_text text;
-  text.at = digits;
-  text.end = digits + sizeof digits - 1;
-  if (value >= 0) {
-    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) / 10);
-    lunai_put(&text, ".");
-    lunai_put_number(&text, (int64_t)(value * 10 + 0.5) % 10);
-  }
-  *text.at = 0;
-  for (int64_t n = text.at - digits; n < width; n++) w->write(w->user, " ");
+  const int64_t tenths = (int64_t)(value * 10 + 0.5);
+  char digits[40] = "";
+  if (value >= 0) lunai_print(digits, sizeof digits, "%d.%d", tenths / 10, tenths % 10);
+  for (int64_t n = (int64_t)strlen(digits); n < width; n++) w->write(w->user, " ");
   w->write(w->user, digits);
 }
 /* a scope's name without the prefix of luna.h's functions */
@@ -11146,18 +11023,16 @@ LUNAI_FN void lunai_profile_path(const lunai_profile_text *w, int scope) {
     w->write(w->user, one);
   }
 }
-LUNAI_FN bool lunai_profile_inside(const lunai_profile *p, int scope, int outer) {
-  while (scope > 0 && scope != outer) scope = p->scope_outer[scope];
-  return scope == outer;
-}
 /* sums of a scope's rows and of those inside it */
 LUNAI_FN lunai_profile_row lunai_profile_sum(const lunai_profile *p, int scope) {
   lunai_profile_row sum;
   memset(&sum, 0, sizeof sum);
-  for (int i = 0; i < p->rows; i++) {
-    if (!lunai_profile_inside(p, p->row[i].scope, scope)) continue;
-    lunai_profile_add(&sum, p->row[i].seconds, p->row[i].bytes, p->row[i].flops);
-    sum.calls += p->row[i].calls - 1;
+  for (const lunai_profile_row *r = p->row; r < p->row + p->rows; r++) {
+    int inside = r->op.scope;
+    while (inside > 0 && inside != scope) inside = p->scope_outer[inside];
+    if (inside != scope) continue;
+    lunai_profile_add(&sum, r->seconds, r->bytes, r->flops);
+    sum.calls += r->calls - 1;
   }
   return sum;
 }
@@ -11174,22 +11049,18 @@ LUNAI_FN void lunai_profile_numbers(const lunai_profile_text *w, const lunai_pro
   lunai_profile_number(w, 7, rate > 0 && p->peak > 0 ? 100 * rate / p->peak : -1);
   w->write(w->user, "  ");
 }
-LUNAI_FN void lunai_profile_op(const lunai_profile_text *w, const lunai_profile_row *r) {
-  char shapes[2][96];
-  lunai_text text;
+LUNAI_FN void lunai_profile_put_op(const lunai_profile_text *w, const lunai_profile_op *op) {
+  luna_tensor t[2];                  /* shapes alone */
   for (int i = 0; i < 2; i++) {
-    const lunai_profile_shape *s = i ? &r->out : &r->in;
-    text.at = shapes[i];
-    text.end = shapes[i] + sizeof shapes[i] - 1;
-    lunai_put_shape(&text, s->rank, s->size);
-    *text.at = 0;
+    t[i].rank = op->rank[i];
+    memcpy(t[i].shape, op->shape[i], sizeof t[i].shape);
   }
   if (w->json)
-    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %s, \"out\": %s, ", r->name,
-                      r->backward ? "backward" : "forward", shapes[0], shapes[1]);
-  else if (r->out.rank)
-    lunai_profile_put(w, "%s %s -> %s%s", r->name, shapes[0], shapes[1], r->backward ? ", backward" : "");
-  else lunai_profile_put(w, "%s", r->name);
+    lunai_profile_put(w, "\"op\": \"%s\", \"pass\": \"%s\", \"in\": %t, \"out\": %t, ", op->name,
+                      op->backward ? "backward" : "forward", &t[0], &t[1]);
+  else if (op->rank[1])
+    lunai_profile_put(w, "%s %t -> %t%s", op->name, &t[0], &t[1], op->backward ? ", backward" : "");
+  else w->write(w->user, op->name);
 }
 LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int depth) {
   const lunai_profile *p = w->p;
@@ -11199,11 +11070,11 @@ LUNAI_FN void lunai_profile_table(const lunai_profile_text *w, int scope, int de
     for (int k = 1; k < depth; k++) w->write(w->user, "  ");
     lunai_profile_put(w, "%s:\n", lunai_profile_name(p->scope_name[scope]));
   }
-  for (int i = 0; i < p->rows; i++) {
-    if (p->row[i].scope != scope) continue;
-    lunai_profile_numbers(w, &p->row[i]);
+  for (const lunai_profile_row *r = p->row; r < p->row + p->rows; r++) {
+    if (r->op.scope != scope) continue;
+    lunai_profile_numbers(w, r);
     for (int k = 0; k < depth; k++) w->write(w->user, "  ");
-    lunai_profile_op(w, &p->row[i]);
+    lunai_profile_put_op(w, &r->op);
     w->write(w->user, "\n");
   }
   for (int i = 1; i < p->scopes; i++) if (p->scope_outer[i] == scope) lunai_profile_table(w, i, depth + 1);
@@ -11214,9 +11085,9 @@ LUNAI_FN void lunai_profile_json(const lunai_profile_text *w) {
     const lunai_profile_row *r = &p->row[i];
     const double rate = r->seconds > 0 ? r->flops / r->seconds : 0;
     w->write(w->user, i ? ",\n  {\"scope\": \"" : "\n  {\"scope\": \"");
-    lunai_profile_path(w, r->scope);
+    lunai_profile_path(w, r->op.scope);
     w->write(w->user, "\", ");
-    lunai_profile_op(w, r);
+    lunai_profile_put_op(w, &r->op);
     lunai_profile_put(w, "\"calls\": %d, \"ms\": %f, \"megabytes\": %f, \"gflop\": %f, ", r->calls,
                       1e3 * r->seconds, 1e-6 * r->bytes, 1e-9 * r->flops);
     lunai_profile_put(w, "\"share\": %f, \"share_of_peak\": %f}", p->seconds > 0 ? r->seconds / p->seconds : 0,
@@ -11254,7 +11125,15 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   w.write(user, "between ops\n");
   return LUNA_OK;
 }
-#endif /* !LUNA_ONLY_STREAM */
+#else
+#define lunai_profile_scope(ctx) 0
+#define lunai_profile_enter(ctx, name) ((void)(name))
+#define lunai_profile_return(ctx, scope) ((void)0)
+LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
+  (void)backward;
+  return op->ctx->backend->op[op->kind].forward(op);
+}
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors and the tape
@@ -11299,27 +11178,29 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
   return lunai_fail(ctx, LUNA_ERROR_SHAPE, name, "the shape", &like, (int64_t)rank, LUNAI_MAX_COUNT);
 }
 
-/* a tensor of the step, values not set; null without a sentence when there is no memory; count: lunai_shape_count */
-LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape, int64_t count) {
-  luna_tensor *t;
-  void *memory, *data;
-  if (count < 0) return NULL;
+/* memory for a tensor's data, values not set */
+LUNAI_FN bool lunai_data_take(luna_tensor *t) {
+  t->data_piece = lunai_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
+  if (t->data_piece) t->data = (float *)t->data_piece->at;
+  return t->data_piece != NULL;
+}
+/* a tensor of the step, values not set; null without a sentence when there is no memory or no such shape */
+LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
+  const int64_t count = lunai_shape_count(rank, shape);
+  luna_tensor *t = count < 0 ? NULL : lunai_tensor_take(ctx);
+  void *data;
+  if (!t) return NULL;
+  lunai_tensor_set(t, ctx, rank, shape);
   if (LUNAI_BUMPS(ctx)) {
-    if (!lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ||
-        !lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
-    t = (luna_tensor *)memory;
-    lunai_tensor_set(t, ctx, rank, shape);
+    if (!lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
     t->data = (float *)data;
     return t;
   }
-  if ((t = lunai_slab_take(ctx)) == NULL) return NULL;
-  lunai_tensor_set(t, ctx, rank, shape);
-  if (count > 0 && (t->data_piece = lunai_piece_take(ctx, (size_t)count * sizeof(float))) == NULL) return NULL;
-  t->data = t->data_piece ? (float *)t->data_piece->at : NULL;
+  if (count > 0 && !lunai_data_take(t)) return NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
   if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
-  t->older = ctx->made;
-  return ctx->made = t;
+  t->older = ctx->step.made;
+  return ctx->step.made = t;
 }
 
 LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base : t; }
@@ -11358,21 +11239,14 @@ LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
 LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
-  scope.made = ctx ? ctx->made : NULL;
+  scope.made = ctx ? ctx->step.made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
   if (ctx && recompute) ctx->recomputing = true;
-  scope.used[0] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[0].used : 0;
-  scope.used[1] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[1].used : 0;
-  scope.outer = scope.self = 0;
-#ifdef LUNA_ONLY_STREAM
-  (void)name;
-#else
-  if (ctx && ctx->profile) {
-    scope.outer = lunai_profile_enter(ctx->profile, name ? name : "scope");
-    scope.self = ctx->profile->scope;
-  }
-#endif
+  for (int i = 0; i < 2; i++) scope.used[i] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[i].used : 0;
+  scope.outer = ctx ? lunai_profile_scope(ctx) : 0;
+  if (ctx) lunai_profile_enter(ctx, name ? name : "scope");
+  scope.self = ctx ? lunai_profile_scope(ctx) : 0;
   return scope;
 }
 /* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
@@ -11419,19 +11293,16 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused;
-  luna_tensor *t;
-  int i;
-#ifndef LUNA_ONLY_STREAM
-  if (ctx && ctx->profile) lunai_profile_return(ctx->profile, scope.outer);
-#endif
+  if (ctx) lunai_profile_return(ctx, scope.outer);
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
   if (taped && scope.recompute) lunai_scope_forget(scope);
-  for (t = ctx->made; t && t != scope.made; t = t->older) {
+  for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->older) {
+    int i = 0;
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
-    for (i = 0; i < count && lunai_base(results[i]) != t; i++);
+    while (i < count && lunai_base(results[i]) != t) i++;
     if (i < count || t->keep_data) continue;
     if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
     else lunai_release(t);
@@ -11447,9 +11318,7 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
 /* the same of scopes that go on */
 LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
   x = lunai_results(scope, x, p);
-#ifndef LUNA_ONLY_STREAM
-  if (scope.ctx && scope.ctx->profile) lunai_profile_return(scope.ctx->profile, scope.self);
-#endif
+  if (scope.ctx) lunai_profile_return(scope.ctx, scope.self);
   return x;
 }
 LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
@@ -11474,7 +11343,7 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
   if (count < 0) return lunai_fail_shape(ctx, "luna_tensor_new", rank, shape);
   const lunai_mark mark = lunai_step_mark(ctx);
   const size_t bytes = (size_t)count * sizeof(float);
-  luna_tensor *t = lunai_tensor_make(ctx, rank, shape, count);
+  luna_tensor *t = lunai_tensor_make(ctx, rank, shape);
   if (!t) {
     lunai_step_rewind(ctx, mark);
     return lunai_fail_op_memory(ctx, "luna_tensor_new", bytes);
@@ -11491,13 +11360,10 @@ LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   return t;
 }
 
+#ifndef LUNA_ONLY_STREAM
 /* Reports the steps that optimisers skipped on the device. It is asked only when it is read anyway, and for each
    optimiser only when steps were skipped. */
-#ifdef LUNA_ONLY_STREAM
-LUNAI_INLINE void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) { (void)ctx; (void)skipped; }
-#else
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped);
-#endif
 LUNAI_FN void lunai_look(luna_ctx *ctx) {
   char sentence[160];
   if (!ctx->options.log && !ctx->unread) return;
@@ -11513,10 +11379,12 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
 
+/* data, or the gradient, of which `from` is null before backward has reached it */
 LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, float *out, const char *name,
                                        bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
+  if (!grad && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
@@ -11528,7 +11396,6 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
   return t->ctx->backend->copy(t->ctx, out, from, bytes, 2);
 }
 LUNAI_FN luna_status lunai_read_data(const luna_tensor *t, float *out, const char *name) {
-  if (t && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   return lunai_read_floats(t, t ? t->data : NULL, out, name, false);
 }
 LUNA_API luna_status luna_read(const luna_tensor *t, float *out) { return lunai_read_data(t, out, "luna_read"); }
@@ -11536,7 +11403,12 @@ LUNA_API luna_status luna_read_grad(const luna_tensor *t, float *out) {
   const float *grad = !t ? NULL : t->base ? (t->base->grad ? t->base->grad + t->offset : NULL) : t->grad;
   return lunai_read_floats(t, grad, out, "luna_read_grad", true);
 }
-#ifndef LUNA_ONLY_STREAM
+LUNA_API float luna_item(const luna_tensor *t) {
+  float value = NAN;
+  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
+  else if (t && lunai_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
+  return value;
+}
 /* A tensor's values on the host, in memory of the step where they are not there already, which the caller gives back by
    `mark`; null where the context measures. */
 LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, lunai_mark *mark, const float **values) {
@@ -11597,16 +11469,12 @@ typedef struct lunai_printing {
   int64_t width, edge;               /* of a number; of each axis longer than 2 edge so many at both ends; 0 = all */
 } lunai_printing;
 LUNAI_FN void lunai_print_number(lunai_printing *p, float value) {
-  char room[64];
-  lunai_text text;
-  text.at = room;
-  text.end = room + sizeof room - 1;
-  lunai_put_real(&text, (double)value);
-  *text.at = 0;
-  const int64_t n = text.at - room;
+  char digits[64];
+  lunai_print(digits, sizeof digits, "%f", (double)value);
+  const int64_t n = (int64_t)strlen(digits);
   if (!p->write) p->width = lunai_max(p->width, n);
   for (int64_t i = n; p->write && i < p->width; i++) p->write(p->user, " ");
-  if (p->write) p->write(p->user, room);
+  if (p->write) p->write(p->user, digits);
 }
 LUNAI_FN void lunai_print_axis(lunai_printing *p, int axis, int64_t offset) {
   const int rank = p->t->rank;
@@ -11671,12 +11539,6 @@ LUNAI_FN luna_status lunai_write_made(luna_tensor *t, const char *name, bool op,
   lunai_step_rewind(t->ctx, mark);
   return status;
 }
-LUNA_API float luna_item(const luna_tensor *t) {
-  float value = NAN;
-  if (t && luna_count(t) != 1) lunai_fail(t->ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_item", t, luna_count(t));
-  else if (t && lunai_read_data(t, &value, "luna_item") != LUNA_OK) value = NAN;
-  return value;
-}
 
 /* --- building an op --- */
 typedef struct lunai_build {
@@ -11697,9 +11559,7 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
-#ifndef LUNA_ONLY_STREAM
-  if (ctx->profile) s->op.scope = ctx->profile->scope;
-#endif
+  s->op.scope = lunai_profile_scope(ctx);
 }
 /* `count` inputs, of which the first `required` must not be null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
@@ -11801,16 +11661,13 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
 }
 
 /* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
-LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape, int64_t count) {
-  lunai_bump *b = s->op.ctx->bump;
+LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t *shape) {
   luna_op *op = &s->op;
-  luna_ctx *ctx = op->ctx;
-  const luna_op_functions *functions = &ctx->backend->op[op->kind];
-  luna_status status = LUNA_OK;
+  lunai_bump *b = op->ctx->bump;
+  const luna_op_functions *functions = &op->ctx->backend->op[op->kind];
   op->dropout = op->last_dropout = 0;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
-    return lunai_op_no_memory(s, (size_t)count * sizeof(float));
-  if (count == 0) return op->out[0];
+  if ((op->out[0] = lunai_tensor_make(op->ctx, rank, shape)) == NULL) return lunai_op_no_memory(s, sizeof(luna_tensor));
+  if (luna_count(op->out[0]) == 0) return op->out[0];
   functions->query(op);
   const size_t used = b->part[1].used;
   if (op->workspace_size > 0 && !lunai_bump_take(b, true, op->workspace_size, &op->workspace))
@@ -11821,9 +11678,9 @@ LUNAI_FN luna_tensor *lunai_bump_finish(lunai_build *s, int rank, const int64_t 
     if (b->ops) b->ops[b->count] = *op;
     b->count++;
   }
-  if (lunai_computes(ctx)) status = functions->forward(op);
+  const luna_status status = lunai_computes(op->ctx) ? functions->forward(op) : LUNA_OK;
   if (status == LUNA_OK) return op->out[0];
-  lunai_fail_backend(ctx, false, s->name, status);
+  lunai_fail_backend(op->ctx, false, s->name, status);
   return lunai_abandon(s);
 }
 
@@ -11869,30 +11726,25 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   luna_ctx *ctx = s->op.ctx;
   luna_op *op = &s->op;
   luna_status status;
-  bool wanted = false;       /* a gradient; on the tape, where an op of no inputs is too: it may be run again */
+  const bool tapes = LUNAI_TRAINS && ctx->training && !ctx->paused;
+  bool wanted = false;               /* a gradient */
   void *memory;
-  const int64_t count = lunai_shape_count(rank, shape);
-  const size_t result = (size_t)count * sizeof(float);
-  if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape, count);
+  if (LUNAI_BUMPS(ctx)) return lunai_bump_finish(s, rank, shape);
   if (!lunai_is_buildable(s, rank, shape)) return lunai_abandon(s);
-  for (int i = 0; i < op->inputs; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
-  wanted = LUNAI_TRAINS && wanted && ctx->training && !ctx->paused;
-  const bool record = wanted || (LUNAI_TRAINS && op->inputs == 0 && ctx->training && !ctx->paused);
+  for (int i = 0; i < op->inputs && tapes; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
+  const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
   if (record) {
     if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
-    op = (luna_op *)memory;
-    *op = s->op;
+    op = (luna_op *)memcpy(memory, op, sizeof *op);
   }
   op->training = record;
-  if (!LUNAI_TRAINS || !ctx->training) op->dropout = 0;
+  if (!LUNAI_TRAINS || !ctx->training) op->dropout = op->last_dropout = 0;
   if (op->dropout > 0) op->dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
-  if (!LUNAI_TRAINS || !ctx->training) op->last_dropout = 0;
   if (op->last_dropout > 0) op->last_dropout_op = lunai_rank_masks(ctx) + ctx->dropout_ops++;
-  if ((op->out[0] = lunai_tensor_make(ctx, rank, shape, count)) == NULL)
-    return lunai_op_no_memory(s, result);
-  if (extra && (op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape,
-                                                           lunai_shape_count(extra_rank, extra_shape))) == NULL)
-    return lunai_op_no_memory(s, result);
+  op->out[0] = lunai_tensor_make(ctx, rank, shape);
+  if (op->out[0] && extra) op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape);
+  if (!op->out[op->outputs - 1])
+    return lunai_op_no_memory(s, (size_t)lunai_shape_count(rank, shape) * sizeof(float));
   for (int i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
@@ -11924,7 +11776,7 @@ LUNAI_FN luna_tensor *lunai_finish_like(lunai_build *s, const luna_tensor *t) {
 #ifndef LUNA_NO_TRAIN
 /* the gradient of a tensor that wants one: when new, zeros unless `set`; of a view, its part of the owner's */
 LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
-  luna_tensor *owner = t->base ? t->base : t;
+  luna_tensor *owner = lunai_base(t);
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
   if (!owner->has_grad) {
@@ -11958,12 +11810,12 @@ LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inp
 
 /* the data of an input, recomputed by its op when it was released; what that needed is released at once */
 LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
-  luna_tensor *owner = t->base ? t->base : t;
+  luna_tensor *owner = lunai_base(t);
   luna_op *op = owner->maker;
   bool again[LUNA_MAX_INPUTS];
   if (owner->released) {
     for (int i = 0; i < op->inputs; i++) {
-      luna_tensor *in = op->in[i] && op->in[i]->base ? op->in[i]->base : op->in[i];
+      luna_tensor *in = lunai_base(op->in[i]);
       again[i] = in && in->released;
       if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
     }
@@ -11971,10 +11823,9 @@ LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *s
     if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
         lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
+      owner->data = first->data;
       first->data_piece = NULL;
-    } else if ((owner->data_piece = lunai_piece_take(ctx, (size_t)luna_count(owner) * sizeof(float))) ==
-               NULL) return false;
-    owner->data = (float *)owner->data_piece->at;
+    } else if (!lunai_data_take(owner)) return false;
     owner->released = false;
     owner->recomputed = true;
     if (!lunai_op_run(op, status)) return false;
@@ -11998,8 +11849,7 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
     for (int i = 0; i < op->outputs; i++) {
       luna_tensor *out = op->out[i];
       if (!out->released) continue;
-      if ((out->data_piece = lunai_piece_take(ctx, (size_t)luna_count(out) * sizeof(float))) == NULL) return false;
-      out->data = (float *)out->data_piece->at;
+      if (!lunai_data_take(out)) return false;
       out->released = false;
       out->recomputed = true;
     }
@@ -12083,11 +11933,6 @@ LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
 
-LUNAI_FN bool lunai_sets_in_place(const luna_op *op) {
-  return (lunai_op_can(op) & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
-         lunai_is_single(op, 0);
-}
-
 LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   const int can = lunai_op_can(op);
@@ -12105,7 +11950,8 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
       return false;
-  op->sets = lunai_sets_in_place(op) ? 1 : 0;
+  op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
+             lunai_is_single(op, 0);
   for (int i = 0; i < op->inputs; i++)
     if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
@@ -12182,20 +12028,17 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   const lunai_mark mark = lunai_step_mark(ctx);
   const lunai_persistent_mark persistent = lunai_persistent(ctx);
   const size_t peak = ctx->peak;
-  size_t need[2], step_peak[2];
+  size_t need[2];
   lunai_piece *const pieces = ctx->pieces, *piece;
   for (piece = pieces; piece; piece = piece->next) piece->next_before = piece->next;
-  for (int i = 0; i < 2; i++) {
-    step_peak[i] = ctx->arena[i].step_peak;
-    ctx->arena[i].step_peak = ctx->arena[i].step_bytes;
-  }
+  for (int i = 0; i < 2; i++) ctx->arena[i].step_peak = mark.bytes[i];
   ctx->reserved = NULL;
   ctx->reserving = true;
   luna_status status = lunai_walk_back(loss);
   ctx->reserving = false;
   for (int i = 0; i < 2; i++) {
     need[i] = ctx->arena[i].step_peak - mark.bytes[i];
-    ctx->arena[i].step_peak = step_peak[i];
+    ctx->arena[i].step_peak = persistent.arena[i].step_peak;
   }
   ctx->peak = peak;                  /* what the second walk takes is counted there */
   lunai_step_rewind(ctx, mark);
@@ -12228,8 +12071,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
   if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
   if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
-  if (!ctx->tape || !loss->needs_grad)
-    return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
+  if (!ctx->tape || !loss->needs_grad) return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   luna_status status = lunai_reserve_backward(loss);
   if (status == LUNA_OK) status = lunai_walk_back(loss);
   if (status == LUNA_OK) status = ctx->status; /* of a call between ranks */
@@ -12265,8 +12107,9 @@ typedef struct lunai_call {
   lunai_call_kind kind;
   size_t size;                       /* bytes, with the op and the tensors that follow */
   void *to;                          /* copy, zero */
-  const void *from;                  /* within the device; null: the value at `value` */
+  const void *from;                  /* null: the value at `value` */
   size_t bytes, value;
+  int direction;
   luna_step_state *state;            /* begin, check */
   bool training, stepped;
   luna_rule rule;                    /* norm, update */
@@ -12294,29 +12137,13 @@ LUNA_API const luna_backend *luna_backend_of(const luna_ctx *ctx) {
 }
 
 LUNAI_FN void lunai_graph_mix(luna_graph *g, const void *bytes, size_t size) {
-  uint64_t word;
-  for (size_t at = 0; at < size; at += sizeof word) {
-    word = 0;
+  for (size_t at = 0; at < size; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
     memcpy(&word, (const char *)bytes + at, size - at < sizeof word ? size - at : sizeof word);
     g->hash = (g->hash ^ word) * 0x9E3779B97F4A7C15u;
     g->hash ^= g->hash >> 29;
   }
 }
-LUNAI_FN void lunai_graph_mix_number(luna_graph *g, uint64_t value) { lunai_graph_mix(g, &value, sizeof value); }
-LUNAI_FN void lunai_graph_mix_pointer(luna_graph *g, const void *value) {
-  lunai_graph_mix_number(g, (uint64_t)(uintptr_t)value);
-}
-
-/* room for `size` bytes more; null where there is none, or where it would not be used */
-LUNAI_FN char *lunai_bytes_take(lunai_bytes *bytes, size_t size, bool wanted) {
-  char *at = bytes->at + bytes->used;
-  size = (size + 15) / 16 * 16;
-  bytes->needed += size;
-  if (!wanted || bytes->room - bytes->used < size) return NULL;
-  bytes->used += size;
-  return at;
-}
-
 LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording) {
   const luna_backend *b = g->device;
   luna_op *op = (luna_op *)(void *)(c + 1);
@@ -12324,7 +12151,7 @@ LUNAI_FN luna_status lunai_call_run(luna_graph *g, lunai_call *c, bool recording
     case LUNAI_CALL_FORWARD: return b->op[op->kind].forward(op);
     case LUNAI_CALL_BACKWARD: return b->op[op->kind].backward(op);
     case LUNAI_CALL_COPY:
-      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, 0);
+      if (c->from) return b->copy(g->ctx, c->to, c->from, c->bytes, c->direction);
       return recording ? b->copy(g->ctx, c->to, g->inputs + c->value, c->bytes, 0)
                        : b->copy(g->ctx, c->to, g->values.at + c->value, c->bytes, 1);
     case LUNAI_CALL_ZERO: return b->zero(g->ctx, c->to, c->bytes);
@@ -12352,26 +12179,43 @@ LUNAI_FN void lunai_graph_flush(luna_ctx *ctx, const char *reason) {
   g->status = lunai_calls_run(g, false);
 }
 
-/* a record with `more` bytes after it; null: the call is to run at once */
-LUNAI_FN lunai_call *lunai_note(luna_graph *g, lunai_call_kind kind, size_t more) {
-  const size_t size = (sizeof(lunai_call) + more + 15) / 16 * 16;
-  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(&g->calls, size, !g->through);
-  if (!c) {
+/* room for `size` bytes more; null: what needs them is to run at once */
+LUNAI_FN char *lunai_bytes_take(luna_graph *g, lunai_bytes *bytes, size_t size) {
+  char *at = bytes->at + bytes->used;
+  size = (size + 15) / 16 * 16;
+  bytes->needed += size;
+  if (bytes->room - bytes->used < size)
     lunai_graph_flush(g->ctx, "its first steps run by themselves, until their memory lies still");
-    return NULL;
-  }
-  memset(c, 0, sizeof *c);
-  c->kind = kind;
+  if (g->through) return NULL;
+  bytes->used += size;
+  return at;
+}
+LUNAI_FN lunai_call lunai_call_of(lunai_call_kind kind) {
+  lunai_call call;
+  memset(&call, 0, sizeof call);
+  call.kind = kind;
+  return call;
+}
+/* a record of a call, with `more` bytes after it, or null */
+LUNAI_FN lunai_call *lunai_note(luna_graph *g, const lunai_call *call, size_t more) {
+  const size_t size = (sizeof *call + more + 15) / 16 * 16;
+  lunai_call *c = (lunai_call *)(void *)lunai_bytes_take(g, &g->calls, size);
+  if (!c) return NULL;
+  memcpy(c, call, sizeof *c);
   c->size = size;
-  lunai_graph_mix_number(g, (uint64_t)kind);
   return c;
 }
+/* the record of a call that is followed by nothing; or it runs at once */
+LUNAI_FN luna_status lunai_note_call(luna_ctx *ctx, lunai_call *call) {
+  lunai_graph_mix(ctx->graph, call, sizeof *call);
+  return lunai_note(ctx->graph, call, 0) ? LUNA_OK : lunai_call_run(ctx->graph, call, false);
+}
 LUNAI_FN void lunai_note_tensor(luna_graph *g, luna_tensor *to, const luna_tensor *t) {
+  const void *pointers[] = { t->data, t->grad };
   *to = *t;
-  lunai_graph_mix_pointer(g, t->data);
-  lunai_graph_mix_pointer(g, t->grad);
+  lunai_graph_mix(g, pointers, sizeof pointers);
   lunai_graph_mix(g, t->shape, sizeof t->shape);
-  lunai_graph_mix_number(g, (uint64_t)t->rank);
+  lunai_graph_mix(g, &t->rank, sizeof t->rank);
 }
 LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
   const uint32_t words[] = { (uint32_t)op->kind, (uint32_t)op->inputs, (uint32_t)op->outputs, op->dropout_op,
@@ -12406,16 +12250,18 @@ LUNAI_FN luna_tensor *lunai_note_one(luna_graph *g, luna_op *to, luna_tensor *ne
 }
 LUNAI_FN luna_status lunai_note_op(luna_op *op, lunai_call_kind kind) {
   luna_graph *g = op->ctx->graph;
+  const lunai_call call = lunai_call_of(kind);
   const luna_op_functions *device = &g->device->op[op->kind];
   const luna_op *loss = op->loss;
   const int ops = loss ? 2 : 1, tensors = op->inputs + op->outputs + (loss ? loss->inputs + loss->outputs : 0);
   if (op->kind == LUNA_OP_CUSTOM && !op->arg.custom.recordable)
     lunai_graph_flush(op->ctx, "a custom op is not recordable (luna_custom)");
   if (op->kind == LUNA_OP_SPARSE_ATTENTION) lunai_graph_flush(op->ctx, "sparse attention has its patterns on the host");
-  lunai_call *c = lunai_note(g, kind, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
+  lunai_call *c = lunai_note(g, &call, (size_t)ops * sizeof(luna_op) + (size_t)tensors * sizeof(luna_tensor));
   if (!c) return kind == LUNAI_CALL_FORWARD ? device->forward(op) : device->backward(op);
   g->customs = g->customs || op->kind == LUNA_OP_CUSTOM;
   luna_op *to = (luna_op *)(void *)(c + 1);
+  lunai_graph_mix(g, &kind, sizeof kind);
   luna_tensor *next = lunai_note_one(g, to, (luna_tensor *)(void *)(to + ops), op);
   if (!loss) return LUNA_OK;
   to->loss = to + 1;
@@ -12426,74 +12272,63 @@ LUNAI_FN luna_status lunai_note_forward(luna_op *op) { return lunai_note_op(op, 
 LUNAI_FN luna_status lunai_note_backward(luna_op *op) { return lunai_note_op(op, LUNAI_CALL_BACKWARD); }
 LUNAI_FN luna_status lunai_note_copy(luna_ctx *ctx, void *to, const void *from, size_t bytes, int direction) {
   luna_graph *g = ctx->graph;
-  char *value = NULL;
+  lunai_call call = lunai_call_of(LUNAI_CALL_COPY);
   if (bytes == 0) return LUNA_OK;
-  if (direction == 2) lunai_graph_flush(ctx, "something was read before luna_graph_end");
-  if (direction == 1) value = lunai_bytes_take(&g->values, bytes, !g->through);
-  if (direction == 1 && !value)
-    lunai_graph_flush(ctx, "its first steps run by themselves, until their memory lies still");
-  lunai_call *c = direction == 2 ? NULL : lunai_note(g, LUNAI_CALL_COPY, 0);
-  if (!c) return g->device->copy(ctx, to, from, bytes, direction);
-  c->to = to;
-  c->bytes = bytes;
-  c->from = direction == 0 ? from : NULL;
-  c->value = value ? (size_t)(value - g->values.at) : 0;
+  if (direction == 2) {
+    lunai_graph_flush(ctx, "something was read before luna_graph_end");
+    return g->device->copy(ctx, to, from, bytes, direction);
+  }
+  char *value = direction == 1 ? lunai_bytes_take(g, &g->values, bytes) : NULL;
   if (value) memcpy(value, from, bytes);
-  lunai_graph_mix_pointer(g, to);
-  lunai_graph_mix_pointer(g, c->from);
-  lunai_graph_mix_number(g, bytes);
-  return LUNA_OK;
+  call.to = to;
+  call.from = value ? NULL : from;
+  call.bytes = bytes;
+  call.value = value ? (size_t)(value - g->values.at) : 0;
+  call.direction = direction;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_zero(luna_ctx *ctx, void *at, size_t bytes) {
-  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_ZERO, 0);
-  if (!c) return ctx->graph->device->zero(ctx, at, bytes);
-  c->to = at;
-  c->bytes = bytes;
-  lunai_graph_mix_pointer(ctx->graph, at);
-  lunai_graph_mix_number(ctx->graph, bytes);
-  return LUNA_OK;
+  lunai_call call = lunai_call_of(LUNAI_CALL_ZERO);
+  call.to = at;
+  call.bytes = bytes;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_begin(luna_ctx *ctx, luna_step_state *state, bool training, bool stepped) {
+  lunai_call call = lunai_call_of(LUNAI_CALL_BEGIN);
   if (ctx->graph->customs) lunai_graph_flush(ctx, "a step with a custom op was not its last");
-  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_BEGIN, 0);
-  if (!c) return ctx->graph->device->begin(ctx, state, training, stepped);
-  c->state = state;
-  c->training = training;
-  c->stepped = stepped;
-  lunai_graph_mix_number(ctx->graph, (uint64_t)training << 1 | (uint64_t)stepped);
-  return LUNA_OK;
+  call.state = state;
+  call.training = training;
+  call.stepped = stepped;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_check(luna_ctx *ctx, const luna_tensor *loss, luna_step_state *state) {
-  lunai_call *c = lunai_note(ctx->graph, LUNAI_CALL_CHECK, sizeof *loss);
-  if (!c) return ctx->graph->device->check(ctx, loss, state);
-  c->state = state;
-  lunai_note_tensor(ctx->graph, (luna_tensor *)(void *)(c + 1), loss);
+  luna_graph *g = ctx->graph;
+  lunai_call call = lunai_call_of(LUNAI_CALL_CHECK);
+  call.state = state;
+  lunai_call *c = lunai_note(g, &call, sizeof *loss);
+  if (!c) return g->device->check(ctx, loss, state);
+  lunai_graph_mix(g, &call, sizeof call);
+  lunai_note_tensor(g, (luna_tensor *)(void *)(c + 1), loss);
   return LUNA_OK;
 }
 /* the parts stay as they are, the optimiser's, until it makes another step */
-LUNAI_FN lunai_call *lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
-                                      const luna_update *parts,
-                                      const luna_update *table, int64_t count) {
-  lunai_call *c = lunai_note(ctx->graph, kind, 0);
-  if (!c) return NULL;
-  c->rule = *rule;
-  c->parts = parts;
-  c->table = table;
-  c->count = count;
-  lunai_graph_mix(ctx->graph, rule, sizeof *rule);
+LUNAI_FN luna_status lunai_note_parts(luna_ctx *ctx, lunai_call_kind kind, const luna_rule *rule,
+                                      const luna_update *parts, const luna_update *table, int64_t count) {
+  lunai_call call = lunai_call_of(kind);
+  memcpy(&call.rule, rule, sizeof *rule);
+  call.parts = parts;
+  call.table = table;
+  call.count = count;
   lunai_graph_mix(ctx->graph, parts, (size_t)count * sizeof *parts);
-  lunai_graph_mix_pointer(ctx->graph, table);
-  return c;
+  return lunai_note_call(ctx, &call);
 }
 LUNAI_FN luna_status lunai_note_norm(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                      const luna_update *table, int64_t count) {
-  if (lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count)) return LUNA_OK;
-  return ctx->graph->device->norm(ctx, rule, parts, table, count);
+  return lunai_note_parts(ctx, LUNAI_CALL_NORM, rule, parts, table, count);
 }
 LUNAI_FN luna_status lunai_note_update(luna_ctx *ctx, const luna_rule *rule, const luna_update *parts,
                                        const luna_update *table, int64_t count) {
-  if (lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count)) return LUNA_OK;
-  return ctx->graph->device->update(ctx, rule, parts, table, count);
+  return lunai_note_parts(ctx, LUNAI_CALL_UPDATE, rule, parts, table, count);
 }
 
 LUNAI_FN bool lunai_has_graphs(const luna_ctx *ctx) {
@@ -12593,12 +12428,6 @@ LUNAI_FN bool lunai_graph_record(luna_graph *g) {
   memcpy(ctx->error, error, sizeof error);
   return false;
 }
-LUNAI_FN luna_status lunai_graph_launch(luna_graph *g) {
-  luna_status status = LUNA_OK;
-  g->reason = "";
-  if (g->values.used) status = g->device->copy(g->ctx, g->inputs, g->values.at, g->values.used, 1);
-  return status == LUNA_OK ? g->device->run(g->ctx, g->recording) : status;
-}
 LUNA_API luna_status luna_graph_end(luna_graph *g) {
   luna_ctx *ctx = g ? g->ctx : NULL;
   if (!g) return LUNA_OK;
@@ -12606,10 +12435,12 @@ LUNA_API luna_status luna_graph_end(luna_graph *g) {
   ctx->graph = NULL;
   ctx->backend = g->device;
   luna_status status = g->status;
-  if (!g->through && ctx->status == LUNA_OK && g->recording && g->hash == g->recorded) status = lunai_graph_launch(g);
-  else if (!g->through && ctx->status == LUNA_OK && g->hash == g->last && lunai_graph_record(g))
-    status = lunai_graph_launch(g);
-  else if (!g->through) {
+  if (!g->through && ctx->status == LUNA_OK && ((g->recording && g->hash == g->recorded) ||
+                                                (g->hash == g->last && lunai_graph_record(g)))) {
+    g->reason = "";
+    if (g->values.used) status = g->device->copy(ctx, g->inputs, g->values.at, g->values.used, 1);
+    if (status == LUNA_OK) status = g->device->run(ctx, g->recording);
+  } else if (!g->through) {
     g->reason = g->hash != g->last ? "it differs from the step before" : "the device could not record it";
     status = lunai_calls_run(g, false);
   }
@@ -13200,11 +13031,8 @@ LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
 
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  void *memory = NULL;
-  if (LUNAI_BUMPS(x->ctx)) (void)lunai_step_small(x->ctx, sizeof(luna_tensor), &memory);
-  else memory = lunai_slab_take(x->ctx);
-  if (!memory) return lunai_op_no_memory(s, sizeof(luna_tensor));
-  luna_tensor *t = (luna_tensor *)memory;
+  luna_tensor *t = lunai_tensor_take(x->ctx);
+  if (!t) return lunai_op_no_memory(s, sizeof(luna_tensor));
   lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
   t->offset = x->offset + offset;
@@ -17006,8 +16834,8 @@ LUNAI_FN luna_status lunai_read(luna_ctx *ctx, const char *name, lunai_loader lo
   if (wrong) status = lunai_fail_status(ctx, LUNA_ERROR_NOT_SAFETENSORS, ctx->call, lunai_file_name(ctx), wrong);
   if (status == LUNA_OK) status = load(ctx, into, &st);
   lunai_step_rewind(ctx, mark);
-  while (*newer) lunai_chunk_close(newer, ctx->options.allocator, ctx->backend, ctx->self);
-  if (newer == &ctx->arena[0].steps) ctx->arena[0].step = NULL;
+  while (*newer) lunai_chunk_close(ctx, newer);
+  if (newer == &ctx->arena[0].steps) ctx->step.chunk[0] = NULL;
   lunai_leave(ctx, outer);
   return status;
 }
