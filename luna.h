@@ -9400,11 +9400,34 @@ LUNAI_FN void lunai_sum_axis(const luna_op *op, const int64_t shape[3], float fa
 }
 
 /* --- elementwise ops with broadcasting. arg: see luna_op; workspace of backward: lunai_unbroadcast --- */
+/* lunai_broadcast where in[1]'s shape is that of in[0], or of its last axes */
+LUNAI_FN bool lunai_broadcasts_rows(luna_op *op, int64_t *shape) {
+  const luna_tensor *a = op->in[0], *b = op->in[1];
+  int64_t rows = 1, n = 1;
+  if (op->in[2] || !a || !b || b->rank > a->rank) return false;
+  for (int i = 0; i < a->rank; i++) {
+    const int at = i - a->rank + b->rank;
+    shape[i] = a->shape[i];
+    *(at < 0 ? &rows : &n) *= shape[i];
+    if (at >= 0 && shape[i] != b->shape[at]) return false;
+  }
+  if (n < 1) return false;
+  op->arg.elementwise.shape[0] = op->arg.elementwise.shape[1] = 1;
+  op->arg.elementwise.shape[2] = rows;
+  op->arg.elementwise.shape[3] = n;
+  op->arg.elementwise.stride[0][2] = rows > 1 ? n : 0;
+  op->arg.elementwise.stride[0][3] = op->arg.elementwise.stride[1][3] = 1;
+  return true;
+}
+#ifdef LUNA_ONLY_STREAM              /* nothing else */
+#define lunai_broadcast(op, shape) (lunai_broadcasts_rows(op, shape) ? (op)->in[0]->rank : -1)
+#else
 /* The result's shape, of which the rank is returned, -1 where the inputs do not fit; and the arg's shape and strides,
    which are 0 before */
 LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   int64_t count[3] = { 1, 1, 1 }, size[3], stride[3], total = 1;
   int rank = 0, to = LUNA_MAX_RANK;
+  if (lunai_broadcasts_rows(op, shape)) return op->in[0]->rank;
   for (int k = 0; k < op->inputs; k++) if (op->in[k] && op->in[k]->rank > rank) rank = op->in[k]->rank;
   for (int a = 0; a < LUNA_MAX_RANK; a++) op->arg.elementwise.shape[a] = 1;
   for (int a = rank - 1; a >= 0; a--) {
@@ -9430,6 +9453,7 @@ LUNAI_FN int lunai_broadcast(luna_op *op, int64_t *shape) {
   }
   return rank;
 }
+#endif
 LUNAI_FN bool lunai_is_repeated(const luna_op *op, int k) { return luna_count(op->in[k]) != luna_count(op->out[0]); }
 /* elements [first, last) of the result or, where arg names an input, of its gradient before it is summed */
 LUNAI_FN void lunai_elementwise_body(luna_op *op, int64_t first, int64_t last) {
@@ -14261,13 +14285,32 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out) {
   return run;
 }
 
-/* --- the CPU's table: an op without a LUNAI_CPU_<NAME> does not compile --- */
+/* --- the CPU's table: an entry without a LUNAI_CPU_<name> does not compile --- */
+#define LUNAI_CPU_version 1
+#define LUNAI_CPU_size sizeof(luna_backend)
+#define LUNAI_CPU_device 0
+#define LUNAI_CPU_opened 0
+#define LUNAI_CPU_open NULL
+#define LUNAI_CPU_close NULL
+#define LUNAI_CPU_allocate NULL
+#define LUNAI_CPU_release NULL
+#define LUNAI_CPU_copy lunai_cpu_copy
+#define LUNAI_CPU_zero lunai_cpu_zero
+#define LUNAI_CPU_wait NULL
+#define LUNAI_CPU_begin lunai_cpu_begin
+#define LUNAI_CPU_check LUNAI_TRAIN(lunai_cpu_check)
+#define LUNAI_CPU_norm LUNAI_TRAIN(lunai_cpu_norm)
+#define LUNAI_CPU_update LUNAI_TRAIN(lunai_cpu_update)
+#define LUNAI_CPU_record NULL
+#define LUNAI_CPU_recorded NULL
+#define LUNAI_CPU_run NULL
+#define LUNAI_CPU_forget NULL
 static const luna_backend lunai_cpu = {
-  1, sizeof(luna_backend), 0, 0,     /* version, size, device, opened */
-  NULL, NULL, NULL, NULL,            /* open, close, allocate, release */
-  lunai_cpu_copy, lunai_cpu_zero, NULL, lunai_cpu_begin, /* and no wait */
-  LUNAI_TRAIN(lunai_cpu_check), LUNAI_TRAIN(lunai_cpu_norm), LUNAI_TRAIN(lunai_cpu_update),
-  NULL, NULL, NULL, NULL,            /* record, recorded, run, forget */
+#define LUNAI_ENTRY(type, name) LUNAI_CPU_##name,
+#define LUNAI_ENTRY_CALL(result, name, parameters) LUNAI_CPU_##name,
+  LUNA_BACKEND_ENTRIES(LUNAI_ENTRY, LUNAI_ENTRY_CALL)
+#undef LUNAI_ENTRY
+#undef LUNAI_ENTRY_CALL
   {
 #define LUNAI_OP_KIND(name, tier, reads, cheap) LUNAI_CPU_##name,
 #define LUNAI_OP_EACH(name, tier, reads, cheap, function, inputs, value, da, db, dc) \
