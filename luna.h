@@ -17572,20 +17572,19 @@ LUNAI_FN bool lunai_stream_store(luna_stream *s, void *to, const luna_tensor *t)
   return t && lunai_stream_move(s, to, t->data, (size_t)luna_count(t) * sizeof(float), 0);
 }
 
-/* a tensor on memory that is there: `rank` axes of a, b, c, of several sources after theirs */
-LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int64_t sources, int rank, int64_t a, int64_t b,
-                                         int64_t c) {
-  const int64_t shape[4] = { sources, a, b, c };
+/* a tensor on memory that is there */
+LUNAI_FN luna_tensor lunai_stream_tensor(luna_stream *s, float *data, int rank, const int64_t *shape) {
   luna_tensor t;
-  lunai_tensor_set(&t, &s->ctx, sources > 1 ? rank + 1 : rank, sources > 1 ? shape : shape + 1);
+  lunai_tensor_set(&t, &s->ctx, rank, shape);
   t.data = data;
   return t;
 }
 /* the same in the bump arena */
 LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, int64_t a, int64_t b, int64_t c) {
+  const int64_t shape[3] = { a, b, c };
   void *memory;
   if (!lunai_bump_take(&s->bump, false, sizeof(luna_tensor), &memory)) return NULL;
-  *(luna_tensor *)memory = lunai_stream_tensor(s, data, 1, rank, a, b, c);
+  *(luna_tensor *)memory = lunai_stream_tensor(s, data, rank, shape);
   return (luna_tensor *)memory;
 }
 
@@ -17835,16 +17834,18 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
 }
 LUNAI_FN bool lunai_stream_layer_open(luna_stream *s, int64_t index, const void *layers, const lunai_st *st) {
   const lunai_lm_sizes *z = &s->sizes;
-  const int64_t n = LUNAI_SOURCES(s), hl = z->heads * z->memory, d = z->dim;
+  const int64_t n = LUNAI_SOURCES(s), h = z->heads, l = z->memory, d = z->dim;
+  const int64_t folded[3] = { n, h * l, d }, bias[3] = { n, 1, h * l }, queries[4] = { n, h, l, d / h },
+      memory[3] = { n, l, d };
   const bool folds = lunai_stream_folds(z);
+  const int axis = n > 1;            /* the sources', where there are several */
   lunai_past *past = &s->layers[index].past;
-  past->scores = lunai_stream_tensor(s, past->scores.data, n, folds ? 2 : 3, folds ? hl : z->heads,
-                                     folds ? d : z->memory, d / z->heads);
+  past->scores = lunai_stream_tensor(s, past->scores.data, (folds ? 2 : 3) + axis, (folds ? folded : queries) + !axis);
   if (folds)
-    past->scores_bias = lunai_stream_tensor(s, past->scores_bias.data, n, n == 1 ? 1 : 2, n == 1 ? hl : 1, hl, 1);
+    past->scores_bias = lunai_stream_tensor(s, past->scores_bias.data, axis ? 3 : 1, bias + (axis ? 0 : 2));
   if (LUNAI_CROSS(s)) {
-    past->keys = lunai_stream_tensor(s, past->keys.data, 1, 3, n, z->memory, d);
-    past->values = lunai_stream_tensor(s, past->values.data, 1, 3, n, z->memory, d);
+    past->keys = lunai_stream_tensor(s, past->keys.data, 3, memory);
+    past->values = lunai_stream_tensor(s, past->values.data, 3, memory);
   }
   past->position = lunai_stream_inputs(s, s->inputs, 1).position;
   past->sources = n;
