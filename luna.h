@@ -179,9 +179,9 @@
    CONTENTS (search for the tag)
      1. Public API        >>status >>errors >>functions >>context >>parallel >>tensors >>ops >>params >>checkpoints
                           >>layers >>models >>trainer >>stream >>backend
-     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>dispatch >>functions
-                          >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs >>params >>ops
-                          >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
+     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>table >>dispatch
+                          >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs
+                          >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -18347,7 +18347,7 @@ LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampli
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>beam: a decoder's stream, and beam search. Guarded by tests/models.c.
+   >>beam: a decoder's stream, and beam search. Guarded by tests/translation.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #ifndef LUNA_ONLY_STREAM
 /* what a decoder layer has of its sources: scores from P, keys and values from Y_P; *p becomes the next layer's P (the
