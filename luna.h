@@ -17900,6 +17900,8 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   size_t stays = b->floor = b->kept = b->part[0].used;
   each = stays - each;
   s->sizes.layers = 1;
+  good = good && lunai_stream_fold(s, &layer, NULL);
+  const size_t folding = b->part[0].peak; /* before anything is recorded */
   if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
     good = good && lunai_stream_rows(s, 1, true) != NULL;
     const size_t ops = b->count;
@@ -17915,8 +17917,9 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   }
   for (int64_t rows = s->chunk; good && rows > LUNAI_REPLAYS; rows = lunai_stream_on_device(s) ? rows - 1 : rows > 1)
     good = lunai_stream_forward(s, rows, true) != NULL;
-  good = good && lunai_stream_fold(s, &layer, NULL) && lunai_stream_reorder_all(s);
-  b->part[0].peak += stays - b->floor + each * (layers - 1);
+  good = good && lunai_stream_reorder_all(s);
+  b->part[0].peak += stays - b->floor;
+  b->part[0].peak = (folding > b->part[0].peak ? folding : b->part[0].peak) + each * (layers - 1);
   b->part[0].used = 0;
   s->ctx.reserving = false;
   s->sizes.layers = (int64_t)layers;
