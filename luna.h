@@ -359,6 +359,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
   X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
   X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
+  X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are for " \
+    "config.memory = %d") \
   X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
   X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
     "its e and f first") \
@@ -1073,9 +1075,14 @@ typedef struct luna_causal_nested_config {
   luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2; LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1 */
   const int32_t *lengths;            /* [batch] real slots, or null: all */
   float dropout;                     /* of the unpack matrix */
+  luna_tensor *forget;               /* logits of forget gates [batch,n,h l], or null: the published form */
 } luna_causal_nested_config;
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
-   scaled by 1/sqrt(d_h) here */
+   scaled by 1/sqrt(d_h) here.
+   With `forget`, which is not in the paper, the memory forgets. Slot i's key and value are means of k and v over the
+   tokens so far by weights e^s in place of omega(s), s held to -15 .. 15; each token first multiplies the weights of
+   those before it by its gate, e^max(ln(sigmoid(forget)) / 16, -1). With gates of 1 that is the pack's softmax [eq. 3],
+   made causal. */
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config);
 
@@ -1102,11 +1109,13 @@ LUNA_API luna_run luna_custom_run(const luna_tensor *out);
    ------------------------------------------------------------------------------------------------------------------ */
 typedef struct luna_params luna_params;
 typedef enum luna_init_kind {
-  LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY
+  LUNA_INIT_ZEROS = 0, LUNA_INIT_ONES, LUNA_INIT_XAVIER, LUNA_INIT_NORMAL, LUNA_INIT_UNIFORM, LUNA_INIT_IDENTITY,
+  LUNA_INIT_FORGET
 } luna_init_kind;
 /* scale, 0 = 1: the gain of Xavier uniform, the normal's standard deviation, the uniform's bound, the value of ones.
    LUNA_INIT_IDENTITY is for short convolutions: uniform, and 1 more in the last column, so that at first they pass on
-   the present. */
+   the present. LUNA_INIT_FORGET is for the logits of forget gates, `scale` slots a head: the slots forget with time
+   constants of 8 to 1024 tokens. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
@@ -1243,11 +1252,13 @@ typedef struct luna_nested_attention_layer_config {
   luna_sharing sharing;              /* 0 = tied */
   float dropout;                     /* on both attention matrices */
   bool bert_init;                    /* N(0, 0.02) instead of Xavier */
+  bool output_gate;                  /* as of luna_layer_config; its unpack is not folded */
 } luna_nested_attention_layer_config;
 typedef struct luna_nested_attention_layer {
   luna_nested_attention_layer_config config;
   /* tied: pk = pv = pc_proj, k = v = c_proj; no-key: pk, k empty; shared-qk: pk = pq, k = q */
   luna_linear_layer pq, pk, pv, q, k, v, out;
+  luna_linear_layer gate;            /* "gate_proj", with output_gate */
 } luna_nested_attention_layer;
 LUNA_API luna_status luna_nested_attention_layer_init(luna_nested_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
@@ -1259,6 +1270,11 @@ LUNA_API luna_tensor *luna_nested_attention_layer_forward(const luna_nested_atte
                                                           luna_tensor *p, luna_tensor *context, const int32_t *lengths,
                                                           luna_tensor **packed_context);
 
+/* Whether the memory of causal Luna attention forgets, which is not in the paper: NONE, its published form, is a mean
+   over the whole past; CONSTANT, each slot forgets at a learned rate; GATED, at a rate that each token decides
+   (luna_causal_nested_config). */
+typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORGET_GATED } luna_forget;
+
 /* Causal Luna attention, section 3.3 */
 typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
@@ -1267,10 +1283,15 @@ typedef struct luna_causal_attention_layer_config {
   luna_activation omega;
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
+  bool output_gate;                  /* as of luna_layer_config */
+  luna_forget forget;                /* with it omega is not used */
+  int64_t memory;                    /* with forget: the most slots of p; 0 = 16 */
 } luna_causal_attention_layer_config;
 typedef struct luna_causal_attention_layer {
   luna_causal_attention_layer_config config;
   luna_linear_layer pq, pc, q, k, v, out;
+  luna_linear_layer gate;            /* "gate_proj", with output_gate */
+  luna_linear_layer forget;          /* "forget_proj" [heads memory,dim]; CONSTANT: its bias alone */
 } luna_causal_attention_layer;
 LUNA_API luna_status luna_causal_attention_layer_init(luna_causal_attention_layer *layer, luna_params *params,
                                                       const char *prefix,
@@ -1309,10 +1330,12 @@ typedef struct luna_attention_layer_config {
   float dropout;                     /* on the attention matrix (softmax attention, Linformer) */
   bool bert_init;
   luna_linformer_config linformer;
+  bool output_gate;                  /* as of luna_layer_config */
 } luna_attention_layer_config;
 typedef struct luna_attention_layer {
   luna_attention_layer_config config;
   luna_linear_layer q, k, v, out;
+  luna_linear_layer gate;            /* "gate_proj", with output_gate */
   luna_tensor *e, *f;                /* Linformer: "e_proj", "f_proj" [k,m] or [1,w]; e = f unless headwise.
                                         Layerwise: the caller sets both */
 } luna_attention_layer;
@@ -1337,6 +1360,7 @@ typedef struct luna_attention_call {
                                         the layer before's next_p */
   const int32_t *lengths;            /* [batch] or null */
   bool causal;
+  luna_tensor *gate;                 /* with output_gate: what the output projection's input is multiplied by */
   luna_tensor *next_p;               /* to hand out: the next layer's p; null leaves p as it is; */
   luna_tensor *kept[4];              /* and what else shall stay until the next begin, as the next segment's memory or
                                         a loss to be added to the model's: the hook's `layer` says where they are */
@@ -1375,6 +1399,10 @@ struct luna_layer_config {
   int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the incoming one
                                         (the paper's non-contextual P); 0 = none */
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
+  bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
+                                        gets silu(x W_g + b_g) as call->gate, and applies it */
+  luna_forget forget;                /* causal Luna attention: whether its memory forgets */
+  int64_t memory;                    /* decoder layer with forget: the most slots of P; 0 = 16; of others unused */
 };
 
 /* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
@@ -1386,7 +1414,7 @@ typedef struct luna_feed_forward_layer {
 typedef struct luna_encoder_layer {
   luna_layer_config config;
   luna_nested_attention_layer attention;
-  luna_attention_layer other_attention;        /* softmax, linear, Linformer */
+  luna_attention_layer other_attention;        /* softmax, linear, Linformer; of a hook its gate alone */
   void *hook_state;                  /* the hook's */
   luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
   luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
@@ -1421,7 +1449,7 @@ typedef struct luna_causal_layer {
   luna_tensor *kernel;               /* "conv.weight" [d,width], null without */
   luna_tensor *kernel_bias;          /* "conv.bias" [d] */
   luna_causal_attention_layer attention;
-  luna_attention_layer other_attention;        /* softmax, linear */
+  luna_attention_layer other_attention;        /* softmax, linear; of a hook its gate alone */
   void *hook_state;                  /* the hook's */
   luna_norm_layer attention_norm;
   luna_feed_forward_layer feed_forward;
@@ -1863,6 +1891,8 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
   R(PACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
   R(UNPACK, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(CAUSAL_LUNA, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
+  R(FORGETTING_LUNA, 1, \
+    LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3) | LUNA_READS_IN(4), false) \
   R(FEED_FORWARD, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_IN(3), false) \
   R(LINEAR_CROSS_ENTROPY, 2, LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2), false) \
   R(SPARSE_ATTENTION, 2, \
@@ -1934,6 +1964,7 @@ typedef struct luna_op {
      updates; else null */
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   double *mean_ka, *mean_av;
+  double *weights;                   /* FORGETTING_LUNA: [batch, heads, slots], of the means */
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
@@ -2125,6 +2156,8 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
 #define LUNAI_TILE 64              /* queries of an attention tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_CHUNK 64             /* rows of a causal chunk */
+#define LUNAI_FORGET_SCORE 15      /* a memory that forgets: scores are held to within this of 0; and a factor of all */
+#define LUNAI_FORGET_SCALE 1.2664165549094176e-14 /* weights, e^-32, so that e^15 to e^(15 + LUNAI_CHUNK) are in range */
 #define LUNAI_KC 512               /* a gemm's terms in registers at a time */
 #define LUNAI_KA (LUNAI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
@@ -2448,7 +2481,21 @@ typedef struct lunai_causal_luna {
   const float *grad_out;
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
   lunai_outside *outside;            /* null: the rows are all there are, or streaming */
+  /* The memory that forgets: A = e^s, means weighted by A and by gates [batch, rows, heads, slots], whose logits these
+     are; null: the published form. In w are U and the sums of the weights, [2, batch, heads, rows, slots]. */
+  const float *gates;
+  float *grad_gates;
+  double *weights;                   /* streaming state beside the means: [batch, heads, slots] their weights */
+  lunai_dropout dropout;             /* of W; with gates alone */
 } lunai_causal_luna;
+
+/* A chunk of the memory that forgets, backward, all [rows, slots]: U, Z, R = W / Z and its gradient; in: the gradient
+   of U, out: H = scale / Z dU and the gradient of Z */
+typedef struct lunai_forget {
+  float scale;
+  const float *u, *z, *r, *dr;
+  float *h, *dz;
+} lunai_forget;
 
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
    argument. */
@@ -2488,6 +2535,8 @@ LUNAI_FN float lunai_slope_scalar(int kind, float x);
 LUNAI_FN float lunai_each_scalar(int kind, float a, float b, float c);
 LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, float c, float g);
 
+/* whether the memory that forgets has dropout */
+#define LUNAI_DROPS(a) (LUNAI_TRAINS && (a)->dropout.threshold > 0)
 #ifdef LUNA_NO_TRAIN
 #define LUNAI_TRAIN(function) NULL
 #define LUNAI_TRAINS false           /* no tape, no dropout */
@@ -2565,7 +2614,14 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
   K(bool, all_finite, (lunai_matrix x)) \
   K(void, copy_rows, (lunai_matrix x, float *y, int64_t y_row)) \
   K(void, scale_rows, (lunai_matrix x, const float *factors, float *y, int64_t y_row)) \
-  K(void, step_mean, (lunai_mean m, const float *y, const float *z, const float *x, double *result))
+  K(void, step_mean, (lunai_mean m, const float *y, const float *z, const float *x, double *result)) \
+  K(void, forget_weights, (lunai_matrix s, lunai_matrix gates, float *w, float *sums)) \
+  K(void, forget_totals, (lunai_matrix w, const float *before, float *z)) \
+  K(void, forget_divide, (int64_t n, float factor, const float *x, const float *z, float *y)) \
+  T(void, forget_slopes, (const lunai_forget *f, int64_t n)) \
+  T(void, forget_scores, (lunai_matrix s, const float *w, const float *dz, const float *after, float *dw, float *ds)) \
+  T(void, forget_gates, (lunai_matrix gates, const float *dw, float *after, float *dgates)) \
+  K(void, step_forget, (lunai_mean m, bool keys, const double *share, const float *y, const float *x, double *result))
 
 typedef struct lunai_kernels {
   int64_t mr, nr;                    /* rows of a gemm's register tile; columns of a panel of B */
@@ -6313,11 +6369,68 @@ LUNAI_INLINE int64_t lunai_luna_row(const lunai_causal_luna *a, int64_t item, in
 LUNAI_INLINE int64_t lunai_luna_slots(const lunai_causal_luna *a, int64_t item) {
   return lunai_real_slots(a->lengths, item / a->heads, a->slots);
 }
-/* u_t = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
+
+/* e^x for x of -64 to 0: e^(x/512) by its series, to the power of 512 */
+LUNAI_FN double lunai_decay(double x) {
+  const double r = x / 512;
+  double y = 1;
+  for (int i = 8; i > 0; i--) y = 1 + y * r / i;
+  for (int i = 0; i < 9; i++) y *= y;
+  return y;
+}
+/* a forget gate out of its logit, and a weight out of its score */
+LUNAI_FN double lunai_gate_reference(float x) {
+  const float log = -lunai_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -x) / 16;
+  return lunai_decay((double)(log < -1 ? -1 : log));
+}
+LUNAI_FN double lunai_weight_reference(float s) {
+  const float limit = LUNAI_FORGET_SCORE;
+  return (double)lunai_exp1_scalar(s < -limit ? -limit : s > limit ? limit : s);
+}
+/* u = scale K q, w = softmax(u), out = w V, where K and V, a row a slot, are means of k and v over the tokens so far,
+   weighted by A = e^s, which the gates make less with each token: the gates give the pack's softmax a causal form. */
+LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) {
+  const int64_t d = a->head_dim, l = a->slots, state = d * l;
+  float *w = (float *)(void *)(means + 2 * state + l);
+  for (int64_t item = 0; item < a->batch * a->heads; item++) {
+    const int64_t real = lunai_luna_slots(a, item);
+    double *k = a->mean_ka ? a->mean_ka + item * state : means, *v = a->mean_ka ? a->mean_av + item * state : k + state;
+    double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
+    for (int64_t i = 0; a->position == 0 && i < l; i++) weight[i] = 0;
+    for (int64_t t = 0; t < a->rows; t++) {
+      const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * l;
+      for (int64_t i = 0; i < real; i++) {
+        const double new_weight = lunai_weight_reference(a->s[narrow + i]) * LUNAI_FORGET_SCALE;
+        weight[i] = weight[i] * lunai_gate_reference(a->gates[narrow + i]) + new_weight;
+        const double share = new_weight / weight[i];
+        double u = 0;
+        for (int64_t j = 0; j < d; j++) {
+          double *kj = k + j * l + i, *vj = v + i * d + j;
+          *kj = share == 1 ? (double)a->k[wide + j] : *kj + share * ((double)a->k[wide + j] - *kj);
+          *vj = share == 1 ? (double)a->v[wide + j] : *vj + share * ((double)a->v[wide + j] - *vj);
+          u += (double)a->q[wide + j] * *kj;
+        }
+        w[i] = (float)(u * (double)a->scale);
+      }
+      lunai_softmax_reference(1, real, w, w);
+      if (LUNAI_DROPS(a)) lunai_dropout_reference(&a->dropout, narrow, real, w, w, false);
+      for (int64_t j = 0; j < d; j++) {
+        double sum = 0;
+        for (int64_t i = 0; i < real; i++) sum += (double)w[i] * v[i * d + j];
+        a->out[wide + j] = (float)sum;
+      }
+    }
+  }
+}
+/* u = scale q_t mean(k^T A), w = softmax(u), out_t = w_t mean(A^T v) over the tokens so far, A = omega(s) [section
    3.3] */
 LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
   const int64_t d = a->head_dim, state = d * a->slots;
   double *means = (double *)scratch;
+  if (a->gates) {
+    lunai_forget_reference(a, means);
+    return;
+  }
   float *omega = (float *)(void *)(means + 2 * state), *w = omega + a->slots;
   (void)parallel;
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
@@ -6362,10 +6475,77 @@ LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t
     lunai_add_scaled(real, lunai_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
   }
 }
+/* Of one item that forgets, where a_tj = A_j e^{G_t - G_j} / Z_t is the share of row j in a slot's means at t: with g the
+   gradient of out, da_tj = scale du q . k_j + w g . v_j; a is a softmax over j of s_j - G_j, G the sum of the gates'
+   logs. x: the gradient of s_j - G_j, [rows, slots]; shares as large; row: [6, slots]. */
+LUNAI_FN void lunai_forget_row_backward(const lunai_causal_luna *a, int64_t item, int64_t t, double *shares, double *x,
+                                        float *row) {
+  const int64_t d = a->head_dim, l = a->slots, real = lunai_luna_slots(a, item);
+  const int64_t at = lunai_luna_row(a, item, t), first = lunai_luna_row(a, item, 0), step = a->heads;
+  const float *q = a->q + at * d, *g = a->grad_out + at * d;
+  float *u = row, *w = u + l, *r = w + l, *dr = r + l, *dw = dr + l, *du = dw + l;
+  for (int64_t i = 0; i < real; i++) {
+    const double gate = lunai_gate_reference(a->gates[at * l + i]);
+    double z = 0, sum = 0, slope = 0;
+    for (int64_t j = 0; j < t; j++) shares[j * l + i] *= gate;
+    shares[t * l + i] = lunai_weight_reference(a->s[at * l + i]) * LUNAI_FORGET_SCALE;
+    for (int64_t j = 0; j <= t; j++) {
+      const int64_t other = (first + j * step) * d;
+      z += shares[j * l + i];
+      sum += shares[j * l + i] * lunai_inner(d, q, 1, a->k + other, 1);
+      slope += shares[j * l + i] * lunai_inner(d, g, 1, a->v + other, 1);
+    }
+    r[i] = (float)(LUNAI_FORGET_SCALE / z);
+    u[i] = (float)((double)a->scale * sum / z);
+    dr[i] = dw[i] = (float)(slope / z);
+    du[i] = 0;
+  }
+  lunai_softmax_reference(1, real, u, w);
+  if (LUNAI_DROPS(a)) lunai_dropout_reference(&a->dropout, at * l, real, dw, dw, false);
+  lunai_softmax_backward_reference(1, real, w, dw, du);
+  if (LUNAI_DROPS(a)) lunai_dropout_reference(&a->dropout, at * l, real, w, w, false);
+  for (int64_t j = 0; j <= t; j++) {
+    const int64_t other = (first + j * step) * d;
+    const double qk = (double)a->scale * lunai_inner(d, q, 1, a->k + other, 1), gv = lunai_inner(d, g, 1, a->v + other, 1);
+    for (int64_t i = 0; i < real; i++) {
+      const double share = shares[j * l + i] / LUNAI_FORGET_SCALE * (double)r[i];
+      const double dk = share * (double)a->scale * (double)du[i], mean = (double)u[i] * (double)du[i];
+      x[j * l + i] += share * ((double)du[i] * qk + (double)w[i] * gv - mean - (double)w[i] * (double)dr[i]);
+      if (a->grad_q) lunai_add_scaled(d, dk, a->k + other, a->grad_q + at * d);
+      if (a->grad_k) lunai_add_scaled(d, dk, q, a->grad_k + other);
+      if (a->grad_v) lunai_add_scaled(d, share * (double)w[i], g, a->grad_v + other);
+    }
+  }
+}
+LUNAI_FN void lunai_forget_backward_reference(const lunai_causal_luna *a, double *shares) {
+  const int64_t l = a->slots, count = a->rows * l;
+  double *x = shares + count;
+  for (int64_t item = 0; item < a->batch * a->heads; item++) {
+    for (int64_t i = 0; i < count; i++) x[i] = 0;
+    for (int64_t t = 0; t < a->rows; t++)
+      lunai_forget_row_backward(a, item, t, shares, x, (float *)(void *)(x + count));
+    for (int64_t i = 0; i < lunai_luna_slots(a, item); i++) {
+      double later = 0;
+      for (int64_t t = a->rows - 1; t >= 0; t--) {
+        const int64_t at = lunai_luna_row(a, item, t) * l + i;
+        const float s = a->s[at], gate = a->gates[at];
+        const bool moves = -lunai_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -gate) / 16 > -1;
+        const float slope = lunai_activation_scalar(LUNA_ACTIVATION_SIGMOID, -gate) / 16;
+        later += x[t * l + i];
+        if (a->grad_s && s >= -LUNAI_FORGET_SCORE && s <= LUNAI_FORGET_SCORE) a->grad_s[at] += (float)x[t * l + i];
+        if (a->grad_gates && moves) a->grad_gates[at] -= (float)(later * (double)slope);
+      }
+    }
+  }
+}
 LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, const lunai_parallel *parallel,
                                                    void *scratch) {
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
   (void)parallel;
+  if (a->gates) {
+    lunai_forget_backward_reference(a, (double *)scratch);
+    return;
+  }
   for (int64_t item = 0; item < a->batch * a->heads; item++) {
     const int64_t real = lunai_luna_slots(a, item);
     const int64_t first = lunai_luna_row(a, item, 0), step = a->heads * a->slots;
@@ -6381,8 +6561,8 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
 }
 LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, int64_t threads, bool backward) {
   (void)threads;
-  if (backward) return (size_t)lunai_floats(2 * (a->rows + 1) * a->slots);
-  return lunai_round((size_t)(2 * a->head_dim * a->slots) * sizeof(double)) + (size_t)lunai_floats(2 * a->slots);
+  if (backward) return (size_t)lunai_floats((a->gates ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
+  return lunai_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)lunai_floats(2 * a->slots);
 }
 #endif
 
@@ -6459,6 +6639,123 @@ LUNAI_FN void LUNAI_K(step_mean)(lunai_mean m, const float *y, const float *z, c
   for (; j < m.columns; j++, m.at++) LUNAI_K(step_block)(1, &m, y, z + j, x, result + j);
 }
 
+/* ---- the memory that forgets: [rows, slots] each; s and gates may have rows apart ---- */
+
+/* sum + rest, which is more exact than a float, += x */
+LUNAI_INLINE void LUNAI_K(add_exact)(vf *sum, vf *rest, vf x) {
+  const vf total = vf_add(*sum, x), part = vf_sub(total, *sum);
+  *rest = vf_add(*rest, vf_add(vf_sub(*sum, vf_sub(total, part)), vf_sub(x, part)));
+  *sum = total;
+}
+/* ln(sigmoid(x)) / 16; a forget gate's log is that, or -1 */
+LUNAI_INLINE vf LUNAI_K(gate_log)(vf x) {
+  const vf rest = vf_log1p(vf_exp(vf_neg(vf_abs(x))));
+  return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
+}
+/* W_t = e^{s_t - c_t} LUNAI_FORGET_SCALE, c_t the sum of the gates' logs up to t. sums: c after the last row as the sum
+   of two, and the sum of W */
+LUNAI_FN void LUNAI_K(forget_weights)(lunai_matrix s, lunai_matrix gates, float *w, float *sums) {
+  const int64_t n = s.columns;
+  for (int64_t i = 0; i < n; i += VF) {
+    vf c = vf_zero(), c_rest = vf_zero(), total = vf_zero(), total_rest = vf_zero();
+    for (int64_t t = 0; t < s.rows; t++) {
+      LUNAI_K(add_exact)(&c, &c_rest, vf_max(vf_of(-1), LUNAI_K(gate_log)(LUNAI_GET(gates.at + t * gates.row))));
+      const vf score = vf_min(vf_of(LUNAI_FORGET_SCORE), vf_max(vf_of(-LUNAI_FORGET_SCORE), LUNAI_GET(s.at + t * s.row)));
+      const vf fade = vf_mul(vf_exp(vf_neg(c)), vf_mul(vf_sub(vf_of(1), c_rest), vf_of(LUNAI_FORGET_SCALE)));
+      const vf weight = vf_mul(vf_exp(score), fade);
+      LUNAI_K(add_exact)(&total, &total_rest, weight);
+      LUNAI_PUT(w + t * n, weight);
+    }
+    LUNAI_PUT(sums, c);
+    LUNAI_PUT(sums + n, c_rest);
+    LUNAI_PUT(sums + 2 * n, vf_add(total, total_rest));
+  }
+}
+/* Z_t = before + the sum of W up to t */
+LUNAI_FN void LUNAI_K(forget_totals)(lunai_matrix w, const float *before, float *z) {
+  const int64_t n = w.columns;
+  for (int64_t i = 0; i < n; i += VF) {
+    vf sum = LUNAI_GET(before), rest = vf_zero();
+    for (int64_t t = 0; t < w.rows; t++) {
+      LUNAI_K(add_exact)(&sum, &rest, LUNAI_GET(w.at + t * n));
+      LUNAI_PUT(z + t * n, vf_add(sum, rest));
+    }
+  }
+}
+LUNAI_FN void LUNAI_K(forget_divide)(int64_t n, float factor, const float *x, const float *z, float *y) {
+  for (int64_t i = 0; i < n; i += VF) LUNAI_PUT(y, vf_div(vf_mul(vf_set(factor), LUNAI_GET(x)), LUNAI_GET(z)));
+}
+/* H = scale / Z dU, dZ = -(R dR + U dU) / Z */
+LUNAI_FN void LUNAI_K(forget_slopes)(const lunai_forget *f, int64_t n) {
+  for (int64_t i = 0; i < n; i += VF) {
+    const vf du = LUNAI_GET(f->h), z = LUNAI_GET(f->z);
+    const vf sum = vf_fma(LUNAI_GET(f->r), LUNAI_GET(f->dr), vf_mul(LUNAI_GET(f->u), du));
+    LUNAI_PUT(f->dz, vf_neg(vf_div(sum, z)));
+    LUNAI_PUT(f->h, vf_div(vf_mul(vf_set(f->scale), du), z));
+  }
+}
+/* dW += after + the sum of dZ from t on; it becomes W dW, which ds gets where the score is within its bounds (ds may be
+   null, and has s's rows) */
+LUNAI_FN void LUNAI_K(forget_scores)(lunai_matrix s, const float *w, const float *dz, const float *after, float *dw,
+                                     float *ds) {
+  const int64_t n = s.columns;
+  for (int64_t i = 0; i < n; i += VF) {
+    vf sum = LUNAI_GET(after), rest = vf_zero();
+    for (int64_t t = s.rows - 1; t >= 0; t--) {
+      LUNAI_K(add_exact)(&sum, &rest, LUNAI_GET(dz + t * n));
+      const vf x = vf_mul(LUNAI_GET(w + t * n), vf_add(LUNAI_GET(dw + t * n), vf_add(sum, rest)));
+      LUNAI_PUT(dw + t * n, x);
+      if (!ds) continue;
+      const vm within = vf_le(vf_abs(LUNAI_GET(s.at + t * s.row)), vf_of(LUNAI_FORGET_SCORE));
+      LUNAI_PUT(ds + t * s.row, vf_add(LUNAI_GET(ds + t * s.row), vf_select(within, x, vf_zero())));
+    }
+  }
+}
+/* The gradient of a gate's log is minus the sum of W dW from its row on. dw: W dW; after: the sum of the later rows', as
+   the sum of two [2, slots], which these rows are added to */
+LUNAI_FN void LUNAI_K(forget_gates)(lunai_matrix gates, const float *dw, float *after, float *dgates) {
+  const int64_t n = gates.columns;
+  for (int64_t i = 0; i < n; i += VF) {
+    vf sum = LUNAI_GET(after), rest = LUNAI_GET(after + n);
+    for (int64_t t = gates.rows - 1; t >= 0; t--) {
+      const vf x = LUNAI_GET(gates.at + t * gates.row);
+      LUNAI_K(add_exact)(&sum, &rest, LUNAI_GET(dw + t * n));
+      const vf slope = vf_div(vf_of(-1.0 / 16), vf_add(vf_of(1), vf_exp(x)));
+      const vf dx = vf_select(vf_lt(vf_of(-1), LUNAI_K(gate_log)(x)), vf_mul(slope, vf_add(sum, rest)), vf_zero());
+      LUNAI_PUT(dgates + t * gates.row, vf_add(LUNAI_GET(dgates + t * gates.row), dx));
+    }
+    LUNAI_PUT(after, sum);
+    LUNAI_PUT(after + n, rest);
+  }
+}
+
+/* n columns of M <- M + share (y - M), then result = x M: of keys [head_dim, slots] y is a column and a share a
+   column's, of values [slots, head_dim] y is a row and a share a row's */
+LUNAI_INLINE void LUNAI_K(forget_block)(int64_t n, bool keys, const lunai_mean *m, const double *share, const float *y,
+                                        const float *x, double *result) {
+  double wide[8], sum[8], *mean = m->at;
+  for (int64_t j = 0; j < n; j++) sum[j] = 0;
+  for (int64_t j = 0; j < n; j++) wide[j] = keys ? share[j] : (double)y[j];
+  for (int64_t i = 0; i < m->rows; i++, mean += m->row) {
+    const double row = keys ? (double)y[i] : share[i], xi = (double)x[i];
+    for (int64_t j = 0; j < n; j++) mean[j] += keys ? wide[j] * (row - mean[j]) : row * (wide[j] - mean[j]);
+    for (int64_t j = 0; j < n; j++) sum[j] += xi * mean[j];
+  }
+  for (int64_t j = 0; j < n; j++) result[j] = sum[j];
+}
+LUNAI_FN void LUNAI_K(step_forget)(lunai_mean m, bool keys, const double *share, const float *y, const float *x,
+                                   double *result) {
+  for (int64_t j = 0; j < m.columns; ) {
+    const int64_t n = m.columns - j < 8 ? 1 : 8;
+    if (keys && n == 8) LUNAI_K(forget_block)(8, true, &m, share + j, y, x, result + j);
+    else if (keys) LUNAI_K(forget_block)(1, true, &m, share + j, y, x, result + j);
+    else if (n == 8) LUNAI_K(forget_block)(8, false, &m, share, y + j, x, result + j);
+    else LUNAI_K(forget_block)(1, false, &m, share, y + j, x, result + j);
+    j += n;
+    m.at += n;
+  }
+}
+
 #elif !defined(LUNAI_PASS)
 
 /* one chunk of one (batch, head), and its buffers */
@@ -6472,6 +6769,7 @@ typedef struct lunai_causal_chunk {
   /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
   float *scores, *panels, *buffer[3];
   float *h;                          /* causal Luna, backward: its rows of H */
+  float *logs;                       /* the memory that forgets: in kept, what forget_weights says of the chunk */
 } lunai_causal_chunk;
 typedef void (*lunai_chunk_step)(const void *args, const lunai_causal_chunk *c);
 
@@ -6488,6 +6786,7 @@ typedef struct lunai_sweep {
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
   lunai_outside *outside;            /* or null */
   bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
+  bool forgets;                      /* states are sums, [slots, unit], whose slots fade by the gates of each chunk */
   float *h;                          /* [items, rows, slots], or null: see lunai_causal_chunk */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
@@ -6567,7 +6866,23 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.panels = lunai_take(&buffer, lunai_chunk_panels(s->kernels, s->dim, s->value_dim));
   for (int i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
   c.h = lunai_offset(s->h, (item * s->rows + c.first) * s->slots);
+  c.logs = s->forgets ? c.kept + LUNAI_CHUNK * s->slots : NULL;
   return c;
+}
+
+/* what a slot keeps of its state through a chunk */
+LUNAI_FN double lunai_chunk_fade(const lunai_causal_chunk *c, int64_t slots, int64_t slot) {
+  return lunai_decay((double)c->logs[slot] + (double)c->logs[slots + slot]);
+}
+LUNAI_FN void lunai_sweep_fade(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
+                               int64_t end) {
+  const int64_t slots = lunai_sweep_state(s, c->item) / s->unit;
+  for (int64_t from = first, to = first; from < end; from = to) {
+    const int64_t slot = from / s->unit;
+    const double fade = lunai_chunk_fade(c, slots, slot);
+    to = lunai_min(end, (slot + 1) * s->unit);
+    s->kernels->scan(to - from, s->reverse ? 1 : fade, 1 - fade, c->state + from, carried + from);
+  }
 }
 
 LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
@@ -6576,7 +6891,8 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
   const double joins = s->reverse ? 1 : 1 / t, leaves = s->reverse ? 0 : (double)c->rows / t;
   int64_t i;
   for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
-  if (i < end) s->kernels->scan(end - i, joins, leaves, c->state + i, carried + i);
+  if (s->forgets) lunai_sweep_fade(s, c, carried, i, end);
+  else if (i < end) s->kernels->scan(end - i, joins, leaves, c->state + i, carried + i);
 }
 
 LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
@@ -6720,23 +7036,26 @@ LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, do
   for (int64_t t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
 }
 
-/* out = diag(factor / t) [before X M + scores Z]. Exactly causal: a score above the diagonal is 0, and 0 times a finite
-   z changes no bit but the sign of a zero, which the last addition removes; a z that is not finite is 0 in the product,
-   and added from its own row on. Uses buffer[1]. */
-LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_matrix x, const float *mean,
-                               lunai_matrix z, lunai_out out) {
-  float factors[LUNAI_CHUNK], *buffer = c->buffer[1];
-  const int64_t n = z.columns;
-  const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
+/* out = X state + alpha scores Z. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
+   but the sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses buffer[1]. */
+LUNAI_FN void lunai_causal_bracket(const lunai_causal_chunk *c, float alpha, lunai_matrix x, lunai_matrix state,
+                                   lunai_matrix z, lunai_out out) {
+  float *buffer = c->buffer[1];
   const bool clean = c->kernels->all_finite(z);
   if (!clean) c->kernels->finite_copy(z, buffer);
   out.add = !c->begins;
-  if (!c->begins)
-    lunai_matmul(c->kernels, 1, x, lunai_dense(mean, x.columns, n), lunai_into(out.at, out.row, false), c->panels);
-  lunai_causal_apply(c, (float)(1 / base), clean ? z : lunai_dense(buffer, c->rows, n), out);
+  if (!c->begins) lunai_matmul(c->kernels, 1, x, state, lunai_into(out.at, out.row, false), c->panels);
+  lunai_causal_apply(c, alpha, clean ? z : lunai_dense(buffer, c->rows, z.columns), out);
   if (!clean) lunai_add_infinite(lunai_strided(c->scores, c->rows, c->rows, LUNAI_CHUNK), z, 0, out);
+}
+/* out = diag(factor / t) [before X M + scores Z]; the last addition removes the sign of a zero */
+LUNAI_FN void lunai_causal_mix(const lunai_causal_chunk *c, float factor, lunai_matrix x, const float *mean,
+                               lunai_matrix z, lunai_out out) {
+  float factors[LUNAI_CHUNK];
+  const double base = c->begins ? 1 : c->before; /* what the bracket is divided by, to stay in range */
+  lunai_causal_bracket(c, (float)(1 / base), x, lunai_dense(mean, x.columns, z.columns), z, out);
   lunai_causal_factors(c, factor, base, factors);
-  c->kernels->scale_rows(lunai_strided(out.at, c->rows, n, out.row), factors, out.at, out.row);
+  c->kernels->scale_rows(lunai_strided(out.at, c->rows, z.columns, out.row), factors, out.at, out.row);
 }
 
 /* y = diag(factor / t) x, dense */
@@ -6747,16 +7066,21 @@ LUNAI_FN lunai_matrix lunai_causal_divide(const lunai_causal_chunk *c, float fac
   return lunai_dense(y, x.rows, x.columns);
 }
 
-/* grad (+)= G S^T + ((G Z^T) o L) Y, S = before M: the gradient of the causal product's X */
-LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, lunai_matrix z, const float *mean,
-                                  lunai_matrix y, lunai_out grad) {
+/* grad (+)= alpha G S + ((G Z^T) o L) Y */
+LUNAI_FN void lunai_causal_bracket_back(const lunai_causal_chunk *c, float alpha, lunai_matrix g, lunai_matrix z,
+                                        lunai_matrix state, lunai_matrix y, lunai_out grad) {
   lunai_chunk_scores(c, g, z);
   if (!c->begins) {
-    lunai_matmul(c->kernels, (float)c->before, g, lunai_transposed(lunai_dense(mean, y.columns, g.columns)), grad,
-                 c->panels);
+    lunai_matmul(c->kernels, alpha, g, state, grad, c->panels);
     grad.add = true;
   }
   lunai_causal_apply(c, 1, y, grad);
+}
+/* grad (+)= G S^T + ((G Z^T) o L) Y, S = before M: the gradient of the causal product's X */
+LUNAI_FN void lunai_causal_grad_x(const lunai_causal_chunk *c, lunai_matrix g, lunai_matrix z, const float *mean,
+                                  lunai_matrix y, lunai_out grad) {
+  const lunai_matrix state = lunai_transposed(lunai_dense(mean, y.columns, g.columns));
+  lunai_causal_bracket_back(c, (float)c->before, g, z, state, y, grad);
 }
 
 /* grad += A R + ((B A^T) o L)^T X, R the reverse state: with A = Z, R^T and B = G the gradient of Y, with A = Y, B = X
@@ -6929,7 +7253,30 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
 }
 
 LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
-  return 2 * lunai_floats(a->slots) + (int64_t)lunai_round((size_t)lunai_max(a->slots, a->head_dim) * sizeof(double));
+  return lunai_floats((a->gates ? 4 : 1) * a->slots) + lunai_floats(a->slots) +
+         (int64_t)lunai_round((size_t)(a->slots + lunai_max(a->slots, a->head_dim)) * sizeof(double));
+}
+/* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
+   new row in the means. w: [4, slots]; sum: room for [slots] and for [slots] or [head_dim]. */
+LUNAI_FN void lunai_forget_step(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t item, float *w,
+                                double *sum) {
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), wide = item * d, narrow = item * a->slots;
+  const lunai_mean keys = lunai_mean_of(a->mean_ka + wide * a->slots, d, l, a->slots, 1);
+  const lunai_mean values = lunai_mean_of(a->mean_av + wide * a->slots, l, d, d, 1);
+  double *share = sum, *result = sum + a->slots;
+  kernels->forget_weights(lunai_dense(a->s + narrow, 1, l), lunai_dense(a->gates + narrow, 1, l), w, w + l);
+  for (int64_t i = 0; i < l; i++) {
+    double *weight = a->weights + narrow + i;
+    const double gate = lunai_decay((double)w[l + i]), total = (a->position == 0 ? 0 : *weight) + (double)w[i];
+    share[i] = (double)w[i] / total;
+    *weight = total * gate;
+  }
+  for (int64_t i = 0; a->position == 0 && i < d * l; i++) keys.at[i / l * a->slots + i % l] = values.at[i] = 0;
+  kernels->step_forget(keys, true, share, a->k + wide, a->q + wide, result);
+  for (int64_t i = 0; i < l; i++) w[i] = (float)(result[i] * (double)a->scale);
+  kernels->softmax(1, l, w, w);
+  kernels->step_forget(values, false, share, a->v + wide, w, result);
+  for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)result[i];
 }
 
 /* one row: no chunk; of the sweep kernels, args and threads_at are set */
@@ -6938,12 +7285,16 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
   char *scratch = s->threads_at + thread * lunai_step_bytes(a);
-  float *omega = lunai_take(&scratch, a->slots), *w = lunai_take(&scratch, a->slots);
+  float *omega = lunai_take(&scratch, (a->gates ? 4 : 1) * a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
     const int64_t l = lunai_luna_slots(a, item);
     const int64_t wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
+    if (a->gates) {
+      lunai_forget_step(s->kernels, a, item, omega, sum);
+      continue;
+    }
     if (a->position == 0) {
       for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
       memset(av, 0, (size_t)(l * d) * sizeof(double));
@@ -7008,6 +7359,184 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
   }
 }
 
+/* ---- the memory that forgets ----
+   In a chunk c_t is the sum of the gates' logs up to row t and W_t = e^{s_t - c_t}; with the state, k, v and 1 summed by
+   the weights, S_K, S_V and z, as it is before the chunk:
+     Z_t = z + sum W_j,  u_t = scale / Z_t (q_t S_K + sum (q_t . k_j) W_j),  r_t = softmax(u_t) / Z_t,
+     out_t = r_t S_V + sum (r_t . W_j) v_j,  j <= t in the chunk; after it S <- (S + sum W_j^T k_j) e^{c_end}.
+   Only ratios of weights count, so e^{-c_t} is no larger than LUNAI_FORGET_SCALE allows for, and nothing reads a later
+   row. Backward, with g the gradient of out: dr = g S_V^T + sum (g . v_j) W_j, dZ = -(r dr + u du) / Z (never 1/Z^2,
+   which leaves float's range), and sums over later rows, with the state's gradient R in reverse, for k, v and W. A gate
+   makes all weights before it smaller, which is to make all from it on larger: its gradient is a sum of theirs. */
+/* a state's slot: S_K, S_V, z, and the product of all gates so far for lunai_outside */
+LUNAI_INLINE int64_t lunai_forget_unit(const lunai_causal_luna *a) { return 2 * a->head_dim + 2; }
+typedef struct lunai_forget_state { lunai_matrix k, v; float *z; int64_t slots, unit; } lunai_forget_state;
+LUNAI_FN lunai_forget_state lunai_forget_state_of(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  const int64_t d = a->head_dim, slots = lunai_luna_slots(a, c->item), unit = lunai_forget_unit(a);
+  const lunai_forget_state s = { lunai_strided(c->state, slots, d, unit), lunai_strided(c->state + d, slots, d, unit),
+                                 c->state + 2 * d, slots, unit };
+  return s;
+}
+/* kept = W, c->logs: its sums */
+LUNAI_FN lunai_matrix lunai_forget_weights(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  const lunai_matrix s = lunai_luna_narrow(a, c, a->s);
+  c->kernels->forget_weights(s, lunai_luna_narrow(a, c, a->gates), c->kept, c->logs);
+  return lunai_dense(c->kept, s.rows, s.columns);
+}
+/* the chunk's own sum: state = (a^T x, b^T y, totals) */
+LUNAI_FN void lunai_forget_own(const lunai_causal_luna *a, const lunai_causal_chunk *c, const lunai_matrix weights[2],
+                               const lunai_matrix rows[2], const float *totals) {
+  const int64_t d = a->head_dim, unit = lunai_forget_unit(a);
+  for (int i = 0; i < 2; i++)
+    lunai_matmul(c->kernels, 1, lunai_transposed(weights[i]), rows[i], lunai_into(c->state + i * d, unit, false),
+                 c->panels);
+  for (int64_t slot = 0; slot < weights[0].columns; slot++) {
+    c->state[slot * unit + 2 * d] = totals[slot];
+    c->state[slot * unit + 2 * d + 1] = 0;
+  }
+}
+LUNAI_FN void lunai_forget_sum(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const lunai_matrix w = lunai_forget_weights(a, c), weights[2] = { w, w };
+  const lunai_matrix rows[2] = { lunai_luna_wide(a, c, a->k), lunai_luna_wide(a, c, a->v) };
+  if (!c->last) lunai_forget_own(a, c, weights, rows, c->logs + 2 * w.columns);
+}
+/* the state's z, or 0, as an array */
+LUNAI_FN const float *lunai_forget_before(const lunai_causal_chunk *c, lunai_forget_state state) {
+  float *before = c->logs + 3 * state.slots;
+  for (int64_t i = 0; i < state.slots; i++) before[i] = c->begins ? 0 : state.z[i * state.unit];
+  return before;
+}
+/* dropout of the chunk's rows of W */
+LUNAI_FN void lunai_forget_drop(const lunai_causal_luna *a, const lunai_causal_chunk *c, float *w) {
+  const int64_t l = lunai_luna_slots(a, c->item);
+  for (int64_t t = 0; LUNAI_DROPS(a) && t < c->rows; t++, w += l)
+    c->kernels->dropout(&a->dropout, lunai_luna_row(a, c->item, c->first + t) * a->slots, l, w, w, false);
+}
+/* floats of U, Z, H, ... over all rows; a chunk's are dense, at its first row */
+LUNAI_INLINE int64_t lunai_forget_all(const lunai_causal_luna *a) { return a->batch * a->heads * a->rows * a->slots; }
+LUNAI_INLINE float *lunai_forget_kept(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  return lunai_offset(LUNAI_TRAINS ? a->w : NULL, (c->item * a->rows + c->first) * a->slots);
+}
+
+LUNAI_FN void lunai_forget_out(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const lunai_forget_state state = lunai_forget_state_of(a, c);
+  const int64_t l = state.slots, n = c->rows * l;
+  const lunai_matrix q = lunai_luna_wide(a, c, a->q), w = lunai_dense(c->kept, c->rows, l);
+  const lunai_out out = lunai_luna_into(a, c, a->out, false);
+  float *kept = lunai_forget_kept(a, c), *r = c->buffer[0], ones[LUNAI_CHUNK];
+  float *u = kept ? kept : r, *z = kept ? kept + lunai_forget_all(a) : c->buffer[2];
+  c->kernels->forget_totals(w, lunai_forget_before(c, state), z);
+  lunai_chunk_scores(c, q, lunai_luna_wide(a, c, a->k));
+  lunai_causal_bracket(c, 1, q, lunai_transposed(state.k), w, lunai_into(u, l, false));
+  c->kernels->forget_divide(n, a->scale, u, z, u);
+  c->kernels->softmax(c->rows, l, u, r);
+  lunai_forget_drop(a, c, r);
+  c->kernels->forget_divide(n, 1, r, z, r);
+  lunai_chunk_scores(c, lunai_dense(r, c->rows, l), w);
+  lunai_causal_bracket(c, 1, lunai_dense(r, c->rows, l), state.v, lunai_luna_wide(a, c, a->v), out);
+  for (int i = 0; i < LUNAI_CHUNK; i++) ones[i] = 1; /* the sign of a zero is removed */
+  c->kernels->scale_rows(lunai_strided(out.at, c->rows, a->head_dim, out.row), ones, out.at, out.row);
+}
+
+/* a stream's state, K, V and their weights, as sums */
+LUNAI_FN void lunai_forget_exchange(const void *args, int64_t item, double *state, bool store) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), unit = lunai_forget_unit(a);
+  for (int64_t slot = 0; slot < l; slot++, state += unit) {
+    double *k = a->mean_ka + item * d * a->slots + slot, *v = a->mean_av + (item * a->slots + slot) * d;
+    double *weight = a->weights + item * a->slots + slot;
+    if (store) *weight = state[2 * d];
+    for (int64_t i = 0; i < d; i++) {
+      if (store) k[i * a->slots] = state[i] / *weight;
+      else state[i] = k[i * a->slots] * *weight;
+      if (store) v[i] = state[d + i] / *weight;
+      else state[d + i] = v[i] * *weight;
+    }
+    state[2 * d] = *weight;
+    state[2 * d + 1] = 0;
+  }
+}
+
+#ifndef LUNA_NO_TRAIN
+/* The forward sweep leaves H = scale / Z dU, R = W / Z and dZ for the reverse one, and the gradient of q. */
+LUNAI_FN void lunai_forget_out_up(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const lunai_forget_state state = lunai_forget_state_of(a, c);
+  const int64_t l = state.slots, n = c->rows * l, all = lunai_forget_all(a);
+  const lunai_matrix w = lunai_dense(c->kept, c->rows, l), g = lunai_luna_wide(a, c, a->grad_out);
+  float *dr = c->buffer[0], *p = c->buffer[1], *dp = c->buffer[2], *u = lunai_forget_kept(a, c), *r = c->h + all;
+  const lunai_forget f = { a->scale, u, u + all, r, dr, c->h, r + all };
+  c->kernels->softmax(c->rows, l, u, p);
+  memcpy(r, p, (size_t)n * sizeof(float));
+  lunai_forget_drop(a, c, r);
+  c->kernels->forget_divide(n, 1, r, f.z, r);
+  lunai_causal_bracket_back(c, 1, g, lunai_luna_wide(a, c, a->v), lunai_transposed(state.v), w, lunai_into(dr, l, false));
+  c->kernels->forget_divide(n, 1, dr, f.z, dp);
+  lunai_forget_drop(a, c, dp);
+  memset(c->h, 0, (size_t)n * sizeof(float));
+  c->kernels->softmax_backward(c->rows, l, p, dp, c->h);
+  c->kernels->forget_slopes(&f, n);
+  if (a->grad_q)
+    lunai_causal_bracket_back(c, 1, lunai_dense(c->h, c->rows, l), w, state.k, lunai_luna_wide(a, c, a->k),
+                              lunai_luna_into(a, c, a->grad_q, true));
+}
+
+/* the state is the gradient of the forward one as it is after the chunk */
+LUNAI_FN void lunai_forget_sum_down(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const int64_t l = lunai_forget_weights(a, c).columns, all = lunai_forget_all(a);
+  const lunai_matrix weights[2] = { lunai_dense(c->h, c->rows, l), lunai_dense(c->h + all, c->rows, l) };
+  const lunai_matrix rows[2] = { lunai_luna_wide(a, c, a->q), lunai_luna_wide(a, c, a->grad_out) };
+  float *totals = c->logs + 3 * l;
+  if (c->last) return;
+  memset(totals, 0, (size_t)l * sizeof(float));
+  c->kernels->sum_rows(lunai_dense(c->h + 2 * all, c->rows, l), 1, totals);
+  lunai_forget_own(a, c, weights, rows, totals);
+}
+
+/* the gradients of k, v and s; H becomes W dW */
+LUNAI_FN void lunai_forget_out_down(const void *args, const lunai_causal_chunk *c) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)args;
+  const lunai_forget_state state = lunai_forget_state_of(a, c);
+  const int64_t l = state.slots, all = lunai_forget_all(a);
+  const lunai_matrix h = lunai_dense(c->h, c->rows, l), r = lunai_dense(c->h + all, c->rows, l);
+  const lunai_matrix w = lunai_dense(c->kept, c->rows, l), s = lunai_luna_narrow(a, c, a->s);
+  const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
+  const lunai_matrix g = lunai_luna_wide(a, c, a->grad_out);
+  float *dw = c->buffer[0];
+  for (int64_t slot = 0; !c->begins && slot < l; slot++) {
+    const float fade = (float)lunai_chunk_fade(c, l, slot);
+    c->kernels->scale(state.unit, fade, c->state + slot * state.unit, c->state + slot * state.unit);
+  }
+  if (a->grad_k) lunai_causal_grad_yz(c, h, w, state.k, q, lunai_luna_into(a, c, a->grad_k, true));
+  if (a->grad_v) lunai_causal_grad_yz(c, r, w, state.v, g, lunai_luna_into(a, c, a->grad_v, true));
+  if (!a->grad_s && !a->grad_gates) return;
+  memset(dw, 0, (size_t)(c->rows * l) * sizeof(float));
+  lunai_causal_grad_yz(c, q, k, lunai_transposed(state.k), h, lunai_into(dw, l, true));
+  lunai_causal_grad_yz(c, g, v, lunai_transposed(state.v), r, lunai_into(dw, l, true));
+  c->kernels->forget_scores(s, w.at, c->h + 2 * all, lunai_forget_before(c, state), dw,
+                            lunai_offset(a->grad_s, s.at - a->s));
+  memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
+}
+/* the gates' gradients, of whole items */
+LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
+  const lunai_sweep *s = (const lunai_sweep *)work;
+  const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
+  float *after = (float *)(void *)(s->threads_at + thread * s->thread_bytes);
+  const int64_t end = lunai_share(s->items, thread + 1, threads);
+  for (int64_t item = lunai_share(s->items, thread, threads); item < end; item++) {
+    memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
+    for (int64_t k = 0; k < s->chunks; k++) {
+      const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, 0, thread);
+      const lunai_matrix gates = lunai_luna_narrow(a, &c, a->gates);
+      s->kernels->forget_gates(gates, c.h, after, a->grad_gates + (gates.at - a->gates));
+    }
+  }
+}
+#endif
+
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
   lunai_sweep_clear(s, kernels, a, a->outside, reverse);
   s->items = a->batch * a->heads;
@@ -7017,8 +7546,10 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
   s->lengths = a->lengths;
-  s->unit = 2 * a->head_dim;
-  s->kept = LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
+  s->forgets = a->gates != NULL;
+  s->unit = s->forgets ? lunai_forget_unit(a) : 2 * a->head_dim;
+  s->kept = s->forgets ? (LUNAI_CHUNK + 4) * a->slots :
+                         LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
 }
 
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
@@ -7027,7 +7558,8 @@ LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lu
   threads = lunai_max(1, threads);
   if (a->mean_ka && a->rows == 1) return (size_t)(threads * lunai_step_bytes(a));
   lunai_luna_sweep(&s, kernels, a, backward);
-  return lunai_sweep_plan(&s, threads, NULL) + (backward ? (size_t)lunai_floats(s.items * s.rows * s.slots) : 0);
+  return lunai_sweep_plan(&s, threads, NULL) +
+         (backward ? (size_t)lunai_floats((a->gates ? 3 : 1) * s.items * s.rows * s.slots) : 0);
 }
 
 LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_causal_luna *a,
@@ -7041,22 +7573,26 @@ LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_ca
     return;
   }
   lunai_luna_sweep(&s, kernels, a, false);
-  if (a->mean_ka && a->rows > 0) s.exchange = lunai_luna_exchange;
-  lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out, parallel, scratch);
+  if (a->mean_ka && a->rows > 0) s.exchange = a->gates ? lunai_forget_exchange : lunai_luna_exchange;
+  if (a->gates) lunai_sweep_run(&s, lunai_forget_sum, lunai_forget_out, parallel, scratch);
+  else lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const lunai_causal_luna *a,
                                              const lunai_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
-  float *h = lunai_take(&rest, a->batch * a->heads * a->rows * a->slots);
+  float *h = lunai_take(&rest, (a->gates ? 3 : 1) * lunai_forget_all(a));
   lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
   s.h = h;
-  lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out_up, parallel, rest);
-  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->outside) return;
+  lunai_sweep_run(&s, a->gates ? lunai_forget_sum : lunai_luna_sum, a->gates ? lunai_forget_out_up : lunai_luna_out_up,
+                  parallel, rest);
+  if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.h = h;
-  lunai_sweep_run(&s, lunai_luna_sum_down, lunai_luna_out_down, parallel, rest);
+  lunai_sweep_run(&s, a->gates ? lunai_forget_sum_down : lunai_luna_sum_down,
+                  a->gates ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
+  if (a->grad_gates) lunai_run(lunai_worth(parallel, s.items * s.rows * s.dim * s.value_dim), lunai_forget_gates, &s);
 }
 #endif
 
@@ -10599,8 +11135,8 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
 LUNAI_KERNEL_OP(causal, 0)
 #define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
-/* --- causal Luna: in q, k, v, s; arg: heads, scale; activation omega; of a stream: mean_ka, mean_av, position.
-   kept: W --- */
+/* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
+   stream: mean_ka, mean_av, weights, position. kept: W, or U and sums of weights --- */
 LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   const luna_tensor *q = op->in[0];
   lunai_clear(c, sizeof *c);
@@ -10615,14 +11151,23 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->activation = (int)op->activation;
   c->position = op->position ? *op->position : 0;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
+  if (op->kind == LUNA_OP_FORGETTING_LUNA) {
+    c->gates = op->in[4]->data;
+    c->weights = op->weights;
+#ifndef LUNA_ONLY_STREAM
+    c->dropout = lunai_op_dropout(op, luna_count(op->in[3]), lunai_last(op->in[3]));
+#endif
+  }
   if (LUNAI_TRAINS) {
     c->grad_out = op->out[0]->grad;
     c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
+    if (c->gates) c->grad_gates = op->in[4]->grad;
   }
   c->outside = lunai_outside_now(op);
 }
-LUNAI_KERNEL_OP(causal_luna, luna_count(op->in[3]))
+LUNAI_KERNEL_OP(causal_luna, (op->inputs > 4 ? 2 : 1) * luna_count(op->in[3]))
 #define LUNAI_CPU_CAUSAL_LUNA LUNAI_CPU_OP(causal_luna_query, causal_luna_forward, causal_luna_backward, 0)
+#define LUNAI_CPU_FORGETTING_LUNA LUNAI_CPU_CAUSAL_LUNA
 
 /* --- short convolution: in x, weight, bias; of a stream: history --- */
 LUNAI_FN lunai_convolution lunai_convolution_of(const luna_op *op, int64_t b) {
@@ -10912,7 +11457,7 @@ LUNAI_FN double lunai_op_flops(const luna_op *op) {
     case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
     case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
     case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)lunai_last(c) / (double)op->arg.causal.heads;
-    case LUNA_OP_CAUSAL_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
+    case LUNA_OP_CAUSAL_LUNA: case LUNA_OP_FORGETTING_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
     case LUNA_OP_SHORT_CONVOLUTION: return 2 * count * (double)lunai_last(b);
     default: return 0;
   }
@@ -11589,7 +12134,7 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
                           int count) {
   static const char *const numbers[] = { "the first input", "the second input", "the third input",
-                                         "the fourth input" };
+                                         "the fourth input", "the fifth input" };
   luna_ctx *ctx = NULL;
   for (int i = 0; i < count && !ctx; i++) if (in[i]) ctx = in[i]->ctx;
   if (!ctx) return false;
@@ -12247,7 +12792,7 @@ LUNAI_FN void lunai_note_arguments(luna_graph *g, const luna_op *op) {
                              (uint32_t)op->dots };
   const float drops[] = { op->dropout, op->last_dropout };
   const void *pointers[] = { op->index, op->lengths, op->query_offsets, op->key_offsets, op->mean_ka, op->mean_av,
-                             op->position, op->history, op->kept, op->workspace };
+                             op->weights, op->position, op->history, op->kept, op->workspace };
   lunai_graph_mix(g, words, sizeof words);
   lunai_graph_mix(g, drops, sizeof drops);
   lunai_graph_mix(g, pointers, sizeof pointers);
@@ -12664,6 +13209,12 @@ LUNAI_FN float lunai_normal(uint32_t counter[4], uint64_t seed) {      /* Marsag
 }
 /* what a parameter's first values come from */
 typedef struct lunai_first { luna_init init; float bound; int64_t width; uint64_t hash, seed; } lunai_first;
+/* the logit of a forget gate whose time constant is 8 128^(slot / (slots - 1)) tokens */
+LUNAI_FN float lunai_forget_logit(int64_t slot, int64_t slots) {
+  const float place = slots > 1 ? (float)slot / (float)(slots - 1) : 0.5f;
+  const float time = 8 * lunai_exp1_scalar(4.852030264f * place); /* ln 128 */
+  return -lunai_log1_scalar(lunai_exp1_scalar(16 / time) - 1);
+}
 LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
   const luna_init_kind kind = f->init.kind;
   for (int64_t i = 0; i < count; i++) {
@@ -12671,6 +13222,7 @@ LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first
     uint32_t counter[4] = { (uint32_t)(first + i), (uint32_t)((uint64_t)(first + i) >> 32), (uint32_t)f->hash,
                            (uint32_t)(f->hash >> 32) };
     if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
+    else if (kind == LUNA_INIT_FORGET) out[i] = lunai_forget_logit((first + i) % (int64_t)f->bound, (int64_t)f->bound);
     else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
       lunai_philox(counter, f->seed, word);
@@ -12801,7 +13353,7 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
                       LUNAI_MAX_COUNT);
     return NULL;
   }
-  if (!lunai_param_named(params, name) || !lunai_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_IDENTITY))
+  if (!lunai_param_named(params, name) || !lunai_in(ctx, name, "init.kind", (int64_t)init.kind, 0, LUNA_INIT_FORGET))
     return NULL;
   if (!lunai_is_finite(init.scale)) {
     lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
@@ -12972,6 +13524,7 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 typedef struct lunai_past {
   const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
+  double *weights;                   /* of a memory that forgets, [batch, heads, slots] */
   float *history;                    /* [batch, convolution - 1, dim] */
   /* memories: one for all sequences, or a decoder's, each for batch / sources sequences */
   int64_t sources;
@@ -14219,27 +14772,34 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t he
   return luna_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], heads);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t heads, luna_activation omega,
+/* in: q, k, v, s, and gates or null */
+LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[5], int64_t heads, luna_activation omega,
                                           const int32_t *lengths, float dropout, const lunai_past *past) {
   luna_tensor *q = in[0], *s = in[3];
+  const luna_op_kind kind = in[4] ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
+  const int count = in[4] ? 5 : 4;
   lunai_build build;
-  if (!lunai_start(&build, LUNA_OP_CAUSAL_LUNA, "luna_causal_nested_attention", in, 4, 4) ||
-      lunai_dropout_wrong(&build, dropout) || !lunai_fits(&build, "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") ||
-      !lunai_heads_fit(&build, heads) ||
+  if (!lunai_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
+      lunai_dropout_wrong(&build, dropout) ||
+      !lunai_fits(&build, in[4] ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
+                                  "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") || !lunai_heads_fit(&build, heads) ||
       !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
       !lunai_is_checked(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!LUNAI_BUMPS(q->ctx) && (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
+  if (!in[4] && !LUNAI_BUMPS(q->ctx) &&
+      (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(in, heads, omega, lengths, dropout, scale);
   build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
   build.op.arg.causal.scale = scale;
   build.op.activation = omega;
+  if (in[4]) build.op.dropout = dropout;
   if (past) {
     build.op.mean_ka = past->mean_ka;
     build.op.mean_av = past->mean_av;
+    build.op.weights = past->weights;
     build.op.position = past->position;
   }
   if (!build.failed && lunai_rows_cut(q))
@@ -14248,9 +14808,9 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[4], int64_t head
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config) {
-  static const luna_causal_nested_config none = { 0, LUNA_ACTIVATION_NONE, NULL, 0 };
+  static const luna_causal_nested_config none = { 0, LUNA_ACTIVATION_NONE, NULL, 0, NULL };
   const luna_causal_nested_config *c = config ? config : &none;
-  luna_tensor *const in[4] = { q, k, v, s };
+  luna_tensor *const in[5] = { q, k, v, s, c->forget };
   return lunai_causal_nested(in, c->heads ? c->heads : 1, c->omega ? c->omega : LUNA_ACTIVATION_SOFTPLUS2, c->lengths,
                              c->dropout, NULL);
 }
@@ -14701,6 +15261,18 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
 LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
 }
+/* The output gate: "gate_proj", silu(x W_g + b_g), and y times that, or y itself without a gate */
+LUNAI_FN lunai_part lunai_gate_part(bool has, luna_linear_layer *gate, int64_t dim, bool bert_init) {
+  const luna_init init = lunai_projection_init(bert_init, false);
+  const lunai_part part = { has, &gate->weight, &gate->bias, "gate_proj.weight", dim, dim, init };
+  return part;
+}
+LUNAI_FN luna_tensor *lunai_gate(const luna_linear_layer *gate, luna_tensor *x) {
+  return lunai_linear_activated(x, gate->weight, gate->bias, LUNA_ACTIVATION_SILU);
+}
+LUNAI_FN luna_tensor *lunai_gated(const luna_linear_layer *gate, luna_tensor *x, luna_tensor *y) {
+  return gate->weight ? luna_mul(y, lunai_gate(gate, x)) : y;
+}
 
 /* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */
 LUNAI_FN const int32_t *lunai_lengths(luna_ctx *ctx, const int32_t *lengths, int64_t count, int64_t n, int64_t w,
@@ -14791,7 +15363,7 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
   q = lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
   q = luna_softmax_attention(q, &past->keys, &past->values, &a);
-  q = luna_reshape(q, x->rank, x->shape);
+  q = lunai_gated(&layer->gate, x, luna_reshape(q, x->rank, x->shape));
   return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, 0);
 }
 /* the second half: Y_X + residual, or null, after a dropout */
@@ -14800,13 +15372,13 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   const luna_nested_attention_layer_config *c = &layer->config;
   if (!y_p) return NULL;
   if (lengths && (lengths = lunai_lengths(x->ctx, lengths, x->shape[0], 0, 1, y_p->shape[1])) == NULL) return NULL;
-  if (lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
+  if (!c->output_gate && lunai_fold(x->ctx, lunai_whole_rows(x), c->dim, c->heads, y_p->shape[1], 2))
     return lunai_unpack_folded(layer, x, y_p, residual, dropout, lengths);
   luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
-  return lunai_linear_with(luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a), layer->out.weight,
-                           layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+  v = lunai_gated(&layer->gate, x, luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a));
+  return lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
 }
 
 /* What goes through a layer: x and P, which become X' and P' where these are wanted. */
@@ -14863,16 +15435,23 @@ LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lu
     { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
     { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
     { true, LUNAI_BOTH(layer->v), full ? "v_proj.weight" : "c_proj.weight", c->dim, c->dim, in },
-    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init),
+    { c->forget == LUNA_FORGET_GATED, LUNAI_ALONE(layer->forget.weight), "forget_proj.weight", c->heads * c->memory,
+      c->dim, lunai_init(LUNA_INIT_XAVIER, 0.5f) },
+    { c->forget != LUNA_FORGET_NONE, LUNAI_ALONE(layer->forget.bias), "forget_proj.bias", c->heads * c->memory,
+      LUNAI_VECTOR, lunai_init(LUNA_INIT_FORGET, (float)c->memory) } };
   memcpy(parts, all, sizeof all);
   return LUNAI_LENGTH(all);
 }
 LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, luna_causal_attention_layer_config *c) {
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  if (c->memory == 0) c->memory = 16;
   return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
-         lunai_is_omega(ctx, c->omega);
+         lunai_in(ctx, ctx->call, "forget", (int64_t)c->forget, 0, LUNA_FORGET_GATED) &&
+         lunai_in(ctx, ctx->call, "memory", c->memory, 1, 1 << 20) && lunai_is_omega(ctx, c->omega);
 }
 LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   lunai_part parts[LUNAI_MAX_PARTS];
@@ -14928,6 +15507,19 @@ LUNAI_FN luna_tensor *lunai_causal_scores(const luna_causal_attention_layer *lay
   return lunai_permute(luna_add(lunai_permute(g, 1, 0, 2, 3), lunai_reshape(bias, 2, b, h * l, 1, 1)), 1, 0, 2, 3);
 }
 
+/* logits of forget gates [batch, n, h slots]: x F^T + f, or f alone; of the first slots where p has fewer */
+LUNAI_FN luna_tensor *lunai_forget_logits(const luna_causal_attention_layer *layer, luna_tensor *x, int64_t slots) {
+  const int64_t h = layer->config.heads, l = layer->config.memory, d = layer->config.dim;
+  luna_tensor *weight = layer->forget.weight, *bias = layer->forget.bias;
+  if (slots > l) return lunai_fail(x->ctx, LUNA_ERROR_FORGET_SLOTS, slots, l);
+  if (slots < l) {
+    bias = lunai_reshape(luna_slice(lunai_reshape(bias, 2, h, l, 1, 1), 1, 0, slots), 1, h * slots, 1, 1, 1);
+    if (weight)
+      weight = lunai_reshape(luna_slice(lunai_reshape(weight, 3, h, l, d, 1), 1, 0, slots), 2, h * slots, d, 1, 1);
+  }
+  if (layer->forget.weight) return luna_linear(x, weight, bias);
+  return lunai_reshape(luna_expand(bias, x->shape[0] * x->shape[1]), 3, x->shape[0], x->shape[1], h * slots, 1);
+}
 /* y of x after f->p, + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *layer, luna_tensor *x,
                                              luna_tensor *residual, float dropout, const lunai_flow *f) {
@@ -14947,9 +15539,12 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   luna_tensor *s = LUNAI_BUMPS(x->ctx) ? lunai_scores_past(layer, x, f->past) : lunai_causal_scores(layer, x, p);
   luna_tensor *q = luna_linear_layer_forward(&layer->q, x);
   luna_tensor *v = luna_linear_layer_forward(&layer->v, x);
-  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x);
-  luna_tensor *const in[] = { q, k, v, s };
+  luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x), *gates = NULL;
+  if (c->forget && s) gates = lunai_forget_logits(layer, x, lunai_last(s) / c->heads);
+  if (c->forget && !gates) return lunai_result(scope, NULL);
+  luna_tensor *const in[] = { q, k, v, s, gates };
   v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
+  v = lunai_gated(&layer->gate, x, v);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
@@ -15001,6 +15596,7 @@ LUNAI_FN bool lunai_attention_init(luna_attention_layer *layer, luna_params *par
     { true, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
     { true, LUNAI_BOTH(layer->v), "v_proj.weight", c->dim, c->dim, in },
     { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init),
     lunai_linformer_part(e, &layer->e, "e_proj", &c->linformer, 0),
     lunai_linformer_part(f, &layer->f, "f_proj", &c->linformer, 0) };
   if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
@@ -15122,7 +15718,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   luna_tensor *y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
                    c->kind == LUNA_ATTENTION_LINEAR ? lunai_linear_attention(qkv, c->heads, c->causal, lengths) :
                        lunai_linformer(layer, qkv, lengths);
-  return lunai_result(scope, luna_linear_layer_forward(&layer->out, y));
+  return lunai_result(scope, luna_linear_layer_forward(&layer->out, lunai_gated(&layer->gate, x, y)));
 }
 
 /* --- encoder, decoder and causal layers, eq. 6 --- */
@@ -15165,6 +15761,7 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
   LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
   LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
+  LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 0, 1 << 20)
 #undef LUNAI_LAYER_FIELD
 };
 /* fills in the defaults; false with a sentence when the config is invalid */
@@ -15181,13 +15778,13 @@ LUNAI_FN bool lunai_layer_defaults(luna_ctx *ctx, luna_layer_config *c, lunai_la
 }
 LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer_config *c) {
   const luna_nested_attention_layer_config a = { c->dim, c->heads, c->pack_heads, c->sharing, c->attention_dropout,
-                                                 c->bert_init };
+                                                 c->bert_init, c->output_gate };
   return a;
 }
 LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
   const luna_sharing sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   const luna_causal_attention_layer_config a = { c->dim, c->heads, sharing, c->omega, c->attention_dropout,
-                                                 c->bert_init };
+                                                 c->bert_init, c->output_gate, c->forget, c->memory };
   return a;
 }
 LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
@@ -15232,8 +15829,10 @@ LUNAI_FN luna_tensor *lunai_ffn_half(luna_scope scope, const luna_layer_config *
 LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                                const char *prefix, const luna_layer_config *c, bool causal) {
   const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
-                                          c->linformer };
+                                          c->linformer, c->output_gate };
   if (c->hook) {
+    const lunai_part gate = lunai_gate_part(c->output_gate, &other_attention->gate, c->dim, c->bert_init);
+    if (!lunai_parts_init(params, prefix, &gate, 1)) return false;
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
     if (!*hook_state && params->ctx->last_status == LUNA_OK)
       lunai_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
@@ -15246,10 +15845,11 @@ LUNAI_FN luna_tensor *lunai_other(const luna_layer_config *c, const luna_attenti
                                   void *hook_state, luna_tensor *x, const luna_norm_layer *norm, lunai_flow *f) {
   const char *name = f->causal ? "luna_causal_layer_forward" : "luna_encoder_layer_forward";
   luna_attention_call call = { x, f->x, c->pre_norm ? norm : NULL, f->p, f->lengths, f->causal,
-                               NULL, { NULL, NULL, NULL, NULL } };
+                               NULL, NULL, { NULL, NULL, NULL, NULL } };
   f->p = NULL;
   if (!x || !c->hook) return luna_attention_layer_forward(other_attention, x, NULL, f->lengths);
   if (lunai_rows_cut(x)) return lunai_cannot_cut(x, name, "an attention hook");
+  if (c->output_gate) call.gate = lunai_gate(&other_attention->gate, x);
   luna_tensor *y = c->hook->forward(hook_state, &call);
   f->p = call.next_p;
   for (int i = 0; i < LUNAI_LENGTH(call.kept); i++) (void)luna_keep(call.kept[i]);
@@ -15405,6 +16005,7 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   luna_layer_config c;
   lunai_config_of(&c, config, sizeof c);
   const int64_t slots = memory == 0 ? 16 : memory;
+  c.memory = slots;
   const bool good = lunai_setup_begin(&s, "luna_causal_layer_init", params, prefix, layer, sizeof *layer) &&
                     (!lunai_is_luna(&c) ||
                      lunai_in(params->ctx, params->ctx->call, "memory", slots, 1, LUNAI_MAX_COUNT)) &&
@@ -15450,7 +16051,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
   F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
-  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS)
+  F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
+  F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
 LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
@@ -15552,7 +16154,8 @@ LUNAI_FN const char *lunai_lm_claims(const lunai_st *st, const luna_lm_config *c
   double numbers = 0, each = 0, found = 0;
   model.config = *c;
   layer.config = c->layer;
-  layer.attention.config = lunai_causal_config(&c->layer);
+  layer.config.memory = c->memory;
+  layer.attention.config = lunai_causal_config(&layer.config);
   int64_t tensors = lunai_parts_tensors(parts, lunai_causal_attention_parts(&layer.attention, parts), &each);
   tensors += lunai_parts_tensors(parts, lunai_causal_layer_parts(&layer, c->memory, parts), &each);
   tensors = c->layers * tensors + lunai_parts_tensors(parts, lunai_lm_parts(&model, parts), &numbers);
@@ -15663,6 +16266,7 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(separate_output, seq2seq.separate_output, 0, 1) LUNAI_F(decoder_layers, seq2seq.decoder_layers, 0, 1024)
   LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
   LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
+  LUNAI_F(forget, encoder.layer.forget, 0, LUNA_FORGET_GATED) LUNAI_F(output_gate, encoder.layer.output_gate, 0, 1)
 #undef LUNAI_F
 };
 /* A model's public init. `name`: its kind in metadata, `layer`: its layers' config, `described`: whose `fields` are
@@ -16177,7 +16781,9 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
     lunai_norm_part(layer->pre_norm, &model->norm, "layer_norm.weight", layer),
     lunai_norm_part(layer->pre_norm, &model->memory_norm, "proj_layer_norm.weight", layer),
     { c->separate_output, LUNAI_ALONE(model->output), "output_projection.weight", c->target_vocab, d, init } };
+  luna_layer_config decoder = *layer;
   char prefix[48];
+  decoder.memory = c->encoder.memory;
   model->params = params;
   if (luna_encoder_init(&model->encoder, params, "encoder.", c->vocab, &c->encoder) != LUNA_OK) return false;
   model->embedding = model->encoder.embedding;
@@ -16187,7 +16793,7 @@ LUNAI_FN bool lunai_seq2seq_init(luna_seq2seq *model, luna_params *params) {
   if (!model->layers) return false;
   for (int64_t i = 0; i < c->decoder_layers; i++) {
     lunai_print(prefix, sizeof prefix, "decoder.layers.%d.", i);
-    if (luna_decoder_layer_init(&model->layers[i], params, prefix, layer) != LUNA_OK) return false;
+    if (luna_decoder_layer_init(&model->layers[i], params, prefix, &decoder) != LUNA_OK) return false;
   }
   return lunai_parts_init(params, "decoder.", parts + 2, LUNAI_LENGTH(parts) - 2);
 }
@@ -17558,6 +18164,8 @@ LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s-
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
   return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
 }
+/* of a memory that forgets, the weights of a sequence's means */
+LUNAI_FN int64_t lunai_stream_weights(const lunai_lm_sizes *s) { return s->forget ? s->heads * s->memory : 0; }
 LUNAI_FN bool lunai_stream_on_device(const luna_stream *s) { return lunai_on_device(&s->ctx); }
 
 /* copies bytes of the stream, or only counts; false: the device has failed, now or before */
@@ -17692,11 +18300,13 @@ LUNAI_FN bool lunai_stream_reorder_rows(luna_stream *s, void *state, int64_t wid
 }
 LUNAI_FN bool lunai_stream_reorder_all(luna_stream *s) {
   const int64_t means = s->sizes.dim * s->sizes.memory * (int64_t)(sizeof(double) / sizeof(float)),
+      weights = lunai_stream_weights(&s->sizes) * (int64_t)(sizeof(double) / sizeof(float)),
       history = (s->sizes.convolution - 1) * s->sizes.dim;
   bool good = true;
   for (int64_t i = 0; i < s->sizes.layers && s->batch > 1 && good; i++)
     good = lunai_stream_reorder_rows(s, s->layers[i].past.mean_ka, means) &&
            lunai_stream_reorder_rows(s, s->layers[i].past.mean_av, means) &&
+           (weights <= 0 || lunai_stream_reorder_rows(s, s->layers[i].past.weights, weights)) &&
            (history <= 0 || lunai_stream_reorder_rows(s, s->layers[i].past.history, history));
   return good;
 }
@@ -17822,6 +18432,7 @@ LUNAI_FN bool lunai_stream_layer_own(luna_stream *s, int64_t index, const void *
 #endif
   if (layers) *causal = ((const luna_causal_layer *)layers)[index];
   causal->config = s->model.config.layer;
+  causal->config.memory = s->sizes.memory;
   causal->attention.config = lunai_causal_config(&causal->config);
   lunai_put(&text, "layers.");
   lunai_put_number(&text, index);
@@ -17887,7 +18498,7 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->ctx.bump = b;
   s->layers = &layer;
   s->inputs = (char *)s;             /* placeholders, which nothing dereferences */
-  layer.past.mean_ka = layer.past.mean_av = (double *)(void *)s;
+  layer.past.mean_ka = layer.past.mean_av = layer.past.weights = (double *)(void *)s;
   layer.past.history = (float *)(void *)s;
   b->part[0].start = (char *)small;
   b->part[0].size = sizeof small;
@@ -17960,6 +18571,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
     if (i < z->layers) {
       past->mean_ka = (double *)lunai_stream_take(base, &used, means, sizeof(double));
       past->mean_av = (double *)lunai_stream_take(base, &used, means, sizeof(double));
+      past->weights = (double *)lunai_stream_take(base, &used, s->batch * lunai_stream_weights(z), sizeof(double));
       past->history = (float *)lunai_stream_take(base, &used, s->batch * z->dim * lunai_max(0, z->convolution - 1),
                                                  sizeof(float));
     } else {
