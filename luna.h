@@ -2482,7 +2482,8 @@ typedef struct lunai_causal_luna {
   float *grad_q, *grad_k, *grad_v, *grad_s; /* backward adds; any may be null */
   lunai_outside *outside;            /* null: the rows are all there are, or streaming */
   /* The memory that forgets: A = e^s, means weighted by A and by gates [batch, rows, heads, slots], whose logits these
-     are; null: the published form. In w are U and the sums of the weights, [2, batch, heads, rows, slots]. */
+     are. In w are U and the sums of the weights, [2, batch, heads, rows, slots]. */
+  bool forgets;                      /* false: the published form */
   const float *gates;
   float *grad_gates;
   double *weights;                   /* streaming state beside the means: [batch, heads, slots] their weights */
@@ -6427,7 +6428,7 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
 LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const lunai_parallel *parallel, void *scratch) {
   const int64_t d = a->head_dim, state = d * a->slots;
   double *means = (double *)scratch;
-  if (a->gates) {
+  if (a->forgets) {
     lunai_forget_reference(a, means);
     return;
   }
@@ -6542,7 +6543,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
                                                    void *scratch) {
   float *omega = (float *)scratch, *domega = omega + a->rows * a->slots;
   (void)parallel;
-  if (a->gates) {
+  if (a->forgets) {
     lunai_forget_backward_reference(a, (double *)scratch);
     return;
   }
@@ -6561,7 +6562,7 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
 }
 LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, int64_t threads, bool backward) {
   (void)threads;
-  if (backward) return (size_t)lunai_floats((a->gates ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
+  if (backward) return (size_t)lunai_floats((a->forgets ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
   return lunai_round((size_t)((2 * a->head_dim + 1) * a->slots) * sizeof(double)) + (size_t)lunai_floats(2 * a->slots);
 }
 #endif
@@ -7253,7 +7254,7 @@ LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state,
 }
 
 LUNAI_INLINE int64_t lunai_step_bytes(const lunai_causal_luna *a) {
-  return lunai_floats((a->gates ? 4 : 1) * a->slots) + lunai_floats(a->slots) +
+  return lunai_floats((a->forgets ? 4 : 1) * a->slots) + lunai_floats(a->slots) +
          (int64_t)lunai_round((size_t)(a->slots + lunai_max(a->slots, a->head_dim)) * sizeof(double));
 }
 /* The memory that forgets, one row of one item: weights <- (weights + W) e^gate, with a share W / (weights + W) of the
@@ -7285,13 +7286,13 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
   char *scratch = s->threads_at + thread * lunai_step_bytes(a);
-  float *omega = lunai_take(&scratch, (a->gates ? 4 : 1) * a->slots), *w = lunai_take(&scratch, a->slots);
+  float *omega = lunai_take(&scratch, (a->forgets ? 4 : 1) * a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
   for (int64_t item = lunai_share(items, thread, threads); item < end; item++) {
     const int64_t l = lunai_luna_slots(a, item);
     const int64_t wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
-    if (a->gates) {
+    if (a->forgets) {
       lunai_forget_step(s->kernels, a, item, omega, sum);
       continue;
     }
@@ -7546,7 +7547,7 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
   s->lengths = a->lengths;
-  s->forgets = a->gates != NULL;
+  s->forgets = a->forgets;
   s->unit = s->forgets ? lunai_forget_unit(a) : 2 * a->head_dim;
   s->kept = s->forgets ? (LUNAI_CHUNK + 4) * a->slots :
                          LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
@@ -7559,7 +7560,7 @@ LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lu
   if (a->mean_ka && a->rows == 1) return (size_t)(threads * lunai_step_bytes(a));
   lunai_luna_sweep(&s, kernels, a, backward);
   return lunai_sweep_plan(&s, threads, NULL) +
-         (backward ? (size_t)lunai_floats((a->gates ? 3 : 1) * s.items * s.rows * s.slots) : 0);
+         (backward ? (size_t)lunai_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots) : 0);
 }
 
 LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_causal_luna *a,
@@ -7573,25 +7574,25 @@ LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_ca
     return;
   }
   lunai_luna_sweep(&s, kernels, a, false);
-  if (a->mean_ka && a->rows > 0) s.exchange = a->gates ? lunai_forget_exchange : lunai_luna_exchange;
-  if (a->gates) lunai_sweep_run(&s, lunai_forget_sum, lunai_forget_out, parallel, scratch);
+  if (a->mean_ka && a->rows > 0) s.exchange = a->forgets ? lunai_forget_exchange : lunai_luna_exchange;
+  if (a->forgets) lunai_sweep_run(&s, lunai_forget_sum, lunai_forget_out, parallel, scratch);
   else lunai_sweep_run(&s, lunai_luna_sum, lunai_luna_out, parallel, scratch);
 }
 
 LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const lunai_causal_luna *a,
                                              const lunai_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
-  float *h = lunai_take(&rest, (a->gates ? 3 : 1) * lunai_forget_all(a));
+  float *h = lunai_take(&rest, (a->forgets ? 3 : 1) * lunai_forget_all(a));
   lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
   s.h = h;
-  lunai_sweep_run(&s, a->gates ? lunai_forget_sum : lunai_luna_sum, a->gates ? lunai_forget_out_up : lunai_luna_out_up,
+  lunai_sweep_run(&s, a->forgets ? lunai_forget_sum : lunai_luna_sum, a->forgets ? lunai_forget_out_up : lunai_luna_out_up,
                   parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.h = h;
-  lunai_sweep_run(&s, a->gates ? lunai_forget_sum_down : lunai_luna_sum_down,
-                  a->gates ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
+  lunai_sweep_run(&s, a->forgets ? lunai_forget_sum_down : lunai_luna_sum_down,
+                  a->forgets ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
   if (a->grad_gates) lunai_run(lunai_worth(parallel, s.items * s.rows * s.dim * s.value_dim), lunai_forget_gates, &s);
 }
 #endif
@@ -11151,17 +11152,18 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->activation = (int)op->activation;
   c->position = op->position ? *op->position : 0;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
-  if (op->kind == LUNA_OP_FORGETTING_LUNA) {
+  c->forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
+  if (c->forgets) {
     c->gates = op->in[4]->data;
     c->weights = op->weights;
 #ifndef LUNA_ONLY_STREAM
-    c->dropout = lunai_op_dropout(op, luna_count(op->in[3]), lunai_last(op->in[3]));
+    if (op->dropout > 0) c->dropout = lunai_op_dropout(op, luna_count(op->in[3]), lunai_last(op->in[3]));
 #endif
   }
   if (LUNAI_TRAINS) {
     c->grad_out = op->out[0]->grad;
     c->grad_q = q->grad; c->grad_k = op->in[1]->grad; c->grad_v = op->in[2]->grad; c->grad_s = op->in[3]->grad;
-    if (c->gates) c->grad_gates = op->in[4]->grad;
+    if (c->forgets) c->grad_gates = op->in[4]->grad;
   }
   c->outside = lunai_outside_now(op);
 }
