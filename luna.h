@@ -626,6 +626,7 @@ typedef struct luna_causal_args {
   int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
   const float *grad_out;             /* backward */
   float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
   struct lunai_outside *outside;     /* null; luna.h's own */
   luna_run run;
 } luna_causal_args;
@@ -1076,6 +1077,7 @@ typedef struct luna_causal_nested_config {
   const int32_t *lengths;            /* [batch] real slots, or null: all */
   float dropout;                     /* of the unpack matrix */
   luna_tensor *forget;               /* logits of forget gates [batch,n,h l], or null: the published form */
+  int64_t horizon;                   /* without forget: T, as of luna_layer_config; 0 = none */
 } luna_causal_nested_config;
 /* Causal Luna attention [section 3.3] on projected q, k, v [batch,n,h d_h] and raw pack scores s [batch,n,h l]; q is
    scaled by 1/sqrt(d_h) here.
@@ -1286,6 +1288,7 @@ typedef struct luna_causal_attention_layer_config {
   bool output_gate;                  /* as of luna_layer_config */
   luna_forget forget;                /* with it omega is not used */
   int64_t memory;                    /* with forget: the most slots of p; 0 = 16 */
+  int64_t horizon;                   /* as of luna_layer_config; 0 = none */
 } luna_causal_attention_layer_config;
 typedef struct luna_causal_attention_layer {
   luna_causal_attention_layer_config config;
@@ -1403,7 +1406,13 @@ struct luna_layer_config {
                                         gets silu(x W_g + b_g) as call->gate, and applies it */
   luna_forget forget;                /* causal Luna attention: whether its memory forgets */
   int64_t memory;                    /* decoder layer with forget: the most slots of P; 0 = 16; of others unused */
+  /* Causal Luna attention that does not forget: a mean over the first T tokens goes on as an exponential one, in which a
+     new token counts 1 / T, where the published form has 1 / t: what is new then never counts less than in training.
+     0: of a model the longest sequence that its set of parameters was trained on (none before that), which is saved
+     with it; of a layer by itself none. LUNA_HORIZON_NONE: none, as published. */
+  int64_t horizon;
 };
+#define LUNA_HORIZON_NONE (-1)
 
 /* the second half of each layer: fc2 act(fc1 x), or, gated, fc2 (act(fc1 x) fc3 x), and its norm, "final_layer_norm" */
 typedef struct luna_feed_forward_layer {
@@ -1772,6 +1781,7 @@ typedef struct luna_stream_config {
   int64_t batch;                     /* sequences side by side; 0 = 1 */
   int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
   luna_isa isa;                      /* 0 = best; not on a device */
+  int64_t horizon;                   /* as of luna_layer_config; 0 = the model's */
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
    allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory. */
@@ -1944,7 +1954,7 @@ typedef struct luna_op {
       const luna_attention_pattern *patterns; /* of sparse attention, in host memory */
       int64_t pattern_count;
     } attention;                     /* softmax attention, sparse attention, pack */
-    struct { int64_t heads; float scale; } causal; /* causal product, causal Luna */
+    struct { int64_t heads, horizon; float scale; } causal; /* causal product, causal Luna; horizon 0: none */
     luna_custom custom;
   } arg;
   float dropout;                     /* 0 outside training */
@@ -2456,10 +2466,12 @@ typedef struct lunai_unpack_space {
 /* Of sequences whose other rows are on other ranks: the states [batch heads, state] that their rows add to a causal
    sweep. scan: a sum over this rank's rows becomes that over the ranks before it, or after it */
 typedef struct lunai_outside {
-  void (*scan)(void *op, double *state, int64_t count, bool after);
+  void (*scan)(void *op, double *state, bool after);
   void *op;
   int64_t position, later;           /* rows of the ranks before, and after */
-  int64_t count;                     /* doubles of all states */
+  /* doubles of all states; behind them what is left of a state after this rank's rows, or, with unit > 0, that of each
+     unit doubles is the last of them */
+  int64_t count, unit;
   bool received;                     /* `before` is there */
   double *before, *after;            /* the mean over the rows before; room for the sum over those after */
 } lunai_outside;
@@ -2487,6 +2499,7 @@ typedef struct lunai_causal_luna {
   const float *gates;
   float *grad_gates;
   double *weights;                   /* streaming state beside the means: [batch, heads, slots] their weights */
+  lunai_int64 horizon;               /* without gates: means are over the past to this many tokens, then exponential */
   lunai_dropout dropout;             /* of W; with gates alone */
 } lunai_causal_luna;
 
@@ -6313,6 +6326,20 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t
   return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
 }
 
+/* With a horizon T the mean over rows 1 to t is one up to T, and an exponential one after it: M += (y z - M) / min(t, T).
+   t and j are counted from 1. */
+LUNAI_INLINE lunai_int64 lunai_within(lunai_int64 t, lunai_int64 horizon) { return horizon > 0 && t > horizon ? horizon : t; }
+LUNAI_INLINE lunai_int64 lunai_beyond(lunai_int64 t, lunai_int64 horizon) { return t - lunai_within(t, horizon); }
+/* (1 - 1/T)^n */
+LUNAI_FN double lunai_horizon_fade(lunai_int64 horizon, lunai_int64 n) {
+  double power = horizon > 0 ? 1 - 1 / (double)horizon : 1, y = 1;
+  for (; n > 0; n /= 2, power *= power) if (n % 2) y *= power;
+  return y;
+}
+LUNAI_FN double lunai_horizon_share(lunai_int64 horizon, lunai_int64 t, lunai_int64 j) {
+  const double fade = lunai_horizon_fade(horizon, lunai_beyond(t, horizon) - lunai_beyond(j, horizon));
+  return fade / (double)lunai_within(t, horizon);
+}
 /* The reference. out_t = (1/t) sum_{j<=t} (x_t . y_j) z_j [eq. 7]; columns of z by sixty-fours, whose sums are kept in
    double */
 LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel *parallel, void *scratch) {
@@ -6325,9 +6352,12 @@ LUNAI_FN void lunai_causal_reference(const lunai_causal *c, const lunai_parallel
         double sum[64] = {0};
         for (int64_t j = 0; j <= t; j++) {
           const double score = lunai_inner(c->dim, c->x + xy + t * c->xy_row, 1, c->y + xy + j * c->xy_row, 1);
-          for (int64_t e = 0; e < n; e++) sum[e] += score * (double)c->z[z + j * c->z_row + first + e];
+          const double fade = lunai_horizon_fade(c->horizon, lunai_beyond(t + 1, c->horizon) -
+                                                             lunai_beyond(j + 1, c->horizon));
+          for (int64_t e = 0; e < n; e++) sum[e] += fade * score * (double)c->z[z + j * c->z_row + first + e];
         }
-        for (int64_t e = 0; e < n; e++) c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)(t + 1));
+        for (int64_t e = 0; e < n; e++)
+          c->out[z + t * c->z_row + first + e] = (float)(sum[e] / (double)lunai_within(t + 1, c->horizon));
       }
   }
 }
@@ -6338,8 +6368,9 @@ LUNAI_FN void lunai_causal_backward_reference(const lunai_causal *c, const lunai
       for (int64_t j = 0; j <= t; j++) {
         const int64_t x = lunai_causal_xy(c, item, t), y = lunai_causal_xy(c, item, j), z = lunai_causal_z(c, item, j);
         const float *g = c->grad_out + lunai_causal_z(c, item, t);
-        const double score = lunai_inner(c->dim, c->x + x, 1, c->y + y, 1) / (double)(t + 1);
-        const double slope = lunai_inner(c->value_dim, g, 1, c->z + z, 1) / (double)(t + 1);
+        const double share = lunai_horizon_share(c->horizon, t + 1, j + 1);
+        const double score = lunai_inner(c->dim, c->x + x, 1, c->y + y, 1) * share;
+        const double slope = lunai_inner(c->value_dim, g, 1, c->z + z, 1) * share;
         if (c->grad_x) lunai_add_scaled(c->dim, slope, c->y + y, c->grad_x + x);
         if (c->grad_y) lunai_add_scaled(c->dim, slope, c->x + x, c->grad_y + y);
         if (c->grad_z) lunai_add_scaled(c->value_dim, score, g, c->grad_z + z);
@@ -6441,7 +6472,7 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
-      const lunai_int64 now = a->position + t + 1;
+      const lunai_int64 now = lunai_within(a->position + t + 1, a->horizon);
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
@@ -6450,30 +6481,30 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     }
   }
 }
-/* With g_t = dOut_t / t and h_t = scale / t dU_t, sums over j <= t: dW_t = sum (g_t . v_j) A_j, dU = softmax's
-   backward; dv_j += (w_t . A_j) g_t, dq_t += (h_t . A_j) k_j, dk_j += (h_t . A_j) q_t,
-   dA_j += (g_t . v_j) w_t + (q_t . k_j) h_t */
+/* With c_tj = 1 / t, the share of row j in a mean over t, g_t = dOut_t and h_t = scale dU_t, sums over j <= t:
+   dW_t = sum c_tj (g_t . v_j) A_j, dU = softmax's backward; dv_j += c_tj (w_t . A_j) g_t, dq_t += c_tj (h_t . A_j) k_j,
+   dk_j += c_tj (h_t . A_j) q_t, dA_j += c_tj ((g_t . v_j) w_t + (q_t . k_j) h_t) */
 LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t first, int64_t t, int64_t real,
                                              float *scratch) {
   const int64_t d = a->head_dim, row = first + t * a->heads;
   float *omega = scratch, *domega = omega + a->rows * a->slots, *dw = domega + a->rows * a->slots, *h = dw + a->slots;
   const float *g = a->grad_out + row * d, *w = a->w + row * a->slots, *q = a->q + row * d;
-  const double share = 1 / (double)(t + 1);
   for (int64_t l = 0; l < real; l++) dw[l] = h[l] = 0;
   for (int64_t j = 0; j <= t; j++)
-    lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + (first + j * a->heads) * d, 1), omega + j * a->slots,
-                     dw);
+    lunai_add_scaled(real, lunai_horizon_share(a->horizon, t + 1, j + 1) *
+                           lunai_inner(d, g, 1, a->v + (first + j * a->heads) * d, 1), omega + j * a->slots, dw);
   lunai_softmax_backward_reference(1, real, w, dw, h);
-  for (int64_t l = 0; l < real; l++) h[l] = (float)((double)a->scale * share * (double)h[l]);
+  for (int64_t l = 0; l < real; l++) h[l] = (float)((double)a->scale * (double)h[l]);
   for (int64_t j = 0; j <= t; j++) {
     const int64_t at = (first + j * a->heads) * d;
-    const double ha = lunai_inner(real, h, 1, omega + j * a->slots, 1),
+    const double share = lunai_horizon_share(a->horizon, t + 1, j + 1);
+    const double ha = share * lunai_inner(real, h, 1, omega + j * a->slots, 1),
                  wa = lunai_inner(real, w, 1, omega + j * a->slots, 1);
     if (a->grad_q) lunai_add_scaled(d, ha, a->k + at, a->grad_q + row * d);
     if (a->grad_k) lunai_add_scaled(d, ha, q, a->grad_k + at);
     if (a->grad_v) lunai_add_scaled(d, share * wa, g, a->grad_v + at);
     lunai_add_scaled(real, share * lunai_inner(d, g, 1, a->v + at, 1), w, domega + j * a->slots);
-    lunai_add_scaled(real, lunai_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
+    lunai_add_scaled(real, share * lunai_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
   }
 }
 /* Of one item that forgets, where a_tj = A_j e^{G_t - G_j} / Z_t is the share of row j in a slot's means at t: with g the
@@ -6763,8 +6794,10 @@ LUNAI_FN void LUNAI_K(step_forget)(lunai_mean m, bool keys, const double *share,
 typedef struct lunai_causal_chunk {
   const lunai_kernels *kernels;
   int64_t item, first, rows;
-  double before;                     /* tokens before the first row */
-  bool begins, last;                 /* the state before it is empty; the state after it is unused */
+  double before;                     /* the tokens before the first row that the mean before it counts */
+  int64_t within;                    /* rows up to the horizon, `rows` where there is none: the others' means fade */
+  double fade;                       /* 1 - 1 / horizon */
+  bool reverse, begins, last;                 /* the state before it is empty; the state after it is unused */
   float *state, *kept;               /* `sum` writes the chunk's own sum to state, and anything to kept; `output`
                                         reads the state before the chunk, and kept */
   /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
@@ -6781,7 +6814,7 @@ typedef struct lunai_sweep {
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
-  lunai_int64 position;
+  lunai_int64 position, horizon;
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
@@ -6858,7 +6891,11 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.item = item;
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
   c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
-  c.before = (double)(s->position + c.first);
+  c.before = (double)lunai_within(s->position + c.first, s->horizon);
+  c.within = c.rows - (int64_t)(lunai_beyond(s->position + c.first + c.rows, s->horizon) -
+                                lunai_beyond(s->position + c.first, s->horizon));
+  c.fade = lunai_horizon_fade(s->horizon, 1);
+  c.reverse = s->reverse;
   c.begins = k == 0 && !lunai_sweep_continues(s);
   c.last = k == s->chunks - 1 && !s->exchange && !s->summing;
   c.state = lunai_take(&record, s->unit * s->slots);
@@ -6871,6 +6908,17 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   return c;
 }
 
+/* (1 - 1/T)^n, n the rows beyond the horizon in [first, end) */
+LUNAI_FN double lunai_chunk_faded(const lunai_causal_chunk *c, int64_t first, int64_t end) {
+  double y = 1;
+  for (int64_t t = lunai_max(first, c->within); t < end; t++) y *= c->fade;
+  return y;
+}
+/* a factor for each row: what rows from it to the chunk's end leave of it, or what rows up to it leave of the state */
+LUNAI_FN void lunai_chunk_fades(const lunai_causal_chunk *c, bool to_end, float *fades) {
+  for (int64_t t = 0; t < c->rows; t++)
+    fades[t] = (float)(to_end ? lunai_chunk_faded(c, t + 1, c->rows) : lunai_chunk_faded(c, 0, t + 1));
+}
 /* what a slot keeps of its state through a chunk */
 LUNAI_FN double lunai_chunk_fade(const lunai_causal_chunk *c, int64_t slots, int64_t slot) {
   return lunai_decay((double)c->logs[slot] + (double)c->logs[slots + slot]);
@@ -6888,8 +6936,9 @@ LUNAI_FN void lunai_sweep_fade(const lunai_sweep *s, const lunai_causal_chunk *c
 
 LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c, double *carried, int64_t first,
                                int64_t end) {
-  const double t = c->before + (double)c->rows;
-  const double joins = s->reverse ? 1 : 1 / t, leaves = s->reverse ? 0 : (double)c->rows / t;
+  const double t = c->before + (double)c->within, left = lunai_chunk_faded(c, 0, c->rows);
+  const double joins = s->reverse ? 1 : 1 / t;
+  const double leaves = left < 1 ? 1 - left * (s->reverse ? 1 : c->before / t) : s->reverse ? 0 : (double)c->rows / t;
   int64_t i;
   for (i = first; c->last && i < end; i++) c->state[i] = (float)carried[i];
   if (s->forgets) lunai_sweep_fade(s, c, carried, i, end);
@@ -6901,6 +6950,7 @@ LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carr
   if (s->outside && lunai_sweep_continues(s)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
   else if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
   else memset(carried, 0, bytes);
+  for (int64_t i = s->unit; s->summing && s->forgets && i <= lunai_sweep_state(s, item); i += s->unit) carried[i - 1] = 1;
 }
 LUNAI_FN void lunai_sweep_end(const lunai_sweep *s, int64_t item, double *carried) {
   if (s->exchange) s->exchange(s->args, item, carried, true);
@@ -6968,15 +7018,21 @@ LUNAI_FN void lunai_sweep_pass(lunai_sweep *s, const lunai_parallel *parallel, v
 LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   lunai_outside *o = s->outside;
   double *state = lunai_sweep_outside(s, 0);
-  s->position = s->reverse ? o->position : 0;
+  const lunai_int64 before = lunai_within(o->position, s->horizon), end = o->position + s->rows;
+  /* the sum over this rank's rows is that many times their mean */
+  const double all = s->horizon ? (double)lunai_within(end, s->horizon) : (double)s->rows;
+  const bool means = !s->reverse && !s->forgets;
+  s->position = s->reverse || s->horizon ? o->position : 0;
   if (s->reverse || !o->received) {
     s->summing = true;
     memset(state, 0, (size_t)o->count * sizeof(double));
     lunai_sweep_pass(s, parallel, scratch);
     s->summing = false;
-    for (int64_t i = 0; !s->reverse && i < o->count; i++) state[i] *= (double)s->rows;
-    o->scan(o->op, state, o->count, s->reverse);
-    for (int64_t i = 0; !s->reverse && o->position > 0 && i < o->count; i++) state[i] /= (double)o->position;
+    for (int64_t i = 0; means && i < o->count; i++) state[i] *= all;
+    state[o->count] = lunai_horizon_fade(s->horizon, lunai_beyond(end, s->horizon) -
+                                                     lunai_beyond(o->position, s->horizon));
+    o->scan(o->op, state, s->reverse);
+    for (int64_t i = 0; means && before > 0 && i < o->count; i++) state[i] /= (double)before;
     o->received = true;
   }
   s->position = o->position;
@@ -7013,6 +7069,19 @@ LUNAI_FN void lunai_chunk_scores(const lunai_causal_chunk *c, lunai_matrix x, lu
     for (int64_t t = first; t < b.n; t++, scores += LUNAI_CHUNK)
       memset(scores + t + 1, 0, (size_t)(b.n - t - 1) * sizeof(float));
   }
+  for (int64_t j = 0; j < c->rows && c->within < c->rows; j++) { /* each row beyond the horizon leaves less of row j */
+    double left = 1;
+    for (int64_t t = lunai_max(c->within, j + 1); t < c->rows; t++)
+      c->scores[t * LUNAI_CHUNK + j] *= (float)(left *= c->fade);
+  }
+}
+/* X with its rows faded, in buffer[2]; X itself where none is beyond the horizon */
+LUNAI_FN lunai_matrix lunai_chunk_rows(const lunai_causal_chunk *c, bool to_end, lunai_matrix x) {
+  float fades[LUNAI_CHUNK];
+  if (c->within == c->rows) return x;
+  lunai_chunk_fades(c, to_end, fades);
+  c->kernels->scale_rows(x, fades, c->buffer[2], x.columns);
+  return lunai_dense(c->buffer[2], x.rows, x.columns);
 }
 /* rows and columns [first, last) of the scores, and from `column` on */
 LUNAI_FN lunai_matrix lunai_chunk_part(const lunai_causal_chunk *c, int64_t first, int64_t last, int64_t column,
@@ -7034,7 +7103,8 @@ LUNAI_FN void lunai_causal_apply(const lunai_causal_chunk *c, float alpha, lunai
 
 /* factor base / t of each row */
 LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, double base, float *factors) {
-  for (int64_t t = 0; t < c->rows; t++) factors[t] = (float)((double)factor * base / (c->before + (double)(t + 1)));
+  for (int64_t t = 0; t < c->rows; t++)
+    factors[t] = (float)((double)factor * base / (c->before + (double)lunai_min(t + 1, c->within)));
 }
 
 /* out = X state + alpha scores Z. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
@@ -7045,7 +7115,8 @@ LUNAI_FN void lunai_causal_bracket(const lunai_causal_chunk *c, float alpha, lun
   const bool clean = c->kernels->all_finite(z);
   if (!clean) c->kernels->finite_copy(z, buffer);
   out.add = !c->begins;
-  if (!c->begins) lunai_matmul(c->kernels, 1, x, state, lunai_into(out.at, out.row, false), c->panels);
+  if (!c->begins)
+    lunai_matmul(c->kernels, 1, lunai_chunk_rows(c, false, x), state, lunai_into(out.at, out.row, false), c->panels);
   lunai_causal_apply(c, alpha, clean ? z : lunai_dense(buffer, c->rows, z.columns), out);
   if (!clean) lunai_add_infinite(lunai_strided(c->scores, c->rows, c->rows, LUNAI_CHUNK), z, 0, out);
 }
@@ -7072,7 +7143,7 @@ LUNAI_FN void lunai_causal_bracket_back(const lunai_causal_chunk *c, float alpha
                                         lunai_matrix state, lunai_matrix y, lunai_out grad) {
   lunai_chunk_scores(c, g, z);
   if (!c->begins) {
-    lunai_matmul(c->kernels, alpha, g, state, grad, c->panels);
+    lunai_matmul(c->kernels, alpha, lunai_chunk_rows(c, false, g), state, grad, c->panels);
     grad.add = true;
   }
   lunai_causal_apply(c, 1, y, grad);
@@ -7090,7 +7161,7 @@ LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix b, 
                                    lunai_matrix x, lunai_out grad) {
   int64_t last;
   lunai_chunk_scores(c, b, a);
-  if (!c->begins) lunai_matmul(c->kernels, 1, a, r, grad, c->panels);
+  if (!c->begins) lunai_matmul(c->kernels, 1, lunai_chunk_rows(c, true, a), r, grad, c->panels);
   for (int64_t first = 0; first < c->rows; first = last) {
     last = lunai_min(first + LUNAI_HALF, c->rows);
     lunai_matmul(c->kernels, 1, lunai_transposed(lunai_chunk_part(c, first, last, 0, last)),
@@ -7100,8 +7171,9 @@ LUNAI_FN void lunai_causal_grad_yz(const lunai_causal_chunk *c, lunai_matrix b, 
 
 /* state = Y^T Z */
 LUNAI_FN void lunai_causal_sum(const lunai_causal_chunk *c, lunai_matrix y, lunai_matrix z, float *state) {
-  if (!c->last)
-    lunai_matmul(c->kernels, 1, lunai_transposed(y), z, lunai_into(state, z.columns, false), c->panels);
+  if (c->last) return;
+  y = lunai_chunk_rows(c, !c->reverse, y);
+  lunai_matmul(c->kernels, 1, lunai_transposed(y), z, lunai_into(state, z.columns, false), c->panels);
 }
 
 /* ---- the causal product ---- */
@@ -7163,6 +7235,7 @@ LUNAI_FN void lunai_causal_sweep(lunai_sweep *s, const lunai_kernels *kernels, c
   s->rows = a->rows;
   s->dim = a->dim;
   s->value_dim = a->value_dim;
+  s->horizon = a->horizon;
   s->slots = 1;
   s->unit = a->dim * a->value_dim;
   s->kept = reverse ? LUNAI_CHUNK * a->value_dim : 0;
@@ -7285,6 +7358,7 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
+  const lunai_int64 now = lunai_within(a->position + 1, a->horizon);
   char *scratch = s->threads_at + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, (a->forgets ? 4 : 1) * a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
@@ -7301,10 +7375,10 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
       memset(av, 0, (size_t)(l * d) * sizeof(double));
     }
     s->kernels->activate(a->activation, l, a->s + narrow, omega);
-    s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, a->position + 1), a->k + wide, omega, a->q + wide, sum);
+    s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, now), a->k + wide, omega, a->q + wide, sum);
     for (int64_t i = 0; i < l; i++) w[i] = (float)(sum[i] * (double)a->scale);
     s->kernels->softmax(1, l, w, w);
-    s->kernels->step_mean(lunai_mean_of(av, l, d, d, a->position + 1), omega, a->v + wide, w, sum);
+    s->kernels->step_mean(lunai_mean_of(av, l, d, d, now), omega, a->v + wide, w, sum);
     for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)sum[i];
     for (int64_t i = 0; LUNAI_TRAINS && a->w && i < a->slots; i++) a->w[narrow + i] = i < l ? w[i] : 0;
   }
@@ -7521,6 +7595,23 @@ LUNAI_FN void lunai_forget_out_down(const void *args, const lunai_causal_chunk *
                             lunai_offset(a->grad_s, s.at - a->s));
   memcpy(c->h, dw, (size_t)(c->rows * l) * sizeof(float));
 }
+/* over ranks: o->after = the sums of W dW over the rows of the later ones, [items, slots] */
+LUNAI_FN void lunai_forget_later(const lunai_sweep *s) {
+  const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
+  lunai_outside *o = s->outside;
+  const int64_t unit = o->unit;
+  memset(o->after, 0, (size_t)o->count * sizeof(double));
+  for (int64_t item = 0; item < s->items; item++)
+    for (int64_t k = 0; k < s->chunks; k++) {
+      const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, 0, 0);
+      const int64_t l = lunai_luna_slots(a, item);
+      for (int64_t i = 0; i < c.rows * l; i++) o->after[item * a->slots + i % l] += (double)c.h[i];
+    }
+  o->after[o->count] = 1;
+  o->unit = 0;
+  o->scan(o->op, o->after, true);
+  o->unit = unit;
+}
 /* the gates' gradients, of whole items */
 LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
@@ -7529,6 +7620,11 @@ LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
   const int64_t end = lunai_share(s->items, thread + 1, threads);
   for (int64_t item = lunai_share(s->items, thread, threads); item < end; item++) {
     memset(after, 0, (size_t)(2 * a->slots) * sizeof(float));
+    for (int64_t i = 0, l = lunai_luna_slots(a, item); s->outside && i < l; i++) {
+      const double later = s->outside->after[item * a->slots + i];
+      after[i] = (float)later;
+      after[l + i] = (float)(later - (double)after[i]);
+    }
     for (int64_t k = 0; k < s->chunks; k++) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, 0, thread);
       const lunai_matrix gates = lunai_luna_narrow(a, &c, a->gates);
@@ -7544,6 +7640,7 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->heads = a->heads;
   s->rows = a->rows;
   s->position = a->position;
+  s->horizon = a->horizon;
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
   s->lengths = a->lengths;
@@ -7593,6 +7690,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   s.h = h;
   lunai_sweep_run(&s, a->forgets ? lunai_forget_sum_down : lunai_luna_sum_down,
                   a->forgets ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
+  if (a->forgets && s.outside) lunai_forget_later(&s);
   if (a->grad_gates) lunai_run(lunai_worth(parallel, s.items * s.rows * s.dim * s.value_dim), lunai_forget_gates, &s);
 }
 #endif
@@ -10996,27 +11094,35 @@ LUNAI_FN luna_status lunai_linear_cross_entropy_backward(luna_op *op) { return l
 /* Of an op whose rows are cut over ranks: first in its workspace is room for what all ranks send, and for `after`. */
 LUNAI_FN size_t lunai_outside_room(const luna_op *op) {
   if (!op->outside) return 0;
-  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * op->outside->count) * sizeof(double));
+  return lunai_round((size_t)((lunai_ranks(op->ctx)->ranks + 1) * (op->outside->count + 1)) * sizeof(double));
 }
 LUNAI_FN void *lunai_outside_scratch(const luna_op *op) {
   return op->outside ? (char *)op->workspace + lunai_outside_room(op) : op->workspace;
 }
 LUNAI_FN luna_status lunai_outside_status(const luna_op *op) { return op->outside ? op->ctx->status : LUNA_OK; }
-LUNAI_FN void lunai_outside_scan(void *user, double *state, int64_t count, bool after) {
+LUNAI_FN void lunai_outside_scan(void *user, double *state, bool after) {
   const luna_op *op = (const luna_op *)user;
   const luna_collective *c = lunai_ranks(op->ctx);
+  const int64_t count = op->outside->count, unit = op->outside->unit;
   const double *all = (const double *)op->workspace;
-  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)count * sizeof(double));
-  memset(state, 0, (size_t)count * sizeof(double));
-  for (int r = after ? c->rank + 1 : 0; r < (after ? c->ranks : c->rank); r++)
-    for (int64_t i = 0; i < count; i++) state[i] += all[r * count + i];
+  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)(count + 1) * sizeof(double));
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t left = unit ? i / unit * unit + unit - 1 : count; /* what a rank's rows leave of those before them */
+    double sum = 0, fade = 1;
+    for (int r = 0; !after && r < c->rank; r++) sum = sum * all[r * (count + 1) + left] + all[r * (count + 1) + i];
+    for (int r = c->rank + 1; after && r < c->ranks; r++) {
+      sum += fade * all[r * (count + 1) + i];
+      fade *= all[r * (count + 1) + left];
+    }
+    state[i] = sum;
+  }
 }
 /* what a causal op's kernel gets: op->outside, as it is for this call */
 LUNAI_FN lunai_outside *lunai_outside_now(const luna_op *op) {
   lunai_outside *o = op->outside;
   if (!o || !op->workspace) return o;
   o->op = (void *)(uintptr_t)op;
-  o->after = (double *)op->workspace + lunai_ranks(op->ctx)->ranks * o->count;
+  o->after = (double *)op->workspace + lunai_ranks(op->ctx)->ranks * (o->count + 1);
   return o;
 }
 
@@ -11131,6 +11237,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->z_batch = c->rows * c->z_row;
   c->grad_out = op->out[0]->grad;
   c->grad_x = x->grad; c->grad_y = op->in[1]->grad; c->grad_z = z->grad;
+  c->horizon = op->arg.causal.horizon;
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
@@ -11151,6 +11258,7 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->scale = op->arg.causal.scale;
   c->activation = (int)op->activation;
   c->position = op->position ? *op->position : 0;
+  c->horizon = op->arg.causal.horizon;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
   c->forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
   if (c->forgets) {
@@ -13052,6 +13160,9 @@ struct luna_params {
   lunai_meta *replaced;              /* earlier values of pairs, newest first */
   lunai_param *root;                 /* of the tree of names */
   int64_t size;
+  /* of causal models: the longest sequence that they were trained on, or what a config says; 0: none */
+  int64_t horizon;
+  bool horizon_fixed;                /* by a config */
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
   lunai_sharing sharing;             /* which ctx->sharing lists where work is queued; */
@@ -13456,6 +13567,19 @@ LUNAI_FN luna_status lunai_setup_end(const lunai_setup *s, bool good) {
 }
 /* the context of a set, or null */
 LUNAI_FN luna_ctx *lunai_ctx_of(const luna_params *params) { return params ? params->ctx : NULL; }
+
+/* The horizon of a set's models, whose pass at hand has sequences of up to n rows: those count when it trains. */
+LUNAI_FN int64_t lunai_params_horizon(luna_params *params, int64_t n) {
+  const luna_params *source = params;
+  if (params->ctx->training && !params->horizon_fixed && n > params->horizon) params->horizon = n;
+  while (source->shared && !params->horizon_fixed) source = source->shared;
+  return lunai_max(params->horizon, source->horizon);
+}
+LUNAI_FN void lunai_params_fix_horizon(luna_params *params, int64_t horizon) {
+  if (horizon == 0) return;
+  params->horizon = lunai_max(0, horizon);
+  params->horizon_fixed = true;
+}
 
 /* --- text pairs --- */
 LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key) {
@@ -14658,14 +14782,15 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
 }
 
-/* For a causal op of rows that are cut: states of `size` doubles a sequence; false: it fails */
-LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
+/* For a causal op of rows that are cut: states of `size` doubles a sequence, unit as in lunai_outside; false: it
+   fails */
+LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, int64_t unit) {
   luna_ctx *ctx = x->ctx;
   const lunai_cut *part = x->part;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
   if (lunai_on_device(ctx))
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
-  const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size) * sizeof(double);
+  const size_t head = lunai_round(sizeof(lunai_outside)), states = (size_t)(x->shape[0] * size + 1) * sizeof(double);
   lunai_outside *o = (lunai_outside *)lunai_step_host(ctx, s->name, true, head + states);
   if (!o) return false;
   memset(o, 0, sizeof *o);
@@ -14673,19 +14798,25 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size) {
   o->position = part->first;
   o->later = part->whole - part->first - part->own;
   o->count = x->shape[0] * size;
+  o->unit = unit;
   o->before = (double *)(void *)((char *)o + head);
   s->op.outside = o;
   return true;
 }
-LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+LUNAI_FN luna_tensor *lunai_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads,
+                                           int64_t horizon) {
   luna_tensor *const in[] = { x, y, z };
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CAUSAL_PRODUCT, "luna_causal_product", in, 3, 3) ||
       !lunai_fits(&s, "x [b,n,D] y [b,n,D] z [b,n,E]") || !lunai_heads_fit(&s, heads) ||
       !lunai_product_fits(&s, x->shape[2] / heads, z->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
   s.op.arg.causal.heads = heads;
-  if (lunai_rows_cut(x) && !lunai_outside_make(&s, x, x->shape[2] * z->shape[2] / heads)) return NULL;
+  s.op.arg.causal.horizon = horizon;
+  if (lunai_rows_cut(x) && !lunai_outside_make(&s, x, x->shape[2] * z->shape[2] / heads, 0)) return NULL;
   return lunai_finish_like(&s, z);
+}
+LUNA_API luna_tensor *luna_causal_product(luna_tensor *x, luna_tensor *y, luna_tensor *z, int64_t heads) {
+  return lunai_causal_product(x, y, z, heads, 0);
 }
 
 LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
@@ -14765,56 +14896,64 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
 }
 
 /* in: q, k, v, s */
-LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], int64_t heads, luna_activation omega,
-                                            const int32_t *lengths, float dropout, float scale) {
-  const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2];
-  luna_tensor *a = luna_activate(in[3], omega);
-  luna_tensor *w = luna_causal_product(luna_scale(in[0], scale), in[1], a, heads);
-  w = luna_dropout(luna_softmax(lunai_reshape(w, 4, batch, n, heads, slots / heads), lengths), dropout);
-  return luna_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], heads);
+LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], const luna_causal_nested_config *c,
+                                            float scale) {
+  const int64_t batch = in[3]->shape[0], n = in[3]->shape[1], slots = in[3]->shape[2], h = c->heads;
+  luna_tensor *a = luna_activate(in[3], c->omega);
+  luna_tensor *w = lunai_causal_product(luna_scale(in[0], scale), in[1], a, h, c->horizon);
+  w = luna_dropout(luna_softmax(lunai_reshape(w, 4, batch, n, h, slots / h), c->lengths), c->dropout);
+  return lunai_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
 }
 
-/* in: q, k, v, s, and gates or null */
-LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const in[5], int64_t heads, luna_activation omega,
-                                          const int32_t *lengths, float dropout, const lunai_past *past) {
-  luna_tensor *q = in[0], *s = in[3];
-  const luna_op_kind kind = in[4] ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
-  const int count = in[4] ? 5 : 4;
+/* c: with heads and omega */
+LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
+                                          const lunai_past *past) {
+  luna_tensor *q = qkvs[0], *s = qkvs[3], *const in[5] = { q, qkvs[1], qkvs[2], s, c->forget };
+  const luna_op_kind kind = c->forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
+  const int64_t heads = c->heads;
+  const int count = c->forget ? 5 : 4;
   lunai_build build;
   if (!lunai_start(&build, kind, "luna_causal_nested_attention", in, count, count) ||
-      lunai_dropout_wrong(&build, dropout) ||
-      !lunai_fits(&build, in[4] ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
+      lunai_dropout_wrong(&build, c->dropout) ||
+      !lunai_fits(&build, c->forget ? "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L] forget [b,n,L]" :
                                   "q [b,n,D] k [b,n,D] v [b,n,D] s [b,n,L]") || !lunai_heads_fit(&build, heads) ||
       !lunai_product_fits(&build, q->shape[2] / heads, s->shape[2] / heads, LUNAI_MAX_SCRATCH)) return NULL;
-  if (omega != LUNA_ACTIVATION_SOFTPLUS2 && omega != LUNA_ACTIVATION_SOFTPLUS && omega != LUNA_ACTIVATION_ELU1 &&
-      !lunai_is_checked(q->ctx))
-    return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)omega);
+  if (c->omega != LUNA_ACTIVATION_SOFTPLUS2 && c->omega != LUNA_ACTIVATION_SOFTPLUS &&
+      c->omega != LUNA_ACTIVATION_ELU1 && !lunai_is_checked(q->ctx))
+    return lunai_fail(q->ctx, LUNA_ERROR_OMEGA, "luna_causal_nested_attention", (int64_t)c->omega);
+  if (c->horizon < LUNA_HORIZON_NONE && !lunai_is_checked(q->ctx) &&
+      !lunai_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
+    return NULL;
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (!in[4] && !LUNAI_BUMPS(q->ctx) &&
-      (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (dropout > 0 && q->ctx->training)))
-    return lunai_causal_composed(in, heads, omega, lengths, dropout, scale);
-  build.op.lengths = lunai_integers(&build, lengths, q->shape[0], 0, INT32_MAX, "lengths");
+  if (!c->forget && !LUNAI_BUMPS(q->ctx) &&
+      (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
+    return lunai_causal_composed(in, c, scale);
+  build.op.lengths = lunai_integers(&build, c->lengths, q->shape[0], 0, INT32_MAX, "lengths");
   build.op.arg.causal.heads = heads;
+  build.op.arg.causal.horizon = c->horizon > 0 ? c->horizon : 0;
   build.op.arg.causal.scale = scale;
-  build.op.activation = omega;
-  if (in[4]) build.op.dropout = dropout;
+  build.op.activation = c->omega;
+  if (c->forget) build.op.dropout = c->dropout;
   if (past) {
     build.op.mean_ka = past->mean_ka;
     build.op.mean_av = past->mean_av;
     build.op.weights = past->weights;
     build.op.position = past->position;
   }
+  const int64_t d = q->shape[2] / heads, unit = c->forget ? 2 * d + 2 : 0; /* lunai_forget_unit */
   if (!build.failed && lunai_rows_cut(q))
-    build.failed = !lunai_outside_make(&build, q, 2 * q->shape[2] * s->shape[2] / heads);
+    build.failed = !lunai_outside_make(&build, q, (unit ? unit : 2 * d) * s->shape[2], unit);
   return lunai_finish_like(&build, q);
 }
 LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *k, luna_tensor *v, luna_tensor *s,
                                                    const luna_causal_nested_config *config) {
-  static const luna_causal_nested_config none = { 0, LUNA_ACTIVATION_NONE, NULL, 0, NULL };
-  const luna_causal_nested_config *c = config ? config : &none;
-  luna_tensor *const in[5] = { q, k, v, s, c->forget };
-  return lunai_causal_nested(in, c->heads ? c->heads : 1, c->omega ? c->omega : LUNA_ACTIVATION_SOFTPLUS2, c->lengths,
-                             c->dropout, NULL);
+  luna_causal_nested_config c;
+  luna_tensor *const in[4] = { q, k, v, s };
+  memset(&c, 0, sizeof c);
+  if (config) c = *config;
+  if (c.heads == 0) c.heads = 1;
+  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
+  return lunai_causal_nested(in, &c, NULL);
 }
 
 LUNA_API luna_tensor *luna_custom_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
@@ -15390,9 +15529,10 @@ typedef struct lunai_flow {
   const int32_t *lengths;            /* of the context */
   bool wants_x, wants_p, causal;
   lunai_past *past;                  /* of a stream's layer, in place of p, context and lengths; or null */
+  int64_t horizon;                   /* of causal Luna attention; 0: none */
 } lunai_flow;
 LUNAI_FN lunai_flow lunai_flow_of(luna_tensor *x, luna_tensor *p, const int32_t *lengths) {
-  const lunai_flow f = { x, p, NULL, lengths, true, false, false, NULL };
+  const lunai_flow f = { x, p, NULL, lengths, true, false, false, NULL, 0 };
   return f;
 }
 
@@ -15453,7 +15593,9 @@ LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, luna_causal_attenti
   return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
          lunai_in(ctx, ctx->call, "forget", (int64_t)c->forget, 0, LUNA_FORGET_GATED) &&
-         lunai_in(ctx, ctx->call, "memory", c->memory, 1, 1 << 20) && lunai_is_omega(ctx, c->omega);
+         lunai_in(ctx, ctx->call, "memory", c->memory, 1, 1 << 20) &&
+         lunai_in(ctx, ctx->call, "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX) &&
+         lunai_is_omega(ctx, c->omega);
 }
 LUNAI_FN bool lunai_causal_attention_init(luna_causal_attention_layer *layer, luna_params *params, const char *prefix) {
   lunai_part parts[LUNAI_MAX_PARTS];
@@ -15544,15 +15686,17 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : luna_linear_layer_forward(&layer->k, x), *gates = NULL;
   if (c->forget && s) gates = lunai_forget_logits(layer, x, lunai_last(s) / c->heads);
   if (c->forget && !gates) return lunai_result(scope, NULL);
-  luna_tensor *const in[] = { q, k, v, s, gates };
-  v = lunai_causal_nested(in, c->heads, c->omega, lengths, c->dropout, f->past);
+  luna_tensor *const in[] = { q, k, v, s };
+  const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->dropout, gates, f->horizon };
+  v = lunai_causal_nested(in, &nested, f->past);
   v = lunai_gated(&layer->gate, x, v);
   return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
                                                dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
                                                           luna_tensor *p, const int32_t *lengths) {
-  const lunai_flow f = lunai_flow_of(x, p, lengths);
+  lunai_flow f = lunai_flow_of(x, p, lengths);
+  f.horizon = layer ? layer->config.horizon : 0;
   return lunai_causal_attention(layer, x, NULL, 0, &f);
 }
 
@@ -15764,6 +15908,7 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
   LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
   LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 0, 1 << 20)
+  LUNAI_LAYER_FIELD(horizon, LUNA_HORIZON_NONE, INT32_MAX)
 #undef LUNAI_LAYER_FIELD
 };
 /* fills in the defaults; false with a sentence when the config is invalid */
@@ -15786,7 +15931,8 @@ LUNAI_FN luna_nested_attention_layer_config lunai_nested_config(const luna_layer
 LUNAI_FN luna_causal_attention_layer_config lunai_causal_config(const luna_layer_config *c) {
   const luna_sharing sharing = c->sharing == LUNA_SHARING_FULL ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
   const luna_causal_attention_layer_config a = { c->dim, c->heads, sharing, c->omega, c->attention_dropout,
-                                                 c->bert_init, c->output_gate, c->forget, c->memory };
+                                                 c->bert_init, c->output_gate, c->forget, c->memory,
+                                                 c->horizon };
   return a;
 }
 LUNAI_FN int lunai_feed_forward_parts(luna_feed_forward_layer *layer, const luna_layer_config *c, lunai_part *parts) {
@@ -15972,6 +16118,7 @@ LUNA_API luna_tensor *luna_decoder_layer_forward(const luna_decoder_layer *layer
   lunai_flow f = lunai_flow_of(x, p ? *p : NULL, lengths);
   f.context = context;
   f.wants_p = p != NULL;
+  f.horizon = layer ? layer->config.horizon : 0;
   x = lunai_decoder_layer(layer, &f);
   if (x && p) *p = f.p;
   return x;
@@ -16016,13 +16163,15 @@ LUNA_API luna_status luna_causal_layer_init(luna_causal_layer *layer, luna_param
   return lunai_setup_end(&s, good);
 }
 
-LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past) {
+LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_tensor *x, lunai_past *past,
+                                         int64_t horizon) {
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   const luna_layer_config *c = &layer->config;
   const luna_scope scope = luna_scope_open(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   lunai_flow f = lunai_flow_of(x, layer->memory, NULL);
   f.causal = true;
   f.past = past;
+  f.horizon = horizon;
   luna_tensor *y = lunai_normed(c, x, &layer->attention_norm);
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
@@ -16035,7 +16184,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   return lunai_ffn_half(scope, c, &layer->feed_forward, y, NULL);
 }
 LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, luna_tensor *x) {
-  return lunai_causal_layer(layer, x, NULL);
+  return lunai_causal_layer(layer, x, NULL, layer ? layer->config.horizon : 0);
 }
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
@@ -16072,6 +16221,11 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
+/* Files of models that version 0.1 of luna.h did not know say so in luna.format; later ones will have larger numbers. */
+#define LUNAI_FORMAT 2
+#define LUNAI_QUOTE(x) #x
+#define LUNAI_QUOTED(x) LUNAI_QUOTE(x)
+#define LUNAI_NEWER "its luna.format is newer than that of luna.h " LUNA_VERSION ", " LUNAI_QUOTED(LUNAI_FORMAT)
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_NO_KIND "it has no luna.kind, as no model with an attention hook has"
 #else
@@ -16110,6 +16264,17 @@ LUNAI_FN int64_t lunai_st_number(lunai_st_text text) {
     value = value * 10 + (text.at[i] - '0');
   }
   return value;
+}
+LUNAI_FN bool lunai_st_is_newer(const lunai_st *st) {
+  lunai_st_text text;
+  if (!lunai_st_meta(st, "luna.format", &text)) return false;
+  const int64_t format = lunai_st_number(text);
+  return format < 0 || format > LUNAI_FORMAT;
+}
+/* the horizon of a file's model; 0: none */
+LUNAI_FN int64_t lunai_st_horizon(const lunai_st *st) {
+  lunai_st_text text;
+  return lunai_st_meta(st, "luna.horizon", &text) ? lunai_max(0, lunai_st_number(text)) : 0;
 }
 /* returns the first field that a file's metadata lacks or has out of range, or null */
 LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fields, int count, void *config) {
@@ -16173,6 +16338,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
   memset(&config, 0, sizeof config);
   if (!lunai_st_meta(st, "luna.kind", &kind)) return LUNAI_NO_KIND;
   if (!lunai_st_equal(kind, LUNAI_LM_KIND)) return "it holds no causal language model of luna.h";
+  if (lunai_st_is_newer(st)) return LUNAI_NEWER;
   if (lunai_fields_read(st, lunai_lm_fields, LUNAI_LENGTH(lunai_lm_fields), &config))
     return "a size of the model is missing from the metadata, or out of range";
   lunai_lm_to_sizes(&config, sizes);
@@ -16226,9 +16392,13 @@ LUNAI_FN bool lunai_fields_put(luna_params *params, const lunai_field *fields, i
 /* the model's pairs: its kind, its sizes, its dropouts; none with a hook, which cannot be stored */
 LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const luna_layer_config *layer,
                                     const lunai_field *fields, int count, const void *config) {
-  return layer->hook || (lunai_params_put(params, "luna.kind", kind) == LUNA_OK &&
-                         lunai_fields_put(params, fields, count, config) &&
-                         lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer));
+  const bool described = layer->hook ||
+      (lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
+       lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer) &&
+       (!(layer->forget || layer->output_gate) ||
+        lunai_params_put(params, "luna.format", LUNAI_QUOTED(LUNAI_FORMAT)) == LUNA_OK));
+  if (described) lunai_params_fix_horizon(params, layer->horizon);
+  return described;
 }
 /* memory for a model's layers, zeroed; null with a sentence */
 LUNAI_FN void *lunai_layers_memory(luna_params *params, int64_t count, size_t size) {
@@ -16349,6 +16519,14 @@ LUNAI_FN int64_t lunai_labels_count(luna_ctx *ctx, const char *name, const int32
   }
   return count;
 }
+/* real rows of the longest sequence of an input, at least 1; over ranks of all of theirs */
+LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
+  if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
+  const int64_t n = lunai_max(part ? part->whole : input->n, 1);
+  int64_t longest = input->lengths ? 1 : n;
+  for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
+  return lunai_min(longest, n);
+}
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
@@ -16359,8 +16537,9 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
                                                     luna_input_layer_forward(&model->input, &own), part);
   x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
   x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
+  const int64_t horizon = lunai_params_horizon(model->params, lunai_longest(input, part));
   for (int64_t i = 0; i < model->config.layers; i++)
-    x = lunai_result_so_far(scope, luna_causal_layer_forward(&model->layers[i], x));
+    x = lunai_result_so_far(scope, lunai_causal_layer(&model->layers[i], x, NULL, horizon));
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
@@ -16493,14 +16672,6 @@ LUNAI_FN luna_ctx *lunai_encoder_ctx(const luna_encoder *e, const luna_input *in
     r.longest = e->config.max_length;
   return lunai_model_ctx(r, input, name, what);
 }
-LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
-  if (part && !part->rows) return lunai_min(lunai_max(part->longest, 1), lunai_max(part->other, 1));
-  const int64_t n = lunai_max(part ? part->whole : input->n, 1);
-  int64_t longest = input->lengths ? 1 : n;
-  for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
-  return lunai_min(longest, n);
-}
-
 /* the input; of sequences of no rows the lengths are 0 of each, so that no slot of P is real (a rank may have none of
    rows that others have); false: no memory */
 LUNAI_FN bool lunai_empty_input(luna_ctx *ctx, const char *name, const luna_input *input, luna_input *own) {
@@ -16825,6 +16996,7 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
   const luna_scope inner = luna_scope_begin(ctx);      /* the encoder's results stay */
   lunai_flow f = lunai_flow_of(x, p, from.lengths);
   f.context = context;
+  f.horizon = lunai_params_horizon(model->params, lunai_longest(target, part));
   for (int64_t i = 0; i < model->config.decoder_layers && x; i++) {
     f.wants_p = i < model->config.decoder_layers - 1; /* the last layer's P' has no reader */
     x = lunai_decoder_layer(&model->layers[i], &f);
@@ -17362,7 +17534,10 @@ LUNAI_FN luna_status lunai_save(luna_ctx *ctx, const char *name, lunai_st_conten
 }
 LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
   const luna_params *params = (const luna_params *)set;
+  char horizon[24];
   for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
+  lunai_print(horizon, sizeof horizon, "%d", params->horizon);
+  if (params->horizon > 0) lunai_st_put_pair(w, "luna.horizon", horizon);
   for (const lunai_param *p = params->first; p; p = p->next)
     lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
@@ -17445,11 +17620,15 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   }
   return LUNA_OK;
 }
+LUNAI_FN void lunai_load_horizon(luna_params *params, const lunai_st *st) {
+  if (!params->horizon_fixed) params->horizon = lunai_st_horizon(st);
+}
 LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
   luna_params *params = (luna_params *)set;
   luna_status status = params->borrowing ? lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call) :
                        lunai_load_check(params, st);
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
+  if (status == LUNA_OK) lunai_load_horizon(params, st);
   lunai_st_tensor t;
   size_t cursor = 0;
   while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t))
@@ -17527,6 +17706,7 @@ LUNAI_FN luna_status lunai_load_borrowed(luna_ctx *ctx, void *set, lunai_st *st)
   params->source.keys = NULL;
   for (lunai_param *p = params->first; p; p = p->next)
     lunai_borrow(p, lunai_borrowed(params, p->name, &p->tensor, st, &wrong));
+  lunai_load_horizon(params, st);
   return LUNA_OK;
 }
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size) {
@@ -17619,6 +17799,7 @@ LUNAI_FN luna_status lunai_not_a_model(luna_ctx *ctx, const char *why) {
 /* a model's config from a file */
 LUNAI_FN luna_status lunai_config_read(luna_ctx *ctx, const lunai_st *st, const lunai_field *fields, int count,
                                        void *config, luna_layer_config *layer) {
+  if (lunai_st_is_newer(st)) return lunai_not_a_model(ctx, LUNAI_NEWER);
   const char *wrong = lunai_fields_read(st, fields, count, config);
   if (!wrong) wrong = lunai_fields_read(st, lunai_layer_fields, LUNAI_DROPOUTS, layer);
   if (wrong) return lunai_fail_status(ctx, LUNA_ERROR_FILE_FIELD, ctx->call, wrong, lunai_file_name(ctx));
@@ -17671,6 +17852,7 @@ LUNAI_FN luna_status lunai_load_kind(luna_ctx *ctx, void *into, lunai_st *st) {
   if (status == LUNA_OK && params->size != count)
     status = lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_COUNT, ctx->call, lunai_file_name(ctx), count, params->size);
   if (status == LUNA_OK && !params->borrowing) status = lunai_load_pairs(params, st);
+  if (status == LUNA_OK) lunai_load_horizon(params, st);
   if (status == LUNA_OK) memcpy(load->setup.made, (const char *)&model + load->at, load->setup.size);
   return status;
 }
@@ -18145,7 +18327,7 @@ struct luna_stream {
   lunai_stream_layer *layers;
   luna_lm model;                     /* what there is beside the layers */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
-  int64_t batch, chunk;
+  int64_t batch, chunk, horizon;
   lunai_int64 position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
@@ -18262,10 +18444,11 @@ LUNAI_FN luna_tensor *lunai_stream_forward(luna_stream *s, int64_t rows, bool la
     if (s->cross) {
       lunai_flow f = lunai_flow_of(x, NULL, NULL);
       f.past = &layer->past;
+      f.horizon = s->horizon;
       x = lunai_decoder_layer(&layer->of.decoder, &f);
     } else
 #endif
-      x = lunai_causal_layer(&layer->of.causal, x, &layer->past);
+      x = lunai_causal_layer(&layer->of.causal, x, &layer->past, s->horizon);
     x = lunai_result_so_far(scope, x);
   }
   if (LUNAI_RECORDS(&s->bump)) s->body = s->bump.count;
@@ -18364,12 +18547,14 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
     { lunai_checked(z->heads, z->memory), z->dim } };
   s->batch = batch;
   s->chunk = chunk;
+  if (config && config->horizon) s->horizon = config->horizon;
   s->ctx.kernels = lunai_kernels_of(config ? config->isa : LUNA_ISA_BEST);
   s->ctx.parallel.threads = 1;
   if (s->sources == 0) s->sources = 1;
   if (s->scale == 0) s->scale = 1;
   lunai_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
+  if (s->horizon < LUNA_HORIZON_NONE) return "config.horizon is less than LUNA_HORIZON_NONE";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
   for (int i = 0; i < 8; i++)
     if (lunai_checked(product[i][0], product[i][1]) < 0) return LUNAI_STREAM_TOO_LARGE;
@@ -18611,6 +18796,7 @@ LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *
   s->ctx.backend = luna_cpu_backend();
   *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
   if (!*wrong) *wrong = lunai_lm_read(st, &s->sizes);
+  if (!*wrong) s->horizon = lunai_st_horizon(st);
   if (!*wrong) *wrong = lunai_stream_config(s, config);
   if (!*wrong && !lunai_stream_measure(s, NULL)) *wrong = LUNAI_STREAM_TOO_LARGE;
   if (*wrong) return 0;
@@ -18711,6 +18897,7 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
   if (!ctx) return NULL;
   memset(&first, 0, sizeof first);
   lunai_lm_to_sizes(&model->config, &first.sizes);
+  first.horizon = lunai_params_horizon(model->params, 0);
   first.model = *model;
   if (!lunai_is_luna(&model->config.layer)) lunai_fail_status(ctx, LUNA_ERROR_STREAM_ATTENTION);
   else if (lunai_backend_result(ctx, name, lunai_wait_for_owners(ctx)) == LUNA_OK)
@@ -19018,6 +19205,7 @@ LUNAI_FN luna_stream *lunai_seq2seq_stream(const luna_seq2seq *model, const luna
   sizes.positions = e->positions;
   sizes.max_length = c->max_target_length;
   lunai_lm_to_sizes(&sizes, &first.sizes);
+  first.horizon = lunai_params_horizon(model->params, 0);
   first.sources = source->batch;
   first.cross = true;
   first.scale = lunai_embedding_factor(e);
