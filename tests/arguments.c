@@ -1015,7 +1015,9 @@ static void case_luna_causal_nested_attention(void) {
   luna_tensor *q = tensor(3, b, n, d, 1), *k = tensor(3, b, n, d, 1), *v = tensor(3, b, n, d, 1),
       *s = tensor(3, b, n, l, 1);
   const luna_activation omega = turn() ? (luna_activation)number(1) : (luna_activation)(LUNA_ACTIVATION_ELU1 + pick(3));
-  luna_causal_nested_config c = {h, omega, NULL, 0};
+  luna_causal_nested_config c = {h, omega, NULL, 0, NULL, 0};
+  if (turn()) c.forget = tensor(3, b, n, l, 1);
+  c.horizon = number(0);
   c.lengths = lengths_of(q ? q->shape[0] : b, l);
   c.dropout = probability();
   got_tensor(luna_causal_nested_attention(q, k, v, s, coin() ? NULL : &c), q || k || v);

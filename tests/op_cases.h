@@ -493,8 +493,21 @@ static void op_causal_nested(trial *t, int v) {
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d),
       *s = in3(t, 2, n, h * l);
-  luna_causal_nested_config c = {h, v % 3 ? omega[v % 3] : LUNA_ACTIVATION_NONE, v == 3 || v == 4 ? lengths : NULL, 0};
+  luna_causal_nested_config c = {h, v % 3 ? omega[v % 3] : LUNA_ACTIVATION_NONE, v == 3 || v == 4 ? lengths : NULL, 0,
+                                NULL, 0};
   c.dropout = v >= 4 && v < 7 ? (float)0.3 : 0;
+  c.horizon = v == 8 ? 3 : v == 9 ? SIZE(1, 100) : v == 10 ? 2 : 0;
+  give(t, luna_causal_nested_attention(q, k, values, s, &c));
+}
+/* gates below and above the limit of -1, none, keys that are the values, lengths, dropout, more rows than a chunk */
+static void op_forgetting(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 3};
+  const int64_t n = v == 4 ? SIZE(67, 130) : v == 5 ? SIZE(1, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19),
+                l = SIZE(3, 18);
+  luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 1 ? k : in3(t, 2, n, h * d),
+      *s = luna_scale(in3(t, 2, n, h * l), v == 3 ? 8 : 2), *gates = in3(t, 2, n, h * l);
+  luna_causal_nested_config c = {h, LUNA_ACTIVATION_NONE, v == 2 ? lengths : NULL, v == 3 ? (float)0.3 : 0, NULL, 0};
+  c.forget = v == 0 ? gates : luna_add_scalar(luna_scale(gates, 8), v == 1 ? -16 : v == 2 ? 20 : 0);
   give(t, luna_causal_nested_attention(q, k, values, s, &c));
 }
 
@@ -587,6 +600,7 @@ static void op_nested_layer(trial *t, int v) {
   config.pack_heads = what == 0 ? 4 : what == 1 ? 1 : 2;
   config.sharing = (luna_sharing)(v % 4);
   config.dropout = what == 2 ? (float)0.3 : 0;
+  config.output_gate = v % 3 == 2;
   if (luna_nested_attention_layer_init(&layer, trial_params(t, form), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, n, config.dim), *p = in3(t, 2, l, config.dim),
       *context = what == 1 ? in3(t, 2, m, config.dim) : NULL;
@@ -611,6 +625,23 @@ static void op_causal_attention_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_causal_attention_layer_forward(&layer, x, p, v % 3 == 1 ? lengths : NULL));
 }
+/* with p of as many slots as the gates are for, or fewer */
+static void op_forgetting_attention(trial *t, int v) {
+  static const int32_t lengths[2] = {2, 3};
+  luna_causal_attention_layer layer;
+  luna_causal_attention_layer_config config = {0};
+  config.dim = SIZE(4, 48);
+  config.heads = 2;
+  config.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  config.forget = v % 3 ? LUNA_FORGET_GATED : LUNA_FORGET_CONSTANT;
+  config.output_gate = v % 2 == 0;
+  config.memory = v < 3 ? SIZE(3, 9) : SIZE(4, 11);
+  if (luna_causal_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "", &config)) t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(5, 131), config.dim);
+  luna_tensor *p = v % 2 ? in2(t, SIZE(3, 9), config.dim) : in3(t, 2, SIZE(3, 9), config.dim);
+  in_params(t);
+  give(t, luna_causal_attention_layer_forward(&layer, x, p, v % 3 == 1 ? lengths : NULL));
+}
 static luna_layer_config op_layer_config(trial *t, int v) {
   luna_layer_config config = {0};
   config.dim = SIZE(4, 48);
@@ -625,6 +656,7 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.dropout = v >= 4 ? (float)0.1 : 0;
   config.attention_dropout = v >= 4 ? (float)0.2 : 0;
   config.activation_dropout = v >= 4 ? (float)0.15 : 0;
+  config.output_gate = v == 2 || v == 8;
   return config;
 }
 static void op_encoder_layer(trial *t, int v) {
@@ -661,6 +693,18 @@ static void op_causal_layer(trial *t, int v) {
   in_params(t);
   give(t, luna_causal_layer_forward(&layer, x));
 }
+static void op_forgetting_layer(trial *t, int v) {
+  luna_causal_layer layer;
+  luna_layer_config config = op_layer_config(t, v);
+  config.convolution = 4;
+  config.forget = v % 2 ? LUNA_FORGET_GATED : LUNA_FORGET_CONSTANT;
+  config.recompute = v == 3 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
+  if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config))
+    t->broken = true;
+  luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
+  in_params(t);
+  give(t, luna_causal_layer_forward(&layer, x));
+}
 /* softmax, linear (causal or not); Linformer: three sharings by four projections, k by head */
 static void op_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 5};
@@ -676,6 +720,7 @@ static void op_attention_layer(trial *t, int v) {
   config.linformer.max_length = SIZE(8, 50);
   config.linformer.sharing = v % 2 ? LUNA_LINFORMER_SHARING_HEADWISE : LUNA_LINFORMER_SHARING_KEY_VALUE;
   config.linformer.projection = (luna_linformer_projection)(v % 4);
+  config.output_gate = v % 3 == 1;
   if (luna_attention_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "attn.", &config)) t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(5, 37), config.dim), *context =
       v % 5 == 4 ? in3(t, 2, SIZE(7, 41), config.dim) : NULL;
@@ -829,7 +874,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"pack", op_pack, 6},
                                    {"unpack", op_unpack, 6},
                                    {"feed_forward", op_feed_forward, 12},
-                                   {"causal_nested_attention", op_causal_nested, 8},
+                                   {"causal_nested_attention", op_causal_nested, 11},
+                                   {"forgetting", op_forgetting, 6},
                                    {"custom_op", op_custom, 2},
                                    {"max", op_max, 3},
                                    {"mask", op_mask, 2},
@@ -839,6 +885,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"norm_layer", op_norm_layer, 2},
                                    {"nested_attention_layer", op_nested_layer, 24},
                                    {"causal_attention_layer", op_causal_attention_layer, 12},
+                                   {"forgetting attention layer", op_forgetting_attention, 6},
+                                   {"forgetting causal layer", op_forgetting_layer, 6},
                                    {"encoder_layer", op_encoder_layer, 11},
                                    {"decoder_layer", op_decoder_layer, 11},
                                    {"causal_layer", op_causal_layer, 11},
@@ -851,7 +899,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
 #define OP_CASES ((int)(sizeof op_cases / sizeof op_cases[0]))
 /* an op that a backend may lack, and that is not made of others */
 TEST_UNUSED static bool op_case_applies(const op_case *c, const luna_backend *backend) {
-  return backend->op[LUNA_OP_SPARSE_ATTENTION].forward || strcmp(c->name, "sparse_attention") != 0;
+  return (backend->op[LUNA_OP_SPARSE_ATTENTION].forward || strcmp(c->name, "sparse_attention") != 0) &&
+         (backend->op[LUNA_OP_FORGETTING_LUNA].forward || strncmp(c->name, "forgetting", 10) != 0);
 }
 
 #endif

@@ -415,7 +415,7 @@ static void check_values_causal(luna_ctx *ctx) {
       for (int64_t j = 0; j < L; j++) u[r * L + j] = j < slots ? (float)(exp((double)u[r * L + j] / 3) / sum) : 0;
     }
     naive_causal(B, N, H, L, D, u, a, v, out);
-    const luna_causal_nested_config config = {H, omegas[o], o == 2 ? lengths : NULL, 0};
+    const luna_causal_nested_config config = {H, omegas[o], o == 2 ? lengths : NULL, 0, NULL, 0};
     expect(ctx, "causal nested attention", luna_causal_nested_attention(tq, tk, tv, ts, &config), out, qn);
   }
   for (int64_t i = 0; i < qn; i++) {
