@@ -2469,9 +2469,10 @@ typedef struct lunai_outside {
   void (*scan)(void *op, double *state, bool after);
   void *op;
   int64_t position, later;           /* rows of the ranks before, and after */
-  /* doubles of all states; behind them what is left of a state after this rank's rows, or, with unit > 0, that of each
-     unit doubles is the last of them */
-  int64_t count, unit;
+  int64_t count;                     /* doubles of all states */
+  /* the last of each `unit` doubles is what this rank's rows leave of states before them; count + 1: one for all, behind
+     them; 0: all of it */
+  int64_t unit;
   bool received;                     /* `before` is there */
   double *before, *after;            /* the mean over the rows before; room for the sum over those after */
 } lunai_outside;
@@ -7029,7 +7030,7 @@ LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *paralle
     lunai_sweep_pass(s, parallel, scratch);
     s->summing = false;
     for (int64_t i = 0; means && i < o->count; i++) state[i] *= all;
-    state[o->count] = lunai_horizon_fade(s->horizon, lunai_beyond(end, s->horizon) -
+    if (o->unit > o->count) state[o->count] = lunai_horizon_fade(s->horizon, lunai_beyond(end, s->horizon) -
                                                      lunai_beyond(o->position, s->horizon));
     o->scan(o->op, state, s->reverse);
     for (int64_t i = 0; means && before > 0 && i < o->count; i++) state[i] /= (double)before;
@@ -7607,7 +7608,6 @@ LUNAI_FN void lunai_forget_later(const lunai_sweep *s) {
       const int64_t l = lunai_luna_slots(a, item);
       for (int64_t i = 0; i < c.rows * l; i++) o->after[item * a->slots + i % l] += (double)c.h[i];
     }
-  o->after[o->count] = 1;
   o->unit = 0;
   o->scan(o->op, o->after, true);
   o->unit = unit;
@@ -11103,16 +11103,16 @@ LUNAI_FN luna_status lunai_outside_status(const luna_op *op) { return op->outsid
 LUNAI_FN void lunai_outside_scan(void *user, double *state, bool after) {
   const luna_op *op = (const luna_op *)user;
   const luna_collective *c = lunai_ranks(op->ctx);
-  const int64_t count = op->outside->count, unit = op->outside->unit;
+  const int64_t count = op->outside->count, unit = op->outside->unit, sent = lunai_max(count, unit);
   const double *all = (const double *)op->workspace;
-  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)(count + 1) * sizeof(double));
+  (void)lunai_rank_gather(op->ctx, luna_op_name(op->kind), state, op->workspace, (size_t)sent * sizeof(double));
   for (int64_t i = 0; i < count; i++) {
-    const int64_t left = unit ? i / unit * unit + unit - 1 : count; /* what a rank's rows leave of those before them */
+    const double *left = unit ? all + i / unit * unit + unit - 1 : NULL;
     double sum = 0, fade = 1;
-    for (int r = 0; !after && r < c->rank; r++) sum = sum * all[r * (count + 1) + left] + all[r * (count + 1) + i];
+    for (int r = 0; !after && r < c->rank; r++) sum = sum * (left ? left[r * sent] : 1) + all[r * sent + i];
     for (int r = c->rank + 1; after && r < c->ranks; r++) {
-      sum += fade * all[r * (count + 1) + i];
-      fade *= all[r * (count + 1) + left];
+      sum += fade * all[r * sent + i];
+      fade *= left ? left[r * sent] : 1;
     }
     state[i] = sum;
   }
@@ -14782,9 +14782,10 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
 }
 
-/* For a causal op of rows that are cut: states of `size` doubles a sequence, unit as in lunai_outside; false: it
-   fails */
+/* For a causal op of rows that are cut: states of `size` doubles a sequence, unit as in lunai_outside where states fade
+   by gates; false: it fails */
 LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, int64_t unit) {
+  const int64_t horizon = s->op.arg.causal.horizon;
   luna_ctx *ctx = x->ctx;
   const lunai_cut *part = x->part;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
@@ -14798,7 +14799,7 @@ LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, i
   o->position = part->first;
   o->later = part->whole - part->first - part->own;
   o->count = x->shape[0] * size;
-  o->unit = unit;
+  o->unit = unit == 0 && horizon > 0 && part->whole > horizon ? o->count + 1 : unit;
   o->before = (double *)(void *)((char *)o + head);
   s->op.outside = o;
   return true;
