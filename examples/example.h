@@ -72,7 +72,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, validations, parallel, recompute;
+      device, validations, parallel, recompute, forget, output_gate;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -171,6 +171,10 @@ typedef struct flag {
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
   { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
+#define FLAGS_FORGET /* names in the order of luna_forget */ \
+  { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
+   "whether the memory forgets, at a learned rate or as each step decides; no: as published" }, \
+  { "--output-gate", "t", SWITCH(set.output_gate), "a gate on what attention gives" }
 #define FLAGS_RESUME \
   { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), \
    "steps between checkpoints of the training in --out; 0 for none" }, \

@@ -28,7 +28,7 @@ static struct settings set = {
   .out = "lm.safetensors",
   .steps = 3000, .batch = 4, .lr = 5e-3,
   .layers = 2, .dim = 128, .heads = 4, .memory = 16, .ffn = 512,
-  .seed = 1
+  .seed = 1, .forget = LUNA_FORGET_GATED
 };
 static struct {
   const char *prompt;
@@ -42,6 +42,7 @@ static const flag flags[] = {
   FLAGS_RESUME,
   { "--window", "te", WHOLE(own.window, 1, 1e6), "bytes a window" },
   FLAGS_MODEL,
+  FLAGS_FORGET,
   { "--convolution", "t", WHOLE(own.convolution, 0, 64), "bytes that the short convolution sees, 0 for none" },
   { "--prompt", "g", STRING(own.prompt), "text to write on from" },
   { "--bytes", "g", WHOLE(own.bytes, 0, 1e18), "how much to write, 0 for no end" },
@@ -235,7 +236,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   luna_lm_config config = {
     .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn, .memory = set.memory,
     .layer = { .convolution = own.convolution, .activation = LUNA_ACTIVATION_GELU, .dropout = (float)set.dropout,
-               .recompute = (luna_recompute_kind)set.recompute }
+               .recompute = (luna_recompute_kind)set.recompute,
+               .forget = (luna_forget)set.forget, .output_gate = set.output_gate != 0 }
   };
   if (luna_lm_init(&model, params, &config) != LUNA_OK || start_calm(&model) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
