@@ -359,8 +359,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
   X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
   X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
-  X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are for " \
-    "config.memory = %d") \
+  X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
+    "for config.memory = %d") \
   X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
   X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
     "its e and f first") \
@@ -1406,10 +1406,10 @@ struct luna_layer_config {
                                         gets silu(x W_g + b_g) as call->gate, and applies it */
   luna_forget forget;                /* causal Luna attention: whether its memory forgets */
   int64_t memory;                    /* decoder layer with forget: the most slots of P; 0 = 16; of others unused */
-  /* Causal Luna attention that does not forget: a mean over the first T tokens goes on as an exponential one, in which a
-     new token counts 1 / T, where the published form has 1 / t: what is new then never counts less than in training.
-     0: of a model the longest sequence that its set of parameters was trained on (none before that), which is saved
-     with it; of a layer by itself none. LUNA_HORIZON_NONE: none, as published. */
+  /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
+     counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
+     sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
+     itself none. LUNA_HORIZON_NONE: none, as published. */
   int64_t horizon;
 };
 #define LUNA_HORIZON_NONE (-1)
@@ -2166,8 +2166,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
 #define LUNAI_TILE 64              /* queries of an attention tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_CHUNK 64             /* rows of a causal chunk */
-#define LUNAI_FORGET_SCORE 15      /* a memory that forgets: scores are held to within this of 0; and a factor of all */
-#define LUNAI_FORGET_SCALE 1.2664165549094176e-14 /* weights, e^-32, so that e^15 to e^(15 + LUNAI_CHUNK) are in range */
+/* a memory that forgets: scores are held to within this of 0; a factor of all weights */
+#define LUNAI_FORGET_SCORE 15
+#define LUNAI_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LUNAI_CHUNK) in range */
 #define LUNAI_KC 512               /* a gemm's terms in registers at a time */
 #define LUNAI_KA (LUNAI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
@@ -2470,8 +2471,8 @@ typedef struct lunai_outside {
   void *op;
   int64_t position, later;           /* rows of the ranks before, and after */
   int64_t count;                     /* doubles of all states */
-  /* the last of each `unit` doubles is what this rank's rows leave of states before them; count + 1: one for all, behind
-     them; 0: all of it */
+  /* the last of each `unit` doubles is what this rank's rows leave of states before them; count + 1: one number, behind
+     them, for all; 0: they leave all */
   int64_t unit;
   bool received;                     /* `before` is there */
   double *before, *after;            /* the mean over the rows before; room for the sum over those after */
@@ -6327,9 +6328,11 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t
   return item / c->heads * c->z_batch + item % c->heads * c->z_head + row * c->z_row;
 }
 
-/* With a horizon T the mean over rows 1 to t is one up to T, and an exponential one after it: M += (y z - M) / min(t, T).
-   t and j are counted from 1. */
-LUNAI_INLINE lunai_int64 lunai_within(lunai_int64 t, lunai_int64 horizon) { return horizon > 0 && t > horizon ? horizon : t; }
+/* With a horizon T the mean over rows 1 to t becomes an exponential one from T on: M += (y z - M) / min(t, T). t and j
+   are counted from 1. */
+LUNAI_INLINE lunai_int64 lunai_within(lunai_int64 t, lunai_int64 horizon) {
+  return horizon > 0 && t > horizon ? horizon : t;
+}
 LUNAI_INLINE lunai_int64 lunai_beyond(lunai_int64 t, lunai_int64 horizon) { return t - lunai_within(t, horizon); }
 /* (1 - 1/T)^n */
 LUNAI_FN double lunai_horizon_fade(lunai_int64 horizon, lunai_int64 n) {
@@ -6402,7 +6405,6 @@ LUNAI_INLINE int64_t lunai_luna_row(const lunai_causal_luna *a, int64_t item, in
 LUNAI_INLINE int64_t lunai_luna_slots(const lunai_causal_luna *a, int64_t item) {
   return lunai_real_slots(a->lengths, item / a->heads, a->slots);
 }
-
 /* e^x for x of -64 to 0: e^(x/512) by its series, to the power of 512 */
 LUNAI_FN double lunai_decay(double x) {
   const double r = x / 512;
@@ -6508,9 +6510,9 @@ LUNAI_FN void lunai_causal_luna_row_backward(const lunai_causal_luna *a, int64_t
     lunai_add_scaled(real, share * lunai_inner(d, q, 1, a->k + at, 1), h, domega + j * a->slots);
   }
 }
-/* Of one item that forgets, where a_tj = A_j e^{G_t - G_j} / Z_t is the share of row j in a slot's means at t: with g the
-   gradient of out, da_tj = scale du q . k_j + w g . v_j; a is a softmax over j of s_j - G_j, G the sum of the gates'
-   logs. x: the gradient of s_j - G_j, [rows, slots]; shares as large; row: [6, slots]. */
+/* Of one item that forgets, where a_tj = A_j e^{G_t - G_j} / Z_t is row j's share in a slot's means at t, G the sum of
+   the gates' logs: with g the gradient of out, da_tj = scale du q . k_j + w g . v_j, and a is a softmax over j of
+   s_j - G_j. x: the gradient of that, [rows, slots]; shares as large; row: [6, slots]. */
 LUNAI_FN void lunai_forget_row_backward(const lunai_causal_luna *a, int64_t item, int64_t t, double *shares, double *x,
                                         float *row) {
   const int64_t d = a->head_dim, l = a->slots, real = lunai_luna_slots(a, item);
@@ -6539,7 +6541,8 @@ LUNAI_FN void lunai_forget_row_backward(const lunai_causal_luna *a, int64_t item
   if (LUNAI_DROPS(a)) lunai_dropout_reference(&a->dropout, at * l, real, w, w, false);
   for (int64_t j = 0; j <= t; j++) {
     const int64_t other = (first + j * step) * d;
-    const double qk = (double)a->scale * lunai_inner(d, q, 1, a->k + other, 1), gv = lunai_inner(d, g, 1, a->v + other, 1);
+    const double qk = (double)a->scale * lunai_inner(d, q, 1, a->k + other, 1);
+    const double gv = lunai_inner(d, g, 1, a->v + other, 1);
     for (int64_t i = 0; i < real; i++) {
       const double share = shares[j * l + i] / LUNAI_FORGET_SCALE * (double)r[i];
       const double dk = share * (double)a->scale * (double)du[i], mean = (double)u[i] * (double)du[i];
@@ -6693,7 +6696,8 @@ LUNAI_FN void LUNAI_K(forget_weights)(lunai_matrix s, lunai_matrix gates, float 
     vf c = vf_zero(), c_rest = vf_zero(), total = vf_zero(), total_rest = vf_zero();
     for (int64_t t = 0; t < s.rows; t++) {
       LUNAI_K(add_exact)(&c, &c_rest, vf_max(vf_of(-1), LUNAI_K(gate_log)(LUNAI_GET(gates.at + t * gates.row))));
-      const vf score = vf_min(vf_of(LUNAI_FORGET_SCORE), vf_max(vf_of(-LUNAI_FORGET_SCORE), LUNAI_GET(s.at + t * s.row)));
+      const vf least = vf_max(vf_of(-LUNAI_FORGET_SCORE), LUNAI_GET(s.at + t * s.row));
+      const vf score = vf_min(vf_of(LUNAI_FORGET_SCORE), least);
       const vf fade = vf_mul(vf_exp(vf_neg(c)), vf_mul(vf_sub(vf_of(1), c_rest), vf_of(LUNAI_FORGET_SCALE)));
       const vf weight = vf_mul(vf_exp(score), fade);
       LUNAI_K(add_exact)(&total, &total_rest, weight);
@@ -6744,8 +6748,8 @@ LUNAI_FN void LUNAI_K(forget_scores)(lunai_matrix s, const float *w, const float
     }
   }
 }
-/* The gradient of a gate's log is minus the sum of W dW from its row on. dw: W dW; after: the sum of the later rows', as
-   the sum of two [2, slots], which these rows are added to */
+/* The gradient of a gate's log is minus the sum of W dW from its row on. dw: W dW; after: that of later rows as the sum
+   of two, [2, slots], to which these rows are added */
 LUNAI_FN void LUNAI_K(forget_gates)(lunai_matrix gates, const float *dw, float *after, float *dgates) {
   const int64_t n = gates.columns;
   for (int64_t i = 0; i < n; i += VF) {
@@ -6951,7 +6955,8 @@ LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carr
   if (s->outside && lunai_sweep_continues(s)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
   else if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
   else memset(carried, 0, bytes);
-  for (int64_t i = s->unit; s->summing && s->forgets && i <= lunai_sweep_state(s, item); i += s->unit) carried[i - 1] = 1;
+  if (!s->summing || !s->forgets) return;
+  for (int64_t i = s->unit; i <= lunai_sweep_state(s, item); i += s->unit) carried[i - 1] = 1;
 }
 LUNAI_FN void lunai_sweep_end(const lunai_sweep *s, int64_t item, double *carried) {
   if (s->exchange) s->exchange(s->args, item, carried, true);
@@ -7108,8 +7113,9 @@ LUNAI_FN void lunai_causal_factors(const lunai_causal_chunk *c, float factor, do
     factors[t] = (float)((double)factor * base / (c->before + (double)lunai_min(t + 1, c->within)));
 }
 
-/* out = X state + alpha scores Z. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no bit
-   but the sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses buffer[1]. */
+/* out = X state + alpha scores Z. Exactly causal: a score above the diagonal is 0, and 0 times a finite z changes no
+   bit but the sign of a zero; a z that is not finite is 0 in the product, and added from its own row on. Uses
+   buffer[1]. */
 LUNAI_FN void lunai_causal_bracket(const lunai_causal_chunk *c, float alpha, lunai_matrix x, lunai_matrix state,
                                    lunai_matrix z, lunai_out out) {
   float *buffer = c->buffer[1];
@@ -7436,8 +7442,8 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
 }
 
 /* ---- the memory that forgets ----
-   In a chunk c_t is the sum of the gates' logs up to row t and W_t = e^{s_t - c_t}; with the state, k, v and 1 summed by
-   the weights, S_K, S_V and z, as it is before the chunk:
+   In a chunk c_t is the sum of the gates' logs up to row t and W_t = e^{s_t - c_t}. The state is k, v and 1 summed by
+   the weights; with S_K, S_V and z as they are before the chunk:
      Z_t = z + sum W_j,  u_t = scale / Z_t (q_t S_K + sum (q_t . k_j) W_j),  r_t = softmax(u_t) / Z_t,
      out_t = r_t S_V + sum (r_t . W_j) v_j,  j <= t in the chunk; after it S <- (S + sum W_j^T k_j) e^{c_end}.
    Only ratios of weights count, so e^{-c_t} is no larger than LUNAI_FORGET_SCALE allows for, and nothing reads a later
@@ -7535,7 +7541,6 @@ LUNAI_FN void lunai_forget_exchange(const void *args, int64_t item, double *stat
   }
 }
 
-#ifndef LUNA_NO_TRAIN
 /* The forward sweep leaves H = scale / Z dU, R = W / Z and dZ for the reverse one, and the gradient of q. */
 LUNAI_FN void lunai_forget_out_up(const void *args, const lunai_causal_chunk *c) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
@@ -7548,7 +7553,8 @@ LUNAI_FN void lunai_forget_out_up(const void *args, const lunai_causal_chunk *c)
   memcpy(r, p, (size_t)n * sizeof(float));
   lunai_forget_drop(a, c, r);
   c->kernels->forget_divide(n, 1, r, f.z, r);
-  lunai_causal_bracket_back(c, 1, g, lunai_luna_wide(a, c, a->v), lunai_transposed(state.v), w, lunai_into(dr, l, false));
+  lunai_causal_bracket_back(c, 1, g, lunai_luna_wide(a, c, a->v), lunai_transposed(state.v), w,
+                            lunai_into(dr, l, false));
   c->kernels->forget_divide(n, 1, dr, f.z, dp);
   lunai_forget_drop(a, c, dp);
   memset(c->h, 0, (size_t)n * sizeof(float));
@@ -7632,7 +7638,6 @@ LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
     }
   }
 }
-#endif
 
 LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, const lunai_causal_luna *a, bool reverse) {
   lunai_sweep_clear(s, kernels, a, a->outside, reverse);
@@ -7680,17 +7685,18 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
                                              const lunai_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
   float *h = lunai_take(&rest, (a->forgets ? 3 : 1) * lunai_forget_all(a));
+  const bool forgets = a->forgets;
   lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
   s.h = h;
-  lunai_sweep_run(&s, a->forgets ? lunai_forget_sum : lunai_luna_sum, a->forgets ? lunai_forget_out_up : lunai_luna_out_up,
+  lunai_sweep_run(&s, forgets ? lunai_forget_sum : lunai_luna_sum, forgets ? lunai_forget_out_up : lunai_luna_out_up,
                   parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.h = h;
-  lunai_sweep_run(&s, a->forgets ? lunai_forget_sum_down : lunai_luna_sum_down,
-                  a->forgets ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
-  if (a->forgets && s.outside) lunai_forget_later(&s);
+  lunai_sweep_run(&s, forgets ? lunai_forget_sum_down : lunai_luna_sum_down,
+                  forgets ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
+  if (forgets && s.outside) lunai_forget_later(&s);
   if (a->grad_gates) lunai_run(lunai_worth(parallel, s.items * s.rows * s.dim * s.value_dim), lunai_forget_gates, &s);
 }
 #endif
@@ -11567,7 +11573,8 @@ LUNAI_FN double lunai_op_flops(const luna_op *op) {
     case LUNA_OP_PACK: return 4 * count * (double)b->shape[1];
     case LUNA_OP_UNPACK: return 4 * count * (double)(b->shape[1] * b->shape[2]);
     case LUNA_OP_CAUSAL_PRODUCT: return 4 * count * (double)lunai_last(c) / (double)op->arg.causal.heads;
-    case LUNA_OP_CAUSAL_LUNA: case LUNA_OP_FORGETTING_LUNA: return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
+    case LUNA_OP_CAUSAL_LUNA: case LUNA_OP_FORGETTING_LUNA:
+      return 8 * count * (double)lunai_last(op->in[3]) / (double)op->arg.causal.heads;
     case LUNA_OP_SHORT_CONVOLUTION: return 2 * count * (double)lunai_last(b);
     default: return 0;
   }
@@ -16222,7 +16229,7 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
-/* Files of models that version 0.1 of luna.h did not know say so in luna.format; later ones will have larger numbers. */
+/* luna.format of a file whose model luna.h 0.1 did not know; what is new after it will have larger numbers. */
 #define LUNAI_FORMAT 2
 #define LUNAI_QUOTE(x) #x
 #define LUNAI_QUOTED(x) LUNAI_QUOTE(x)
