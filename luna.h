@@ -268,6 +268,13 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   LUNA_STREAM_ERRORS(X) \
   X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
     "luna_stream_state_save and luna_stream_state_load") \
+  X(STATE_MODEL, UNSUPPORTED, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
+    "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
+  X(STATE_INPUT, BAD_ARGUMENT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and %s") \
+  X(STATE_TWICE, BAD_ARGUMENT, "luna_lm_state_continue: this step continues a state already; begin the next one") \
+  X(STATE_OTHER, BAD_ARGUMENT, "%s: the state is of another model, batch or layer count, or damaged") \
+  X(STATE_MISSING, MISMATCH, "%s: the training in %s carried no state of this model and batch") \
+  X(STATE_POSITIONS, BAD_ARGUMENT, "%s: the sequences stand at different positions, which %s cannot tell apart") \
   X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or " \
     "given with a device, threads below 0, an isa that this build or machine lacks, allocate without release or the " \
     "reverse, an unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of " \
@@ -1814,6 +1821,25 @@ LUNA_API size_t luna_stream_state_size(const luna_stream *stream);
 LUNA_API luna_status luna_stream_state_save(const luna_stream *stream, void *bytes, size_t size);
 LUNA_API luna_status luna_stream_state_load(luna_stream *stream, const void *bytes, size_t size);
 
+#ifndef LUNA_ONLY_STREAM
+/* A state carried from one luna_lm_forward or luna_lm_loss to the next, in training too: windows cut from a long text
+   then continue one another, as chunks of one sequence do. What is carried in is constant: no gradient goes into the
+   past. The state belongs to the model's context; luna_save_training saves the newest one of a set, and
+   luna_load_training restores it. Null: the context says why. */
+typedef struct luna_lm_state luna_lm_state;
+LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch);
+/* After a begin: the step's forward pass of the state's model, of `batch` sequences, goes on from the state, and leaves
+   it after its last row. One a step. */
+LUNA_API luna_status luna_lm_state_continue(luna_lm_state *state);
+/* These sequences, or with null all, start anew: at a document's end */
+LUNA_API luna_status luna_lm_state_restart(luna_lm_state *state, const int32_t *sequences, int64_t count);
+/* The bytes are those of luna_stream_state_save for a stream of the same model and batch, and load there and here.
+   Sequences that stand at different positions can be saved so if the memory forgets (LUNA_FORGET_...). */
+LUNA_API size_t luna_lm_state_size(const luna_lm_state *state);
+LUNA_API luna_status luna_lm_state_save(const luna_lm_state *state, void *bytes, size_t size);
+LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes, size_t size);
+#endif
+
 typedef struct luna_sampling {
   float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
   int32_t top_k;                     /* 0 = all; 1 = greedy */
@@ -1975,6 +2001,9 @@ typedef struct luna_op {
   /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim]: means of k^T A and A^T v over `position` rows */
   double *mean_ka, *mean_av;
   double *weights;                   /* FORGETTING_LUNA: [batch, heads, slots], of the means */
+  /* of a state that training carries: [batch] positions, and where it lies before the rows, doubles from the above */
+  const lunai_int64 *positions;
+  ptrdiff_t before;
   const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
@@ -2489,6 +2518,10 @@ typedef struct lunai_causal_luna {
   /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   int activation;
   lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
+  /* of a state that training carries: [batch] positions in place of one, and where the state before row 0 lies, in
+     doubles from each of the pointers below, to which forward writes the one after the last row; else null and 0 */
+  const lunai_int64 *positions;
+  ptrdiff_t before;
   /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
      and A^T v over the tokens so far; read and updated by forward */
   double *mean_ka, *mean_av;
@@ -6820,6 +6853,8 @@ typedef struct lunai_sweep {
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
   lunai_int64 position, horizon;
+  const lunai_int64 *positions;      /* [batch], in place of position, or null */
+  bool reads;                        /* the caller's state is not stored */
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
   bool reverse;                      /* from the last chunk to the first; the state is a sum, not a mean */
@@ -6878,9 +6913,12 @@ LUNAI_INLINE double *lunai_sweep_carried(const lunai_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
+LUNAI_INLINE lunai_int64 lunai_sweep_position(const lunai_sweep *s, int64_t item) {
+  return s->positions ? s->positions[item / s->heads] : s->position;
+}
 /* whether there are rows before the first chunk */
-LUNAI_INLINE bool lunai_sweep_continues(const lunai_sweep *s) {
-  if (!s->outside) return s->position > 0;
+LUNAI_INLINE bool lunai_sweep_continues(const lunai_sweep *s, int64_t item) {
+  if (!s->outside) return !s->reverse && lunai_sweep_position(s, item) > 0;
   return !s->summing && (s->reverse ? s->outside->later : s->outside->position) > 0;
 }
 LUNAI_INLINE double *lunai_sweep_outside(const lunai_sweep *s, int64_t item) {
@@ -6896,12 +6934,12 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.item = item;
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
   c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
-  c.before = (double)lunai_within(s->position + c.first, s->horizon);
-  c.within = c.rows - (int64_t)(lunai_beyond(s->position + c.first + c.rows, s->horizon) -
-                                lunai_beyond(s->position + c.first, s->horizon));
+  const lunai_int64 position = lunai_sweep_position(s, item) + c.first;
+  c.before = (double)lunai_within(position, s->horizon);
+  c.within = c.rows - (int64_t)(lunai_beyond(position + c.rows, s->horizon) - lunai_beyond(position, s->horizon));
   c.fade = lunai_horizon_fade(s->horizon, 1);
   c.reverse = s->reverse;
-  c.begins = k == 0 && !lunai_sweep_continues(s);
+  c.begins = k == 0 && !lunai_sweep_continues(s, item);
   c.last = k == s->chunks - 1 && !s->exchange && !s->summing;
   c.state = lunai_take(&record, s->unit * s->slots);
   c.kept = lunai_take(&record, s->kept);
@@ -6952,14 +6990,14 @@ LUNAI_FN void lunai_sweep_scan(const lunai_sweep *s, const lunai_causal_chunk *c
 
 LUNAI_FN void lunai_sweep_start(const lunai_sweep *s, int64_t item, double *carried) {
   const size_t bytes = (size_t)lunai_sweep_state(s, item) * sizeof(double);
-  if (s->outside && lunai_sweep_continues(s)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
-  else if (s->exchange && s->position > 0) s->exchange(s->args, item, carried, false);
+  if (s->outside && lunai_sweep_continues(s, item)) memcpy(carried, lunai_sweep_outside(s, item), bytes);
+  else if (s->exchange && lunai_sweep_continues(s, item)) s->exchange(s->args, item, carried, false);
   else memset(carried, 0, bytes);
   if (!s->summing || !s->forgets) return;
   for (int64_t i = s->unit; i <= lunai_sweep_state(s, item); i += s->unit) carried[i - 1] = 1;
 }
 LUNAI_FN void lunai_sweep_end(const lunai_sweep *s, int64_t item, double *carried) {
-  if (s->exchange) s->exchange(s->args, item, carried, true);
+  if (s->exchange && !s->reads) s->exchange(s->args, item, carried, true);
   if (s->summing)
     memcpy(lunai_sweep_outside(s, item), carried, (size_t)lunai_sweep_state(s, item) * sizeof(double));
 }
@@ -7325,7 +7363,8 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
 LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item);
-  double *ka = a->mean_ka + item * d * a->slots, *av = a->mean_av + item * d * a->slots;
+  const ptrdiff_t before = store ? 0 : a->before;
+  double *ka = a->mean_ka + before + item * d * a->slots, *av = a->mean_av + before + item * d * a->slots;
   for (int64_t i = 0; i < d; i++) {
     double *own = state + i * l, *callers = ka + i * a->slots;
     memcpy(store ? callers : own, store ? own : callers, (size_t)l * sizeof(double));
@@ -7526,9 +7565,10 @@ LUNAI_FN void lunai_forget_out(const void *args, const lunai_causal_chunk *c) {
 LUNAI_FN void lunai_forget_exchange(const void *args, int64_t item, double *state, bool store) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), unit = lunai_forget_unit(a);
+  const ptrdiff_t before = store ? 0 : a->before;
   for (int64_t slot = 0; slot < l; slot++, state += unit) {
-    double *k = a->mean_ka + item * d * a->slots + slot, *v = a->mean_av + (item * a->slots + slot) * d;
-    double *weight = a->weights + item * a->slots + slot;
+    double *k = a->mean_ka + before + item * d * a->slots + slot, *weight = a->weights + before + item * a->slots + slot;
+    double *v = a->mean_av + before + (item * a->slots + slot) * d;
     if (store) *weight = state[2 * d];
     for (int64_t i = 0; i < d; i++) {
       if (store) k[i * a->slots] = state[i] / *weight;
@@ -7645,6 +7685,7 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
   s->heads = a->heads;
   s->rows = a->rows;
   s->position = a->position;
+  s->positions = a->positions;
   s->horizon = a->horizon;
   s->dim = a->head_dim;
   s->value_dim = s->slots = a->slots;
@@ -7655,11 +7696,13 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
                          LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
 }
 
+/* whether it is a stream's single row */
+LUNAI_INLINE bool lunai_luna_steps(const lunai_causal_luna *a) { return a->mean_ka && a->rows == 1 && !a->positions; }
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
                                           bool backward) {
   lunai_sweep s;
   threads = lunai_max(1, threads);
-  if (a->mean_ka && a->rows == 1) return (size_t)(threads * lunai_step_bytes(a));
+  if (lunai_luna_steps(a)) return (size_t)(threads * lunai_step_bytes(a));
   lunai_luna_sweep(&s, kernels, a, backward);
   return lunai_sweep_plan(&s, threads, NULL) +
          (backward ? (size_t)lunai_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots) : 0);
@@ -7668,7 +7711,7 @@ LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lu
 LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_causal_luna *a,
                                     const lunai_parallel *parallel, void *scratch) {
   lunai_sweep s;
-  if (a->mean_ka && a->rows == 1) {
+  if (lunai_luna_steps(a)) {
     s.kernels = kernels;
     s.args = a;
     s.threads_at = (char *)scratch;
@@ -7689,6 +7732,8 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
   s.h = h;
+  s.reads = true;
+  if (a->mean_ka) s.exchange = forgets ? lunai_forget_exchange : lunai_luna_exchange;
   lunai_sweep_run(&s, forgets ? lunai_forget_sum : lunai_luna_sum, forgets ? lunai_forget_out_up : lunai_luna_out_up,
                   parallel, rest);
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
@@ -9068,6 +9113,7 @@ struct luna_ctx {
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
   const luna_op *custom;             /* the custom op that runs */
+  struct luna_lm_state *carried;     /* the state that the step continues, or null */
   uint32_t dropout_ops;
   bool training;
   bool recomputing;                  /* the step has recomputed scopes: constants that ops of the tape read stay */
@@ -9824,6 +9870,7 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
   ctx->tape = NULL;
   ctx->dropout_ops = 0;
   ctx->training = training;
+  ctx->carried = NULL;
   ctx->paused = ctx->recomputing = ctx->differentiated = false;
   ctx->status = ctx->failure.status;
   ctx->error_id = ctx->failure.id;
@@ -11266,6 +11313,8 @@ LUNAI_FN void lunai_causal_luna_args(const luna_op *op, lunai_causal_luna *c) {
   c->position = op->position ? *op->position : 0;
   c->horizon = op->arg.causal.horizon;
   c->mean_ka = op->mean_ka; c->mean_av = op->mean_av;
+  c->positions = op->positions;
+  c->before = op->before;
   c->forgets = op->kind == LUNA_OP_FORGETTING_LUNA;
   if (c->forgets) {
     c->gates = op->in[4]->data;
@@ -13170,6 +13219,7 @@ struct luna_params {
   /* of causal models: the longest sequence that they were trained on, or what a config says; 0: none */
   int64_t horizon;
   bool horizon_fixed;                /* by a config */
+  struct luna_lm_state *state;       /* the newest of its models, which a training's checkpoint has */
   bool borrowing;                    /* values are read in place: */
   const luna_params *shared;         /* from this set, */
   lunai_sharing sharing;             /* which ctx->sharing lists where work is queued; */
@@ -13337,12 +13387,13 @@ LUNAI_FN float lunai_forget_logit(int64_t slot, int64_t slots) {
 }
 LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first, int64_t count) {
   const luna_init_kind kind = f->init.kind;
+  const int64_t slots = f->bound >= 1 && f->bound < 1e9f ? (int64_t)f->bound : 1;
   for (int64_t i = 0; i < count; i++) {
     uint32_t word[4];
     uint32_t counter[4] = { (uint32_t)(first + i), (uint32_t)((uint64_t)(first + i) >> 32), (uint32_t)f->hash,
                            (uint32_t)(f->hash >> 32) };
     if (kind == LUNA_INIT_ZEROS || kind == LUNA_INIT_ONES) out[i] = kind == LUNA_INIT_ONES ? f->bound : 0.0f;
-    else if (kind == LUNA_INIT_FORGET) out[i] = lunai_forget_logit((first + i) % (int64_t)f->bound, (int64_t)f->bound);
+    else if (kind == LUNA_INIT_FORGET) out[i] = lunai_forget_logit((first + i) % slots, slots);
     else if (kind == LUNA_INIT_NORMAL) out[i] = f->bound * lunai_normal(counter, f->seed);
     else {
       lunai_philox(counter, f->seed, word);
@@ -13655,6 +13706,9 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
 /* What a layer of a stream has beside its rows, in backend memory: of the tokens before them, which ops that look back
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
+  /* of a state that training carries, as in luna_op; then there are only means, weights and histories */
+  const lunai_int64 *positions;
+  ptrdiff_t before;                  /* of the history as many eights of bytes */
   const lunai_int64 *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   double *weights;                   /* of a memory that forgets, [batch, heads, slots] */
@@ -14843,6 +14897,21 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
 LUNA_API luna_tensor *luna_short_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
   return lunai_short_convolution(x, weight, bias, NULL);
 }
+#ifndef LUNA_ONLY_STREAM
+/* the same after the rows that a carried state has, where those that it will have are written */
+LUNAI_FN luna_tensor *lunai_carried_convolution(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
+                                                const lunai_past *past) {
+  const int64_t batch = x->shape[0], n = x->shape[1], d = x->shape[2], rows = weight->shape[1] - 1;
+  const int64_t shape[3] = { batch, rows, d };
+  const float *before = (const float *)(const void *)((const char *)past->history + past->before * 8);
+  if (rows == 0) return lunai_short_convolution(x, weight, bias, NULL);
+  luna_tensor *const with[] = { luna_tensor_new(x->ctx, before, 3, shape), x }, *all = luna_concat(with, 2, 1);
+  for (int64_t b = 0; all && lunai_computes(x->ctx) && b < batch; b++)
+    memcpy(past->history + b * rows * d, all->data + (b * (rows + n) + n) * d, (size_t)(rows * d) * sizeof(float));
+  all = lunai_short_convolution(all, weight, bias, NULL);
+  return all ? luna_slice(all, 1, rows, n) : NULL;
+}
+#endif
 
 LUNA_API luna_tensor *luna_pack(luna_tensor *weights, luna_tensor *context, const int32_t *lengths, float dropout,
                                 luna_tensor **sums) {
@@ -14946,6 +15015,8 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna
     build.op.mean_ka = past->mean_ka;
     build.op.mean_av = past->mean_av;
     build.op.weights = past->weights;
+    build.op.positions = past->positions;
+    build.op.before = past->before;
     build.op.position = past->position;
   }
   const int64_t d = q->shape[2] / heads, unit = c->forget ? 2 * d + 2 : 0; /* lunai_forget_unit */
@@ -16181,6 +16252,11 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
   f.past = past;
   f.horizon = horizon;
   luna_tensor *y = lunai_normed(c, x, &layer->attention_norm);
+#ifndef LUNA_ONLY_STREAM
+  if (layer->kernel && past && past->positions && y)
+    y = lunai_carried_convolution(y, layer->kernel, layer->kernel_bias, past);
+  else
+#endif
   if (layer->kernel) y = lunai_short_convolution(y, layer->kernel, layer->kernel_bias, past);
   if (lunai_is_luna(c)) {
     y = lunai_causal_attention(&layer->attention, y, x, c->dropout, &f);
@@ -16535,19 +16611,31 @@ LUNAI_FN int64_t lunai_longest(const luna_input *input, const lunai_cut *part) {
   for (int64_t b = 0; input->lengths && b < input->batch; b++) longest = lunai_max(longest, input->lengths[b]);
   return lunai_min(longest, n);
 }
+/* the state that this pass of the model goes on from, or null; false: it cannot */
+LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, const lunai_cut *part,
+                               luna_lm_state **state);
+LUNAI_FN int64_t lunai_state_position(const luna_lm_state *state);
+LUNAI_FN lunai_past lunai_state_layer(luna_lm_state *state, int64_t layer);
+LUNAI_FN luna_tensor *lunai_state_written(luna_lm_state *state, luna_tensor *x, int64_t rows);
 /* what the logits are made of */
 LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *input) {
   const luna_scope scope = luna_scope_begin(model->params->ctx);
   const lunai_cut *part;
   luna_input own;
-  if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part)) return NULL;
+  luna_lm_state *state;
+  if (!lunai_cut_input(scope.ctx, "luna_lm_forward", input, &own, &part) ||
+      !lunai_state_take(model, input, part, &state)) return NULL;
   luna_tensor *x = lunai_cut_of(model->embedding ? luna_embedding(model->embedding, own.tokens, own.batch, own.n) :
                                                     luna_input_layer_forward(&model->input, &own), part);
-  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions, 0));
+  x = lunai_result_so_far(scope, lunai_add_positions(x, model->config.positions, model->positions,
+                                                     lunai_state_position(state)));
   x = lunai_result_so_far(scope, luna_dropout(x, model->config.layer.dropout));
   const int64_t horizon = lunai_params_horizon(model->params, lunai_longest(input, part));
-  for (int64_t i = 0; i < model->config.layers; i++)
-    x = lunai_result_so_far(scope, lunai_causal_layer(&model->layers[i], x, NULL, horizon));
+  for (int64_t i = 0; i < model->config.layers; i++) {
+    lunai_past past = lunai_state_layer(state, i);
+    x = lunai_result_so_far(scope, lunai_causal_layer(&model->layers[i], x, state ? &past : NULL, horizon));
+  }
+  x = lunai_state_written(state, x, input->n);
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
@@ -17922,6 +18010,13 @@ LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
 }
 
+/* "luna.state": a half of the carried state, positions too, as this machine has it in memory, called floats */
+LUNAI_FN float *lunai_state_bytes(const luna_lm_state *s, luna_tensor *like);
+LUNAI_FN void lunai_put_state(lunai_st_writer *w, const luna_lm_state *s) {
+  luna_tensor like;
+  const float *data = lunai_state_bytes(s, &like);
+  lunai_st_put_tensor(w, "luna.state", &like, data);
+}
 LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
   const luna_optimizer *o = (const luna_optimizer *)optimizer;
   luna_ctx *ctx = o->params->ctx;
@@ -17948,6 +18043,7 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
       lunai_moment_name(name, k, t->name);
       lunai_st_put_tensor(w, name, t->tensor, t->moment[k]);
     }
+  if (o->params->state) lunai_put_state(w, o->params->state);
 }
 /* all parameters have moments: zeros, for who loads them */
 LUNAI_FN luna_status lunai_save_joined(const luna_optimizer *o) {
@@ -17998,12 +18094,22 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
+LUNAI_FN luna_status lunai_state_find(const luna_params *params, const lunai_st *st, lunai_st_tensor *bytes) {
+  luna_tensor like;
+  if (!params->state) return LUNA_OK;
+  (void)lunai_state_bytes(params->state, &like);
+  if (lunai_st_find(st, "luna.state", bytes) && lunai_st_like(bytes, &like)) return LUNA_OK;
+  return lunai_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, lunai_file_name(params->ctx));
+}
 LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
   luna_optimizer *o = (luna_optimizer *)into;
+  lunai_st_tensor state_bytes;
+  luna_tensor like;
   uint64_t value[LUNAI_TRAINING_KEYS];
   lunai_st_tensor t;
   luna_status status = lunai_optimizer_join(o, "luna_load_training");
   if (status == LUNA_OK) status = lunai_training_check(o, st, value);
+  if (status == LUNA_OK) status = lunai_state_find(o->params, st, &state_bytes);
   if (status == LUNA_OK) status = lunai_load(ctx, o->params, st);
   if (status == LUNA_OK) status = luna_params_zero_grad(o->params); /* pending gradients belong to no step of that
                                                                        run */
@@ -18012,6 +18118,7 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
     for (int k = 0; k < o->moments && status == LUNA_OK; k++)
       if (lunai_moment_find(st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
   if (status != LUNA_OK) return status;
+  if (o->params->state) lunai_st_floats(&state_bytes, lunai_state_bytes(o->params->state, &like));
   luna_step_state state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];
   state.skipped = value[LUNAI_TRAINING_SKIPPED];
@@ -19045,17 +19152,25 @@ typedef struct lunai_stream_head {
   lunai_lm_sizes sizes;
 } lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
+LUNAI_FN lunai_stream_head lunai_stream_head_of(int64_t batch, lunai_int64 position, const lunai_lm_sizes *sizes) {
+  lunai_stream_head head;
+  memset(&head, 0, sizeof head);
+  head.magic = LUNAI_STREAM_MAGIC;
+  head.batch = batch;
+  head.position = position;
+  head.sizes = *sizes;
+  return head;
+}
+LUNAI_FN bool lunai_stream_head_fits(const lunai_stream_head *head, int64_t batch, const lunai_lm_sizes *sizes) {
+  return head->magic == LUNAI_STREAM_MAGIC && head->batch == batch && head->position >= 0 &&
+         head->position <= (lunai_int64)1 << 53 && memcmp(&head->sizes, sizes, sizeof *sizes) == 0;
+}
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(lunai_stream_head) + s->state_size : 0;
 }
 LUNA_API luna_status luna_stream_state_save(const luna_stream *s, void *bytes, size_t size) {
-  lunai_stream_head head;
   if (!s || !bytes || size < luna_stream_state_size(s)) return LUNA_BAD_ARGUMENT;
-  memset(&head, 0, sizeof head);
-  head.magic = LUNAI_STREAM_MAGIC;
-  head.batch = s->batch;
-  head.position = s->position;
-  head.sizes = s->sizes;
+  const lunai_stream_head head = lunai_stream_head_of(s->batch, s->position, &s->sizes);
   memcpy(bytes, &head, sizeof head);
   return lunai_stream_read(s, (char *)bytes + sizeof head);
 }
@@ -19063,12 +19178,172 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
   lunai_stream_head head;
   if (!s || !bytes || size != luna_stream_state_size(s)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE_SIZE);
   memcpy(&head, bytes, sizeof head);
-  if (head.magic != LUNAI_STREAM_MAGIC || head.batch != s->batch || head.position < 0 ||
-      head.position > (lunai_int64)1 << 53 || memcmp(&head.sizes, &s->sizes, sizeof head.sizes) != 0)
-    return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
+  if (!lunai_stream_head_fits(&head, s->batch, &s->sizes)) return lunai_stream_fail(s, LUNA_ERROR_STREAM_STATE);
   if (lunai_stream_move(s, s->state, (const char *)bytes + sizeof head, s->state_size, 1)) s->position = head.position;
   return lunai_stream_status(s);
 }
+
+#ifndef LUNA_ONLY_STREAM
+/* --- a state that training carries. There are two halves: a step reads one, which its backward pass may read again, and
+   writes the other, from which the next step goes on. --- */
+struct luna_lm_state {
+  luna_params *params;
+  lunai_lm_sizes sizes;
+  int64_t batch;
+  size_t size, layer_size;           /* bytes of a half, as a stream lays its state out, and of a layer in it */
+  char *half[2];
+  lunai_int64 *position[2];          /* [batch] */
+  int now;                           /* the half to go on from */
+  bool written;                      /* the other one is newer */
+};
+LUNAI_FN lunai_past lunai_state_at(const luna_lm_state *s, char *base, size_t *used) {
+  const lunai_lm_sizes *z = &s->sizes;
+  const int64_t means = s->batch * z->dim * z->memory, history = s->batch * z->dim * lunai_max(0, z->convolution - 1);
+  lunai_past past;
+  memset(&past, 0, sizeof past);
+  past.mean_ka = (double *)(void *)lunai_stream_take(base, used, means, sizeof(double));
+  past.mean_av = (double *)(void *)lunai_stream_take(base, used, means, sizeof(double));
+  past.weights = (double *)(void *)lunai_stream_take(base, used, s->batch * lunai_stream_weights(z), sizeof(double));
+  past.history = (float *)(void *)lunai_stream_take(base, used, history, sizeof(float));
+  return past;
+}
+LUNAI_FN lunai_past lunai_state_layer(luna_lm_state *s, int64_t layer) {
+  size_t used = 0;
+  lunai_past past;
+  if (!s) return memset(&past, 0, sizeof past), past;
+  past = lunai_state_at(s, s->half[!s->now] + (size_t)layer * s->layer_size, &used);
+  past.positions = s->position[s->now];
+  past.before = (s->half[s->now] - s->half[!s->now]) / (ptrdiff_t)sizeof(double);
+  return past;
+}
+LUNAI_FN int64_t lunai_state_position(const luna_lm_state *s) { return s ? (int64_t)s->position[s->now][0] : 0; }
+LUNAI_FN bool lunai_state_even(const luna_lm_state *s, const lunai_int64 *position) {
+  for (int64_t b = 1; b < s->batch; b++) if (position[b] != position[0]) return false;
+  return true;
+}
+LUNAI_FN luna_tensor *lunai_state_written(luna_lm_state *s, luna_tensor *x, int64_t rows) {
+  for (int64_t b = 0; s && x && b < s->batch; b++) s->position[!s->now][b] = s->position[s->now][b] + rows;
+  if (s && x) s->written = true;
+  return x;
+}
+LUNAI_FN bool lunai_state_take(const luna_lm *model, const luna_input *input, const lunai_cut *part,
+                               luna_lm_state **state) {
+  static const char name[] = "luna_lm_forward";
+  luna_ctx *ctx = model->params->ctx;
+  luna_lm_state *s = *state = ctx->carried && ctx->carried->params == model->params ? ctx->carried : NULL;
+  if (!s) return true;
+  if (part && part->rows) return lunai_fail(ctx, LUNA_ERROR_STATE_MODEL, name) != NULL;
+  if (s->written) return lunai_fail(ctx, LUNA_ERROR_STATE_TWICE) != NULL;
+  if (input->batch != s->batch || input->lengths)
+    return lunai_fail(ctx, LUNA_ERROR_STATE_INPUT, name, s->batch, input->batch,
+                      input->lengths ? "lengths" : "no lengths") != NULL;
+  return model->config.positions == LUNA_POSITIONS_NONE || lunai_state_even(s, s->position[s->now]) ||
+         lunai_fail(ctx, LUNA_ERROR_STATE_POSITIONS, name, "an embedding of positions") != NULL;
+}
+
+LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) {
+  static const char name[] = "luna_lm_state_open";
+  luna_ctx *ctx = model && model->params ? model->params->ctx : NULL;
+  luna_lm_state first;
+  if (!ctx) return NULL;
+  const luna_layer_config *c = &model->config.layer;
+  if (!lunai_is_luna(c) || lunai_on_device(ctx) || ctx->options.isa == LUNA_ISA_REFERENCE ||
+      (c->attention_dropout > 0 && !c->forget))
+    return lunai_fail_status(ctx, LUNA_ERROR_STATE_MODEL, name), (luna_lm_state *)NULL;
+  if (!lunai_in(ctx, name, "batch", batch, 1, LUNAI_MAX_COUNT / lunai_max(1, model->config.dim))) return NULL;
+  memset(&first, 0, sizeof first);
+  lunai_lm_to_sizes(&model->config, &first.sizes);
+  first.params = model->params;
+  first.batch = batch;
+  (void)lunai_state_at(&first, NULL, &first.layer_size);
+  first.size = lunai_round(first.layer_size * (size_t)model->config.layers + (size_t)batch * sizeof(lunai_int64));
+  const size_t head = lunai_round(sizeof first);
+  char *at = (char *)lunai_persist_host(ctx, name, head + 2 * first.size + LUNAI_ALIGN);
+  if (!at) return NULL;
+  luna_lm_state *s = (luna_lm_state *)(void *)at;
+  at += head + (LUNAI_ALIGN - (uintptr_t)(at + head) % LUNAI_ALIGN) % LUNAI_ALIGN;
+  memset(at, 0, 2 * first.size);
+  *s = first;
+  for (int i = 0; i < 2; i++) {
+    s->half[i] = at + (size_t)i * s->size;
+    s->position[i] = (lunai_int64 *)(void *)(s->half[i] + s->layer_size * (size_t)model->config.layers);
+  }
+  return model->params->state = s;
+}
+LUNAI_FN void lunai_state_turn(luna_lm_state *s) {
+  if (s->written) s->now = !s->now;
+  s->written = false;
+}
+LUNA_API luna_status luna_lm_state_continue(luna_lm_state *s) {
+  if (!s) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = s->params->ctx;
+  if (ctx->carried) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
+  lunai_state_turn(s);
+  ctx->carried = s;
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_lm_state_restart(luna_lm_state *s, const int32_t *sequences, int64_t count) {
+  static const char name[] = "luna_lm_state_restart";
+  if (!s) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = s->params->ctx;
+  if (ctx->carried == s) return lunai_fail_status(ctx, LUNA_ERROR_STATE_TWICE);
+  for (int64_t i = 0; sequences && i < count; i++)
+    if (sequences[i] < 0 || sequences[i] >= s->batch)
+      return lunai_fail_status(ctx, LUNA_ERROR_ELEMENT_RANGE, name, "sequences", i, (int64_t)sequences[i], (int64_t)0,
+                               s->batch - 1);
+  lunai_state_turn(s);
+  for (int64_t i = 0; i < (sequences ? count : s->batch); i++) {
+    const int64_t b = sequences ? sequences[i] : i;
+    const int64_t means = s->sizes.dim * s->sizes.memory, weights = lunai_stream_weights(&s->sizes);
+    const int64_t history = s->sizes.dim * lunai_max(0, s->sizes.convolution - 1);
+    s->position[s->now][b] = 0;
+    for (int64_t layer = 0; layer < s->sizes.layers; layer++) {
+      size_t used = 0;
+      const lunai_past past = lunai_state_at(s, s->half[s->now] + (size_t)layer * s->layer_size, &used);
+      memset(past.mean_ka + b * means, 0, (size_t)means * sizeof(double));
+      memset(past.mean_av + b * means, 0, (size_t)means * sizeof(double));
+      memset(past.weights + b * weights, 0, (size_t)weights * sizeof(double));
+      memset(past.history + b * history, 0, (size_t)history * sizeof(float));
+    }
+  }
+  return LUNA_OK;
+}
+/* the half that holds the newest state */
+LUNAI_FN int lunai_state_newest(const luna_lm_state *s) { return s->written ? !s->now : s->now; }
+LUNAI_FN float *lunai_state_bytes(const luna_lm_state *s, luna_tensor *like) {
+  const int64_t count = (int64_t)(s->size / sizeof(float));
+  *like = lunai_like(s->params->ctx, 1, &count);
+  return (float *)(void *)s->half[lunai_state_newest(s)];
+}
+LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
+  return s ? sizeof(lunai_stream_head) + s->layer_size * (size_t)s->sizes.layers : 0;
+}
+LUNA_API luna_status luna_lm_state_save(const luna_lm_state *s, void *bytes, size_t size) {
+  static const char name[] = "luna_lm_state_save";
+  if (!s) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = s->params->ctx;
+  const int newest = lunai_state_newest(s);
+  if (!bytes || size < luna_lm_state_size(s)) return lunai_fail_null(ctx, name, "bytes"), ctx->last_status;
+  if (!s->sizes.forget && !lunai_state_even(s, s->position[newest]))
+    return lunai_fail_status(ctx, LUNA_ERROR_STATE_POSITIONS, name, "a stream");
+  const lunai_stream_head head = lunai_stream_head_of(s->batch, s->position[newest][0], &s->sizes);
+  memcpy(bytes, &head, sizeof head);
+  memcpy((char *)bytes + sizeof head, s->half[newest], luna_lm_state_size(s) - sizeof head);
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_lm_state_load(luna_lm_state *s, const void *bytes, size_t size) {
+  if (!s) return LUNA_BAD_ARGUMENT;
+  luna_ctx *ctx = s->params->ctx;
+  lunai_stream_head head;
+  if (!bytes || size != luna_lm_state_size(s) || ctx->carried == s ||
+      !lunai_stream_head_fits((memcpy(&head, bytes, sizeof head), &head), s->batch, &s->sizes))
+    return lunai_fail_status(ctx, LUNA_ERROR_STATE_OTHER, "luna_lm_state_load");
+  lunai_state_turn(s);
+  memcpy(s->half[s->now], (const char *)bytes + sizeof head, size - sizeof head);
+  for (int64_t b = 0; b < s->batch; b++) s->position[s->now][b] = head.position;
+  return LUNA_OK;
+}
+#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>sampling: a token out of logits. Guarded by tests/stream.c.

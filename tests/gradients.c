@@ -99,7 +99,39 @@ static void gradient_case(const op_case *c, int variant) {
   trial_free(&t);
 }
 
+/* A language model that goes on from a state: the same one each time, which a stream of the first parameters has left.
+   Without a horizon, with one that the state has passed, and with a memory that forgets in two ways. */
+static void carried(trial *t, int v) {
+  static const int32_t tokens[24] = {1, 4, 2, 3, 0, 1, 1, 2, 4, 4, 0, 3, 2, 2, 1, 0, 3, 4, 1, 2, 0, 0, 4, 3};
+  static unsigned char *kept[4];
+  luna_lm model;
+  luna_lm_config config = {0};
+  config.vocab = 5, config.layers = 2, config.dim = 4, config.heads = 2, config.ffn = 6, config.memory = 3;
+  config.layer.convolution = v % 2 ? 3 : 0;
+  config.layer.sharing = v % 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
+  config.layer.horizon = v == 1 ? 6 : LUNA_HORIZON_NONE;
+  config.layer.forget = v == 2 ? LUNA_FORGET_CONSTANT : v == 3 ? LUNA_FORGET_GATED : LUNA_FORGET_NONE;
+  config.layer.recompute = v == 3 ? LUNA_RECOMPUTE_LAYER : LUNA_RECOMPUTE_NONE;
+  if (luna_lm_init(&model, trial_params(t, LUNA_FORM_CHEAPEST), &config)) t->broken = true;
+  in1(t, 1);
+  in_params(t);
+  luna_lm_state *state = luna_lm_state_open(&model, 2);
+  const size_t size = luna_lm_state_size(state);
+  if (state && !kept[v]) {
+    luna_stream *stream = luna_stream_open(&model, &(luna_stream_config){.batch = 2});
+    kept[v] = (unsigned char *)malloc(size);
+    if (!luna_stream_prefill(stream, &(luna_input){.tokens = tokens, .batch = 2, .n = 4})) t->broken = true;
+    if (luna_stream_state_save(stream, kept[v], size)) t->broken = true;
+    luna_stream_close(stream);
+  }
+  if (luna_lm_state_load(state, kept[v], size) || luna_lm_state_continue(state)) t->broken = true;
+  give(t, luna_lm_forward(&model, &(luna_input){.tokens = tokens + 8, .batch = 2, .n = 8}));
+  give(t, luna_scale(t->tensor[0], 1));
+}
+
 int main(int argc, char **argv) { /* a name runs that case alone */
+  static const op_case state = {"a carried state", carried, 4};
+  for (int v = 0; v < 4; v++) gradient_case(&state, v);
   for (int i = 0; i < OP_CASES; i++)
     if (argc < 2 || strcmp(argv[1], op_cases[i].name) == 0)
       for (int v = 0; v < op_cases[i].variants; v++) gradient_case(&op_cases[i], v);
