@@ -18010,12 +18010,13 @@ LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
   memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
 }
 
-/* "luna.state": a half of the carried state, positions too, as this machine has it in memory, called floats */
+/* a half of the carried state, positions too, as this machine has it in memory, called floats */
+#define LUNAI_STATE "luna.state"
 LUNAI_FN float *lunai_state_bytes(const luna_lm_state *s, luna_tensor *like);
 LUNAI_FN void lunai_put_state(lunai_st_writer *w, const luna_lm_state *s) {
   luna_tensor like;
   const float *data = lunai_state_bytes(s, &like);
-  lunai_st_put_tensor(w, "luna.state", &like, data);
+  lunai_st_put_tensor(w, LUNAI_STATE, &like, data);
 }
 LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
   const luna_optimizer *o = (const luna_optimizer *)optimizer;
@@ -18085,7 +18086,7 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
     return lunai_fail_status(ctx, LUNA_ERROR_FILE_COUNTERS, ctx->call, file, (int64_t)value[LUNAI_TRAINING_ATTEMPTS],
                              (int64_t)value[LUNAI_TRAINING_UPDATES], (int64_t)value[LUNAI_TRAINING_SKIPPED],
                              (int64_t)value[LUNAI_TRAINING_ROW]);
-  while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name);
+  while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name) && !lunai_st_equal(t.name, LUNAI_STATE);
   if (count != o->size * o->moments)
     return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->moments);
   for (int64_t i = 0; i < o->size; i++)
@@ -18094,11 +18095,13 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
+LUNAI_FN bool lunai_state_places(const luna_lm_state *s, const lunai_st_tensor *bytes);
 LUNAI_FN luna_status lunai_state_find(const luna_params *params, const lunai_st *st, lunai_st_tensor *bytes) {
   luna_tensor like;
   if (!params->state) return LUNA_OK;
   (void)lunai_state_bytes(params->state, &like);
-  if (lunai_st_find(st, "luna.state", bytes) && lunai_st_like(bytes, &like)) return LUNA_OK;
+  if (lunai_st_find(st, LUNAI_STATE, bytes) && lunai_st_like(bytes, &like) && bytes->bytes == (size_t)bytes->count * 4 &&
+      lunai_state_places(params->state, bytes)) return LUNA_OK;
   return lunai_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, lunai_file_name(params->ctx));
 }
 LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
@@ -19314,6 +19317,21 @@ LUNAI_FN float *lunai_state_bytes(const luna_lm_state *s, luna_tensor *like) {
   const int64_t count = (int64_t)(s->size / sizeof(float));
   *like = lunai_like(s->params->ctx, 1, &count);
   return (float *)(void *)s->half[lunai_state_newest(s)];
+}
+/* whether a stored half's positions are ones */
+LUNAI_FN bool lunai_state_places(const luna_lm_state *s, const lunai_st_tensor *bytes) {
+  for (int64_t b = 0; b < s->batch; b++) {
+    lunai_st_tensor part = *bytes;
+    float words[2];
+    lunai_int64 position;
+    part.data += (const char *)(s->position[0] + b) - s->half[0];
+    part.count = 2;
+    part.bytes = sizeof words;
+    lunai_st_floats(&part, words);
+    memcpy(&position, words, sizeof position);
+    if (position < 0 || position > (lunai_int64)1 << 53) return false;
+  }
+  return true;
 }
 LUNA_API size_t luna_lm_state_size(const luna_lm_state *s) {
   return s ? sizeof(lunai_stream_head) + s->layer_size * (size_t)s->sizes.layers : 0;

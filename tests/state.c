@@ -1,0 +1,233 @@
+/* A state that is carried from one forward pass to the next, in training too (gradients.c has its gradients). */
+#include "luna.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "test.h"
+
+enum { BATCH = 2, ROWS = 150, VOCAB = 11, FEATURES = 3 };
+static int32_t tokens[BATCH * ROWS], labels[BATCH * ROWS];
+static float features[BATCH * ROWS * FEATURES];
+
+typedef struct setup {
+  luna_ctx *ctx;
+  luna_params *params;
+  luna_lm model;
+  int64_t outputs;
+} setup;
+/* features or tokens, each memory, with a convolution or without */
+static setup open_model(int variant, int threads) {
+  setup s;
+  luna_lm_config config = {.layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = 4};
+  if (variant % 2) config.features = FEATURES, config.outputs = 5;
+  else config.vocab = VOCAB;
+  config.layer.forget = (luna_forget)(variant / 2 % 3);
+  config.layer.convolution = variant < 6 ? 4 : 0;
+  config.layer.pre_norm = variant >= 6;
+  config.layer.output_gate = variant >= 6;
+  config.layer.horizon = variant == 7 ? 40 : LUNA_HORIZON_NONE;
+  s.outputs = variant % 2 ? 5 : VOCAB;
+  s.ctx = luna_open(&(luna_options){.threads = threads, .seed = 3});
+  s.params = luna_params_open(s.ctx);
+  CHECK(luna_lm_init(&s.model, s.params, &config) == LUNA_OK, "%s", luna_error(s.ctx));
+  return s;
+}
+enum { VARIANTS = 12 };
+/* rows [first, first + n) of every sequence */
+static luna_input window(const setup *s, int64_t first, int64_t n) {
+  static int32_t some_tokens[BATCH * ROWS];
+  static float some_features[BATCH * ROWS * FEATURES];
+  for (int64_t i = 0; i < BATCH * n; i++) {
+    const int64_t at = i / n * ROWS + first + i % n;
+    some_tokens[i] = tokens[at];
+    memcpy(some_features + i * FEATURES, features + at * FEATURES, FEATURES * sizeof(float));
+  }
+  const bool numbers = s->model.config.features > 0;
+  return (luna_input){.tokens = numbers ? NULL : some_tokens, .batch = BATCH, .n = n,
+                      .features = numbers ? some_features : NULL};
+}
+/* the logits of a forward pass, into rows [first, first + n) of `out` */
+static void forward(setup *s, luna_lm_state *state, int64_t first, int64_t n, float *out) {
+  const luna_input input = window(s, first, n);
+  float *part = (float *)malloc((size_t)(BATCH * n * s->outputs) * sizeof(float));
+  luna_begin_inference(s->ctx);
+  if (state) CHECK(luna_lm_state_continue(state) == LUNA_OK, "%s", luna_error(s->ctx));
+  CHECK(luna_read(luna_lm_forward(&s->model, &input), part) == LUNA_OK, "%s", luna_error(s->ctx));
+  for (int64_t i = 0; i < BATCH * n; i++)
+    memcpy(out + (i / n * ROWS + first + i % n) * s->outputs, part + i * s->outputs,
+           (size_t)s->outputs * sizeof(float));
+  free(part);
+}
+
+/* windows that continue one another are one sequence; a stream's state is the same and goes either way */
+static void windows(int variant) {
+  static const int64_t sizes[] = {70, 1, 3, 64, 12};
+  setup s = open_model(variant, 2);
+  const size_t count = (size_t)(BATCH * ROWS * s.outputs);
+  float *whole = (float *)calloc(count, sizeof(float)), *parts = (float *)calloc(count, sizeof(float));
+  luna_lm_state *state = luna_lm_state_open(&s.model, BATCH);
+  forward(&s, NULL, 0, ROWS, whole);
+  for (int64_t i = 0, at = 0; i < 5; at += sizes[i++]) forward(&s, state, at, sizes[i], parts);
+  test_close("windows", parts, whole, count, 2e-6);
+
+  luna_stream *stream = luna_stream_open(&s.model, &(luna_stream_config){.batch = BATCH});
+  luna_input input = window(&s, 0, ROWS);
+  const size_t size = luna_lm_state_size(state);
+  unsigned char *bytes = (unsigned char *)malloc(size), *others = (unsigned char *)malloc(size);
+  CHECK(size == luna_stream_state_size(stream), "variant %d: a state of %zu bytes, the stream's has %zu", variant, size,
+        luna_stream_state_size(stream));
+  CHECK(luna_lm_state_save(state, bytes, size) == LUNA_OK, "%s", luna_error(s.ctx));
+  CHECK(luna_stream_prefill(stream, &input) && luna_stream_state_save(stream, others, size) == LUNA_OK, "prefill: %s",
+        luna_stream_error(stream));
+  /* both go on with the first row */
+  input = window(&s, 0, 1);
+  float *next = (float *)calloc(count, sizeof(float)), from_stream[2][BATCH * VOCAB];
+  for (int i = 0; i < 2; i++) {
+    if (i) CHECK(luna_stream_state_load(stream, bytes, size) == LUNA_OK, "%s", luna_stream_error(stream));
+    const float *y = input.features ? luna_stream_step_features(stream, input.features) :
+                                      luna_stream_step(stream, input.tokens);
+    if (CHECK(y, "%s", luna_stream_error(stream)))
+      memcpy(from_stream[i], y, (size_t)(BATCH * s.outputs) * sizeof(float));
+  }
+  test_close("a stream that goes on from a state", from_stream[1], from_stream[0], (size_t)(BATCH * s.outputs), 2e-6);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_load(state, others, size) == LUNA_OK, "%s", luna_error(s.ctx));
+  forward(&s, state, 0, 1, next);
+  for (int b = 0; b < BATCH; b++)
+    test_close("a state that goes on from a stream", next + b * ROWS * s.outputs, from_stream[0] + b * s.outputs,
+               (size_t)s.outputs, 2e-6);
+  luna_stream_close(stream);
+  luna_close(s.ctx);
+  free(whole), free(parts), free(bytes), free(others), free(next);
+}
+
+/* sequence 1 starts anew after 50 rows */
+static void restart(int variant) {
+  setup s = open_model(variant, 1);
+  const size_t count = (size_t)(BATCH * ROWS * s.outputs), row = (size_t)(ROWS * s.outputs);
+  float *on = (float *)calloc(count, sizeof(float)), *anew = (float *)calloc(count, sizeof(float)),
+        *got = (float *)calloc(count, sizeof(float));
+  luna_lm_state *state = luna_lm_state_open(&s.model, BATCH);
+  const int32_t second = 1, wrong = BATCH;
+  forward(&s, state, 0, 50, got);
+  forward(&s, state, 50, 70, on);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, NULL, 0) == LUNA_OK, "%s", luna_error(s.ctx));
+  forward(&s, state, 50, 70, anew);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, NULL, 0) == LUNA_OK, "%s", luna_error(s.ctx));
+  forward(&s, state, 0, 50, got);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, &wrong, 1) == LUNA_BAD_ARGUMENT, "a sequence that is not there started anew");
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_restart(state, &second, 1) == LUNA_OK, "%s", luna_error(s.ctx));
+  forward(&s, state, 50, 70, got);
+  const size_t at = (size_t)(50 * s.outputs), n = (size_t)(70 * s.outputs);
+  CHECK(memcmp(got + at, on + at, n * sizeof(float)) == 0, "variant %d: sequence 0 does not go on", variant);
+  CHECK(memcmp(got + row + at, anew + row + at, n * sizeof(float)) == 0, "variant %d: sequence 1 does not start anew",
+        variant);
+  luna_close(s.ctx);
+  free(on), free(anew), free(got);
+}
+
+/* `steps` steps of windows of 30 rows; the sum of the parameters' bits */
+static void train(setup *s, luna_lm_state *state, luna_optimizer *adam, int64_t from, int64_t steps) {
+  for (int64_t step = from; step < from + steps; step++) {
+    const int64_t first = step * 30 % 120;
+    int32_t wanted[BATCH * 30];
+    for (int64_t i = 0; i < BATCH * 30; i++) wanted[i] = labels[i / 30 * ROWS + first + i % 30] % (int32_t)s->outputs;
+    const luna_input input = window(s, first, 30);
+    luna_begin_step(s->ctx);
+    if (state) luna_lm_state_continue(state);
+    luna_backward(luna_lm_loss(&s->model, &input, wanted));
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(s->ctx));
+  }
+}
+static bool same(const setup *a, const setup *b) {
+  for (int64_t i = 0; i < luna_params_tensor_count(a->params); i++) {
+    const luna_tensor *x = luna_params_at(a->params, i, NULL), *y = luna_params_at(b->params, i, NULL);
+    if (memcmp(x->data, y->data, (size_t)luna_count(x) * sizeof(float))) return false;
+  }
+  return true;
+}
+/* bits: of any number of threads, and of a training that was saved and goes on */
+static void training(int variant) {
+  const char *path = "build/state_test.safetensors";
+  setup a = open_model(variant, 1), b = open_model(variant, 3), c = open_model(variant, 1), none = open_model(variant, 1);
+  luna_lm_state *states[3] = {luna_lm_state_open(&a.model, BATCH), luna_lm_state_open(&b.model, BATCH),
+                              luna_lm_state_open(&c.model, BATCH)};
+  luna_optimizer *adams[4] = {luna_adamw(a.params, NULL), luna_adamw(b.params, NULL), luna_adamw(c.params, NULL),
+                              luna_adamw(none.params, NULL)};
+  train(&a, states[0], adams[0], 0, 7);
+  train(&b, states[1], adams[1], 0, 7);
+  CHECK(same(&a, &b), "variant %d: 1 thread and 3 differ", variant);
+  train(&none, NULL, adams[3], 0, 7);
+  CHECK(!same(&a, &none), "variant %d: the state has no effect", variant);
+  CHECK(luna_save_training(adams[3], path) == LUNA_OK, "%s", luna_error(none.ctx));
+  CHECK(luna_load_training(adams[2], path) == LUNA_MISMATCH && strstr(luna_error(c.ctx), "state"),
+        "a training without a state loads: %s", luna_error(c.ctx));
+  train(&none, NULL, adams[3], 0, 1);
+  CHECK(luna_save_training(adams[0], path) == LUNA_OK, "%s", luna_error(a.ctx));
+  CHECK(luna_load_training(adams[2], path) == LUNA_OK, "%s", luna_error(c.ctx));
+  train(&a, states[0], adams[0], 7, 4);
+  train(&c, states[2], adams[2], 7, 4);
+  CHECK(same(&a, &c), "variant %d: a training that goes on has other bits", variant);
+  remove(path);
+  luna_close(a.ctx), luna_close(b.ctx), luna_close(c.ctx), luna_close(none.ctx);
+}
+
+static void refusals(void) {
+  setup s = open_model(0, 1), other = open_model(2, 1);
+  luna_lm_state *state = luna_lm_state_open(&s.model, BATCH), *three = luna_lm_state_open(&s.model, 3),
+                *unlike = luna_lm_state_open(&other.model, BATCH);
+  const int32_t lengths[BATCH] = {3, 3};
+  const size_t size = luna_lm_state_size(state);
+  unsigned char *bytes = (unsigned char *)malloc(2 * size);
+  luna_input input = window(&s, 0, 5);
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_continue(state) == LUNA_OK && luna_lm_state_continue(state) != LUNA_OK &&
+            luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_TWICE, "a state goes on twice in a step");
+  luna_begin_inference(s.ctx);
+  luna_lm_state_continue(three);
+  CHECK(!luna_lm_forward(&s.model, &input) && luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_INPUT, "%s",
+        luna_error(s.ctx));
+  luna_begin_inference(s.ctx);
+  luna_lm_state_continue(state);
+  input.lengths = lengths;
+  CHECK(!luna_lm_forward(&s.model, &input) && luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_INPUT, "%s",
+        luna_error(s.ctx));
+  input.lengths = NULL;
+  luna_begin_inference(s.ctx);
+  luna_lm_state_continue(state);
+  CHECK(luna_lm_forward(&s.model, &input) && !luna_lm_forward(&s.model, &input) &&
+            luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_TWICE, "two passes of a step go on from one state");
+  luna_begin_inference(s.ctx);
+  CHECK(luna_lm_state_save(state, bytes, size) == LUNA_OK && luna_lm_state_load(unlike, bytes, size) != LUNA_OK &&
+            luna_ctx_error_id(other.ctx) == LUNA_ERROR_STATE_OTHER, "another model's state loads");
+  CHECK(luna_lm_state_load(state, bytes, size - 1) != LUNA_OK, "half a state loads");
+  bytes[0] ^= 1;
+  CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK, "a damaged state loads");
+  CHECK(!luna_lm_state_open(&s.model, 0) && !luna_lm_state_open(NULL, 1), "a state of no sequences, or no model");
+  luna_params *params = luna_params_open(s.ctx);
+  luna_lm softmax;
+  luna_lm_config config = {.layers = 1, .dim = 8, .heads = 2, .layer = {.attention = LUNA_ATTENTION_SOFTMAX}};
+  CHECK(luna_lm_init(&softmax, params, &config) == LUNA_OK && !luna_lm_state_open(&softmax, 1) &&
+            luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_MODEL, "a state of softmax attention");
+  luna_close(s.ctx), luna_close(other.ctx);
+  free(bytes);
+}
+
+int main(void) {
+  for (int i = 0; i < BATCH * ROWS; i++) {
+    tokens[i] = (i * 7 + i * i / 3) % VOCAB;
+    labels[i] = (i * 5 + 3) % VOCAB;
+    for (int k = 0; k < FEATURES; k++) features[i * FEATURES + k] = sinf((float)(i * (k + 2)) * 0.37f);
+  }
+  for (int variant = 0; variant < VARIANTS; variant++) {
+    windows(variant);
+    if (variant < 6) restart(variant), training(variant);
+  }
+  refusals();
+  return test_report("state");
+}
