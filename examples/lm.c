@@ -32,7 +32,7 @@ static struct settings set = {
 };
 static struct {
   const char *prompt;
-  int64_t window, convolution, bytes, top_k, graph;
+  int64_t window, convolution, bytes, top_k, graph, carry;
   int64_t cut;                       /* window, or less where a text to learn is short */
   double temperature;
 } own = { .prompt = "\n", .window = 256, .convolution = 4, .bytes = 1000, .temperature = 0.8 };
@@ -41,6 +41,7 @@ static const flag flags[] = {
   FLAGS_TRAIN,
   FLAGS_RESUME,
   { "--window", "te", WHOLE(own.window, 1, 1e6), "bytes a window" },
+  { "--carry", "te", SWITCH(own.carry), "windows continue one another: the memory goes on from one to the next" },
   FLAGS_MODEL,
   FLAGS_FORGET,
   { "--convolution", "t", WHOLE(own.convolution, 0, 64), "bytes that the short convolution sees, 0 for none" },
@@ -87,6 +88,18 @@ static luna_tensor *loss_of(const luna_lm *model, const int32_t *bytes, const in
                       mine.at ? mine.at + rows * cut.count : NULL);
 }
 
+/* The same of the whole text as one sequence. */
+static double mean_carried_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window) {
+  luna_lm_state *state = luna_lm_state_open(model, 1);
+  double sum = 0;
+  for (int64_t at = 0, n; state && at < t.size - 1; at += n) {
+    n = window < t.size - 1 - at ? window : t.size - 1 - at;
+    luna_begin_inference(ctx);
+    luna_lm_state_continue(state);
+    sum += (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, 1, n)) * (double)n;
+  }
+  return state ? sum / (double)(t.size - 1) : (double)NAN;
+}
 /* Mean loss, nats a byte, over a text cut into windows; only every so many windows when `max` are enough. NaN on
    failure. */
 static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t window, int64_t max) {
@@ -142,11 +155,19 @@ static bool show_sample(const char *when, const luna_lm *model, const text *prom
 /* ---- train ------------------------------------------------------------------------------------------------------- */
 
 static progress bar = { .bits = true };
+static luna_lm_state *carried;       /* with --carry, else null */
 
-/* Fills the step's batch with windows that begin anywhere in the text. */
+/* Fills the step's batch with windows that begin anywhere in the text or, with a state to carry, go on where those of
+   the step before end: each row reads the text from a place of its own, and starts anew where the text ends. */
 static void pick_windows(text t, int64_t step, int32_t *bytes, int32_t *next) {
+  const int64_t windows = (t.size - 1) / own.cut;
+  const portion mine = rank_part(LUNA_PARALLEL_DATA, set.batch);
   for (int64_t row = 0; row < set.batch; row++) {
-    const int32_t *from = t.bytes + draw(0, step, row) % (uint64_t)(t.size - own.cut);
+    const int64_t window = (row * windows / set.batch + step) % windows;
+    const int32_t *from = t.bytes + (carried ? (uint64_t)(window * own.cut) :
+                                               draw(0, step, row) % (uint64_t)(t.size - own.cut));
+    const int32_t which = (int32_t)(row - mine.first);
+    if (window == 0 && which >= 0 && which < mine.count) luna_lm_state_restart(carried, &which, 1);
     memcpy(bytes + row * own.cut, from, (size_t)own.cut * sizeof(int32_t));
     memcpy(next + row * own.cut, from + 1, (size_t)own.cut * sizeof(int32_t));
   }
@@ -182,9 +203,10 @@ static bool learn(luna_ctx *ctx, const luna_lm *model, luna_optimizer *adam, tex
   luna_graph *graph = own.graph ? luna_graph_open(ctx) : NULL;
   while (bar.step < set.steps && !interrupted) {
     if (progress_due(&bar) && !(validate(ctx, model, held, VALIDATION) >= 0)) return false;
-    pick_windows(t, bar.step, bytes, next);
     luna_graph_begin(graph);
     luna_begin_step(ctx);
+    pick_windows(t, bar.step, bytes, next);
+    luna_lm_state_continue(carried);
     luna_tensor *loss = loss_of(model, bytes, next, set.batch, own.cut);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK || luna_graph_end(graph) != LUNA_OK) return false;
@@ -247,6 +269,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   });
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size,
          (long long)held.size, (long long)luna_params_element_count(params));
+  if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
+    return failed(ctx);
   if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);
   if ((set.save_every || set.resume) && luna_params_set(params, "lm.text", mark.text) != LUNA_OK) return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
@@ -314,12 +338,13 @@ static int eval(luna_ctx *ctx, const char **words) {
   luna_lm model;
   text t = { 0 };
   if (load(ctx, &model, words[0]) || read_text(words[1], &t)) return 2;
-  double loss = t.size < 2 ? 0 : mean_loss(ctx, &model, t, own.window, INT64_MAX);
+  double loss = t.size < 2 ? 0 : own.carry ? mean_carried_loss(ctx, &model, t, own.window) :
+                mean_loss(ctx, &model, t, own.window, INT64_MAX);
   free(t.bytes);
   if (t.size < 2) return fail("%s has one byte: there is nothing to foretell", words[1]);
   if (!(loss >= 0)) return failed(ctx);
-  printf("%s on %s: %.4f bits per byte, %.4f nats, in windows of %lld bytes\n", words[0], words[1], loss / LN2, loss,
-         (long long)own.window);
+  printf("%s on %s: %.4f bits per byte, %.4f nats, %s windows of %lld bytes\n", words[0], words[1], loss / LN2, loss,
+         own.carry ? "as one sequence, in" : "in", (long long)own.window);
   return 0;
 }
 
