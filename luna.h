@@ -15002,6 +15002,8 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna
       !lunai_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
     return NULL;
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
+  if (c->horizon > 0 && q->shape[1] > c->horizon && !LUNAI_BUMPS(q->ctx) && lunai_on_device(q->ctx))
+    return lunai_fail(q->ctx, LUNA_ERROR_NO_OP, "luna_causal_nested_attention", "of rows beyond a horizon");
   if (!c->forget && !LUNAI_BUMPS(q->ctx) &&
       (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(in, c, scale);
@@ -18985,8 +18987,9 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   const char *wrong = ctx->options.measure ? "a context that measures has no weights" :
       lunai_stream_config(first, &own);
   if (wrong) return lunai_fail(ctx, LUNA_ERROR_STREAM_CONFIG, name, wrong), (luna_stream *)NULL;
-  if (lunai_stream_on_device(first) && !ctx->backend->op[LUNA_OP_CAUSAL_LUNA].forward)
-    return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(LUNA_OP_CAUSAL_LUNA)), (luna_stream *)NULL;
+  const luna_op_kind kind = first->sizes.forget ? LUNA_OP_FORGETTING_LUNA : LUNA_OP_CAUSAL_LUNA;
+  if (lunai_stream_on_device(first) && !ctx->backend->op[kind].forward)
+    return lunai_fail_status(ctx, LUNA_ERROR_NO_OP, name, luna_op_name(kind)), (luna_stream *)NULL;
   if (!lunai_stream_measure(first, layers)) return lunai_stream_report(ctx, first, name), (luna_stream *)NULL;
   const size_t size = lunai_stream_lay_out(first, NULL);
   first->memory_size = size + LUNAI_ALIGN;

@@ -4197,6 +4197,7 @@ struct lunacu_causal_stream {
   int64_t batch, rows, heads, dim, slots, activation;
   const int64_t *position;
   double scale;
+  int64_t horizon;                   /* or 0 */
 };
 /* mean [depth, width] += (y^T z - mean) share, from 0 where it is the first, and put(j, (x mean)_j): a thread has a
    column of each tile, and of its rows every so many; what threads have of a column is added in their order */
@@ -4232,7 +4233,8 @@ __global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(luna
   double *ka = a.ka + item * a.dim * a.slots, *av = a.av + item * a.dim * a.slots;
   for (int64_t t = 0; t < a.rows; t++) {
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
-    const double share = 1 / (double)(position + t + 1);
+    const int64_t now = position + t + 1;
+    const double share = 1 / (double)(a.horizon > 0 ? min(now, a.horizon) : now);
     const bool first = position + t == 0;
     float *out = a.out + row * a.dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK)
@@ -4253,7 +4255,8 @@ static luna_status lunacu_causal_luna_stream(luna_op *op) {
                                   (float *)op->workspace, op->mean_ka, op->mean_av,
                                   op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads,
                                       lunacu_last(op->in[3]) / heads,
-                                  (int64_t)op->activation, op->position, (double)op->arg.causal.scale};
+                                  (int64_t)op->activation, op->position, (double)op->arg.causal.scale,
+                                  op->arg.causal.horizon};
   if (a.batch * a.rows * a.heads > 0)
     LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
   return lunacu_row_done(op);
