@@ -173,7 +173,7 @@ typedef struct flag {
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
   { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
-   "whether the memory forgets, at a learned rate or as each step decides; no: as published" }, \
+   "whether a causal memory forgets, at a learned rate or as each step decides; no: as published" }, \
   { "--output-gate", "t", SWITCH(set.output_gate), "a gate on what attention gives" }
 #define FLAGS_RESUME \
   { "--save-every", "t", WHOLE(set.save_every, 0, 1e9), \

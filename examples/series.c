@@ -28,7 +28,7 @@ static struct settings set = {
   .out = "series.safetensors",
   .steps = 1200, .batch = 16, .lr = 2e-3,
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
-  .seed = 1
+  .seed = 1, .forget = LUNA_FORGET_GATED
 };
 static struct { const char *label, *svg; int64_t per_step, causal, forecast, window, held; double noise, stretch,
                scale; } own = {
@@ -48,6 +48,7 @@ static const flag flags[] = {
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
   FLAGS_MODEL,
+  FLAGS_FORGET,
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
@@ -343,7 +344,8 @@ static luna_tensor *run(const luna_input *input) {
 static luna_status make_model(luna_params *params) {
   const luna_layer_config layer = { .activation = LUNA_ACTIVATION_GELU, .pre_norm = true, .dropout = (float)set.dropout,
                                    .attention = (luna_attention_kind)set.attention,
-                                   .recompute = (luna_recompute_kind)set.recompute };
+                                   .recompute = (luna_recompute_kind)set.recompute,
+                                   .output_gate = set.output_gate != 0 };
   const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
                                        .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = 4096, .layer = layer };
@@ -351,6 +353,7 @@ static luna_status make_model(luna_params *params) {
                        .dim = set.dim, .heads = set.heads,
     .ffn = set.ffn, .memory = set.memory, .layer = layer };
   lm.layer.convolution = 4;
+  lm.layer.forget = (luna_forget)set.forget;
   model.kind = own.causal ? LUNA_MODEL_LM : LUNA_MODEL_CLASSIFIER;
   return own.causal ? luna_lm_init(&model.lm, params, &lm)
                     : luna_classifier_init(&model.classifier, params,
