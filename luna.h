@@ -14,7 +14,7 @@
        Y_X [n,d]   y y y y y y y y y y y y   the next layer's X; Y_P is the next layer's P
      Both take n l dot products instead of n n: time and memory are linear in n. After the last layer P summarises the
      sequence in a fixed size: classifiers pool it, decoders read it, and it can be carried into the next segment. The
-     causal form replaces the pack by running sums, and so streams one token at a time in memory that does not grow.
+     causal form replaces the pack by running means, and so streams one token at a time in memory that does not grow.
      A classifier that pools P (the default) does not use its last layer's unpack and feed-forward: they are not
      computed and have no gradient, and a parameter without gradient is changed by no optimiser, nor by weight decay.
 
@@ -71,6 +71,16 @@
         luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
         and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
         luna_stream_open_bytes needs no context, allocator, stdio or threads.
+
+   BEYOND THE LENGTH OF TRAINING
+     Causal Luna attention as published is a mean over the whole past: after n tokens the next one counts 1 / n, less
+     than any did in training, and a detector that runs on sees less and less. Two remedies, neither in the paper:
+     A horizon: the means are exponential ones beyond the longest sequence of training. Models have it without being
+     asked, and no bit within that length changes (layer.horizon; LUNA_HORIZON_NONE is the published form).
+     A memory that forgets (layer.forget = LUNA_FORGET_GATED): each slot's weights are a causal softmax's, and each
+     token decides how much a slot forgets. It learns language and signals far better, and runs on for ever as in
+     training; README has the figures. A model for new data should have it. layer.output_gate is a smaller gain.
+     luna_lm_state carries the memory from one window of a long text to the next, in training too.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
@@ -153,9 +163,11 @@
        luna.kind                  causal_lm, classifier, masked_lm or seq2seq
        luna.vocab, luna.dim, ...  the model's config by its fields' names: decimal numbers, enums by value
        luna.dropout, luna.attention_dropout, luna.activation_dropout    in units of 10^-9
+       luna.horizon               the longest sequence of training, or the config's; absent: none
+       luna.format                2 where the model has luna.forget or luna.output_gate, which luna.h 0.1 does not know
        any other key              the caller's, by luna_params_set
-     luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square) and, as 16
-     hexadecimal digits each,
+     luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.state where
+     a luna_lm_state is carried, and, as 16 hexadecimal digits each,
        luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 Apollo
        luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
        luna.lr                    the float's bits: the learning rate before its schedule
