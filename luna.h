@@ -282,7 +282,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "luna_stream_state_save and luna_stream_state_load") \
   X(STATE_MODEL, UNSUPPORTED, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
     "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
-  X(STATE_INPUT, BAD_ARGUMENT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and %s") \
+  X(STATE_INPUT, BAD_ARGUMENT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
+    "%s") \
   X(STATE_TWICE, BAD_ARGUMENT, "luna_lm_state_continue: this step continues a state already; begin the next one") \
   X(STATE_OTHER, BAD_ARGUMENT, "%s: the state is of another model, batch or layer count, or damaged") \
   X(STATE_MISSING, MISMATCH, "%s: the training in %s carried no state of this model and batch") \
@@ -7579,8 +7580,8 @@ LUNAI_FN void lunai_forget_exchange(const void *args, int64_t item, double *stat
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), unit = lunai_forget_unit(a);
   const ptrdiff_t before = store ? 0 : a->before;
   for (int64_t slot = 0; slot < l; slot++, state += unit) {
-    double *k = a->mean_ka + before + item * d * a->slots + slot, *weight = a->weights + before + item * a->slots + slot;
-    double *v = a->mean_av + before + (item * a->slots + slot) * d;
+    double *k = a->mean_ka + before + item * d * a->slots + slot;
+    double *v = a->mean_av + before + (item * a->slots + slot) * d, *weight = a->weights + before + item * a->slots + slot;
     if (store) *weight = state[2 * d];
     for (int64_t i = 0; i < d; i++) {
       if (store) k[i * a->slots] = state[i] / *weight;
@@ -18114,8 +18115,8 @@ LUNAI_FN luna_status lunai_state_find(const luna_params *params, const lunai_st 
   luna_tensor like;
   if (!params->state) return LUNA_OK;
   (void)lunai_state_bytes(params->state, &like);
-  if (lunai_st_find(st, LUNAI_STATE, bytes) && lunai_st_like(bytes, &like) && bytes->bytes == (size_t)bytes->count * 4 &&
-      lunai_state_places(params->state, bytes)) return LUNA_OK;
+  if (lunai_st_find(st, LUNAI_STATE, bytes) && lunai_st_like(bytes, &like) &&
+      bytes->bytes == (size_t)bytes->count * sizeof(float) && lunai_state_places(params->state, bytes)) return LUNA_OK;
   return lunai_fail_status(params->ctx, LUNA_ERROR_STATE_MISSING, params->ctx->call, lunai_file_name(params->ctx));
 }
 LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st) {
@@ -19202,7 +19203,7 @@ LUNA_API luna_status luna_stream_state_load(luna_stream *s, const void *bytes, s
 }
 
 #ifndef LUNA_ONLY_STREAM
-/* --- a state that training carries. There are two halves: a step reads one, which its backward pass may read again, and
+/* --- a state that training carries. There are two halves: a step reads one, which its backward pass reads again, and
    writes the other, from which the next step goes on. --- */
 struct luna_lm_state {
   luna_params *params;
