@@ -7581,7 +7581,8 @@ LUNAI_FN void lunai_forget_exchange(const void *args, int64_t item, double *stat
   const ptrdiff_t before = store ? 0 : a->before;
   for (int64_t slot = 0; slot < l; slot++, state += unit) {
     double *k = a->mean_ka + before + item * d * a->slots + slot;
-    double *v = a->mean_av + before + (item * a->slots + slot) * d, *weight = a->weights + before + item * a->slots + slot;
+    double *v = a->mean_av + before + (item * a->slots + slot) * d;
+    double *weight = a->weights + before + item * a->slots + slot;
     if (store) *weight = state[2 * d];
     for (int64_t i = 0; i < d; i++) {
       if (store) k[i * a->slots] = state[i] / *weight;
