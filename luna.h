@@ -1,4 +1,4 @@
-/* luna.h - attention over long sequences, in one header. Version 0.1. MIT or public domain: see LICENSE.
+/* luna.h - attention over long sequences, in one header. Version 0.2. MIT or public domain: see LICENSE.
 
    Luna (Linear Unified Nested Attention, NeurIPS 2021) replaces softmax attention's quadratic cost by two nested
    attentions through a short memory P. Equation, section and table numbers in this file are those of version 2 of the
@@ -205,8 +205,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define LUNA_VERSION "0.1"
-#define LUNA_VERSION_NUMBER 100      /* 10000 major + 100 minor + patch */
+#define LUNA_VERSION "0.2"
+#define LUNA_VERSION_NUMBER 200      /* 10000 major + 100 minor + patch */
 
 #ifndef LUNA_API
 #if defined(LUNA_STATIC) && (defined(__GNUC__) || defined(__clang__))

@@ -1,4 +1,5 @@
-/* A state that is carried from one forward pass to the next, in training too (gradients.c has its gradients). */
+/* A state that is carried from one forward pass to the next, in training too (gradients.c has its gradients), and the
+   horizon of models. */
 #include "luna.h"
 
 #include <stdlib.h>
@@ -218,6 +219,76 @@ static void refusals(void) {
   free(bytes);
 }
 
+/* ---- the horizon: the longest sequence of training, or what the config says, saved with the model ---- */
+static char file[1 << 20];
+static size_t file_size;
+static bool to_file(void *user, const void *bytes, size_t size) {
+  (void)user;
+  if (file_size + size >= sizeof file) return false;
+  memcpy(file + file_size, bytes, size);
+  return file[file_size += size] = 0, true;
+}
+static const char *save(const luna_params *params) {
+  const luna_io io = {.write = to_file};
+  file_size = 0;
+  CHECK(luna_save_io(params, &io) == LUNA_OK, "%s", luna_error(luna_params_ctx(params)));
+  return file + 8;                   /* its header; the text ends with the first byte 0 of the numbers */
+}
+static void horizon(int64_t asked, const char *wanted) {
+  luna_ctx *ctx = luna_open(NULL), *again = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(again);
+  luna_lm model, other;
+  luna_lm_config config = {.vocab = VOCAB, .layers = 1, .dim = 8, .heads = 2, .memory = 3, .layer = {.horizon = asked}};
+  float got[100 * VOCAB], first[VOCAB];
+  CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  luna_optimizer *adam = luna_adamw(params, NULL);
+  for (int64_t n = 20; n <= 30; n += 5) {
+    luna_begin_step(ctx);
+    luna_backward(luna_lm_loss(&model, &(luna_input){.tokens = tokens, .batch = 1, .n = n == 25 ? 30 : n == 30 ? 25 : n},
+                               tokens + 1));
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(ctx));
+  }
+  const char *header = save(params), *at = strstr(header, "luna.horizon");
+  CHECK(wanted ? at && strncmp(at, wanted, strlen(wanted)) == 0 : !at, "horizon %d: the file says %.30s", (int)asked,
+        at ? at : "nothing");
+  if (!CHECK(luna_lm_load_bytes(&other, loaded, file, file_size) == LUNA_OK, "%s", luna_error(again))) return;
+  luna_begin_inference(again);
+  luna_read(luna_lm_forward(&other, &(luna_input){.tokens = tokens, .batch = 1, .n = 100}), got);
+  luna_stream *of_model = luna_stream_open(&other, NULL), *none = luna_stream_open(
+      &other, &(luna_stream_config){.horizon = LUNA_HORIZON_NONE});
+  void *memory = malloc(luna_stream_size(file, file_size, NULL, NULL));
+  luna_stream *of_bytes = luna_stream_open_bytes(file, file_size, NULL, memory,
+                                                 luna_stream_size(file, file_size, NULL, NULL), NULL);
+  const float *a = NULL, *b = NULL, *c = NULL;
+  for (int t = 0; t < 100; t++) {
+    a = luna_stream_step(of_model, tokens + t), b = luna_stream_step(of_bytes, tokens + t);
+    c = luna_stream_step(none, tokens + t);
+    if (t == 0) memcpy(first, c, sizeof first);
+  }
+  test_close("a stream past its horizon", a, got + 99 * VOCAB, VOCAB, 2e-6);
+  test_close("a stream of bytes past its horizon", b, got + 99 * VOCAB, VOCAB, 2e-6);
+  CHECK((test_error(c, a, VOCAB) > 1e-4) == (wanted != NULL), "horizon %d: as none: %g", (int)asked,
+        test_error(c, a, VOCAB));
+  luna_stream_close(of_model), luna_stream_close(none);
+  free(memory);
+  luna_close(ctx), luna_close(again);
+}
+/* a file of a later luna.h */
+static void newer(void) {
+  setup s = open_model(4, 1);
+  const char *error = "";
+  char *format = strstr((char *)(uintptr_t)save(s.params), "\"luna.format\":\"2\"");
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm model;
+  if (!CHECK(format, "the file has no luna.format")) return;
+  CHECK(luna_stream_size(file, file_size, NULL, &error) > 0, "%s", error);
+  format[15] = '3';
+  CHECK(luna_lm_load_bytes(&model, luna_params_open(ctx), file, file_size) != LUNA_OK &&
+            strstr(luna_error(ctx), LUNA_VERSION), "a file of a later format: %s", luna_error(ctx));
+  CHECK(luna_stream_size(file, file_size, NULL, &error) == 0 && strstr(error, LUNA_VERSION), "%s", error);
+  luna_close(ctx), luna_close(s.ctx);
+}
+
 int main(void) {
   for (int i = 0; i < BATCH * ROWS; i++) {
     tokens[i] = (i * 7 + i * i / 3) % VOCAB;
@@ -229,5 +300,9 @@ int main(void) {
     if (variant < 6) restart(variant), training(variant);
   }
   refusals();
+  horizon(0, "luna.horizon\":\"30\"");
+  horizon(7, "luna.horizon\":\"7\"");
+  horizon(LUNA_HORIZON_NONE, NULL);
+  newer();
   return test_report("state");
 }
