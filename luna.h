@@ -2040,6 +2040,8 @@ typedef struct luna_op {
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
+/* CAUSAL_PRODUCT, and then CAUSAL_LUNA: more rows than arg.causal.horizon */
+#define LUNA_TAKES_HORIZON (1 << 27)
 #define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
@@ -11308,7 +11310,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
-#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, LUNA_TAKES_HORIZON)
 
 /* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
    stream: mean_ka, mean_av, weights, position. kept: W, or U and sums of weights --- */
@@ -14996,6 +14998,13 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], const luna
   return lunai_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
 }
 
+#ifdef LUNA_ONLY_STREAM
+#define lunai_takes_horizon(ctx) ((void)(ctx), true)
+#else
+LUNAI_FN bool lunai_takes_horizon(const luna_ctx *ctx) {
+  return ctx->backend->op[LUNA_OP_CAUSAL_PRODUCT].can & LUNA_TAKES_HORIZON;
+}
+#endif
 /* c: with heads and omega */
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
                                           const lunai_past *past) {
@@ -15016,7 +15025,8 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna
       !lunai_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
     return NULL;
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (c->horizon > 0 && q->shape[1] > c->horizon && !LUNAI_BUMPS(q->ctx) && lunai_on_device(q->ctx))
+  if (c->horizon > 0 && q->shape[1] > c->horizon && !LUNAI_BUMPS(q->ctx) &&
+      !lunai_takes_horizon(q->ctx))
     return lunai_fail(q->ctx, LUNA_ERROR_NO_OP, "luna_causal_nested_attention", "of rows beyond a horizon");
   if (!c->forget && !LUNAI_BUMPS(q->ctx) &&
       (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
