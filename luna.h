@@ -15454,6 +15454,19 @@ LUNAI_FN luna_init lunai_projection_init(bool bert, bool output) {
   return lunai_init(LUNA_INIT_XAVIER, output ? 1.0f : 0.70710678f);
 }
 
+/* The output gate: "gate_proj", silu(x W_g + b_g), and y times that, or y itself without a gate */
+LUNAI_FN lunai_part lunai_gate_part(bool has, luna_linear_layer *gate, int64_t dim, bool bert_init) {
+  const luna_init init = lunai_projection_init(bert_init, false);
+  const lunai_part part = { has, &gate->weight, &gate->bias, "gate_proj.weight", dim, dim, init };
+  return part;
+}
+LUNAI_FN luna_tensor *lunai_gate(const luna_linear_layer *gate, luna_tensor *x) {
+  return lunai_linear_activated(x, gate->weight, gate->bias, LUNA_ACTIVATION_SILU);
+}
+LUNAI_FN luna_tensor *lunai_gated(const luna_linear_layer *gate, luna_tensor *x, luna_tensor *y) {
+  return gate->weight ? luna_mul(y, lunai_gate(gate, x)) : y;
+}
+
 LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, luna_params *params, const char *prefix) {
   const luna_nested_attention_layer_config *c = &layer->config;
   const bool full = c->sharing == LUNA_SHARING_FULL, tied = c->sharing == LUNA_SHARING_TIED;
@@ -15465,7 +15478,8 @@ LUNAI_FN bool lunai_nested_attention_init(luna_nested_attention_layer *layer, lu
     { true, LUNAI_BOTH(layer->q), "q_proj.weight", c->dim, c->dim, in },
     { full, LUNAI_BOTH(layer->k), "k_proj.weight", c->dim, c->dim, in },
     { true, LUNAI_BOTH(layer->v), tied ? "c_proj.weight" : "v_proj.weight", c->dim, c->dim, in },
-    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out } };
+    { true, LUNAI_BOTH(layer->out), "out_proj.weight", c->dim, c->dim, out },
+    lunai_gate_part(c->output_gate, &layer->gate, c->dim, c->bert_init) };
   if (!lunai_parts_init(params, prefix, parts, LUNAI_LENGTH(parts))) return false;
   if (tied) { layer->pk = layer->pv; layer->k = layer->v; }
   if (c->sharing == LUNA_SHARING_QK) { layer->pk = layer->pq; layer->k = layer->q; }
@@ -15506,18 +15520,6 @@ LUNAI_FN luna_tensor *lunai_weight_heads(luna_ctx *ctx, const luna_linear_layer 
 }
 LUNAI_FN luna_tensor *lunai_project(const luna_linear_layer *layer, luna_tensor *x) {
   return layer->weight ? luna_linear_layer_forward(layer, x) : x;
-}
-/* The output gate: "gate_proj", silu(x W_g + b_g), and y times that, or y itself without a gate */
-LUNAI_FN lunai_part lunai_gate_part(bool has, luna_linear_layer *gate, int64_t dim, bool bert_init) {
-  const luna_init init = lunai_projection_init(bert_init, false);
-  const lunai_part part = { has, &gate->weight, &gate->bias, "gate_proj.weight", dim, dim, init };
-  return part;
-}
-LUNAI_FN luna_tensor *lunai_gate(const luna_linear_layer *gate, luna_tensor *x) {
-  return lunai_linear_activated(x, gate->weight, gate->bias, LUNA_ACTIVATION_SILU);
-}
-LUNAI_FN luna_tensor *lunai_gated(const luna_linear_layer *gate, luna_tensor *x, luna_tensor *y) {
-  return gate->weight ? luna_mul(y, lunai_gate(gate, x)) : y;
 }
 
 /* lengths of `count` sequences, without lengths n each, in windows of w rows, at most `max`; host memory of the step */

@@ -19,6 +19,7 @@ ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x
               torch.sigmoid, F.silu, torch.tanh]
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 TIED, FULL, NO_KEY, QK = range(4)                                  # luna_sharing
+CONSTANT, GATED = 1, 2                                             # luna_forget
 NO_POSITIONS, SINUSOIDAL, LEARNED = 1, 2, 3                        # luna_positions
 CLS, MEAN, MEMORY, MEMORY_BATCH = 1, 2, 3, 4                       # luna_pooling
 
@@ -44,9 +45,19 @@ def attention(q, k, v, heads, real, dropout):                      # (1); of no 
     y = y.transpose(1, 2).flatten(2)
     return y if real is None else y.masked_fill(~real.any(1)[:, None, None], 0)
 
-def causal_product(x, y, z):                                       # (7) F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j
+def causal_product(x, y, z, horizon=0):                            # (7) F_t = 1/t X_t sum_{j<=t} Y_j^T Z_j
+    t = torch.arange(1, x.shape[2] + 1, device=x.device)
+    if horizon and len(t) > horizon:                               # from there on an exponential mean
+        beyond = (t - horizon).clamp(min=0)
+        share = (1 - 1 / horizon) ** (beyond[:, None] - beyond).clamp(min=0) / t.clamp(max=horizon)[:, None]
+        return (x @ y.mT * share.tril().to(x)) @ z
     sums = torch.cumsum(y[..., :, None] * z[..., None, :], 2)
-    return (x[..., None, :] @ sums)[..., 0, :] / torch.arange(1, x.shape[2] + 1, device=x.device)[:, None]
+    return (x[..., None, :] @ sums)[..., 0, :] / t[:, None]
+def past(scores, gates):                                           # -> [b,h,t,j,l], what slots have of row j at row t
+    logs = (F.logsigmoid(gates) / 16).clamp(min=-1).cumsum(2)
+    a = (scores.clamp(-15, 15) - logs)[:, :, None].expand(-1, -1, scores.shape[2], -1, -1)
+    seen = torch.ones(a.shape[2:4], dtype=torch.bool, device=a.device).tril()
+    return a.masked_fill(~seen[..., None], -math.inf).softmax(3)
 
 class Part(nn.Module):
     def __init__(self, c, linears=(), norms=()):
@@ -58,7 +69,9 @@ class Part(nn.Module):
         setattr(self, name, layer := nn.Linear(columns, rows, bias))
         nn.init.xavier_uniform_(layer.weight, gain)
         if bias: nn.init.zeros_(layer.bias)
+        if name == "out_proj" and self.c.output_gate: self.linear("gate_proj", rows, rows, math.sqrt(0.5))
     def drop(self, x, which="dropout"): return F.dropout(x, self.c.get(which, 0) * 1e-9, self.training)
+    def out(self, x, y): return self.out_proj(y * F.silu(self.gate_proj(x)) if self.c.output_gate else y)
 
 class NestedAttention(Part):                                       # (3), (4), (5)
     def __init__(self, c):
@@ -73,21 +86,34 @@ class NestedAttention(Part):                                       # (3), (4), (
     def forward(self, x, p, context, real):
         y_p = self.attend("p", p, context, self.c.pack_heads or self.c.heads, real)
         y_x = self.attend("", x, y_p, self.c.heads, None if real is None else real[:, :p.shape[1]])
-        return self.out_proj(y_x), y_p
+        return self.out(x, y_x), y_p
 
 class CausalAttention(Part):                                       # section 3.3
     def __init__(self, c):
         self.key, self.value = ("k_proj", "v_proj") if c.sharing == FULL else ("c_proj", "c_proj")
         super().__init__(c, ["pq_proj", "pc_proj", "q_proj", "out_proj", *{self.key, self.value}])
+        if not c.forget: return
+        self.forget_proj = nn.Linear(c.dim, c.heads * c.memory)    # the slots forget within 8 to 1024 tokens
+        times = 8 * 128 ** (torch.arange(c.memory) / (c.memory - 1) if c.memory > 1 else torch.tensor([0.5]))
+        nn.init.xavier_uniform_(self.forget_proj.weight, 0.5)
+        self.forget_proj.bias.data = -torch.expm1(16 / times).log().repeat(c.heads)
+        if c.forget == CONSTANT: self.forget_proj.weight = None
+    def gates(self, x, slots):
+        gates = self.forget_proj.bias.expand(*x.shape[:2], -1) if self.c.forget == CONSTANT else self.forget_proj(x)
+        return split(gates, self.c.heads)[..., :slots]
     def forward(self, x, p, slots=None):
         pq, pc, q, k, v = (split(self._modules[name](y), self.c.heads) for name, y in
                            (("pq_proj", p), ("pc_proj", x), ("q_proj", x), (self.key, x), (self.value, x)))
         scale = math.sqrt(self.c.heads / self.c.dim)
-        pack = ACTIVATION[self.c.omega or 5](pc @ (pq * scale).mT)
-        unpack = causal_product(q * scale, k, pack)
+        scores = pc @ (pq * scale).mT
+        pack = past(scores, self.gates(x, p.shape[1])) if self.c.forget else ACTIVATION[self.c.omega or 5](scores)
+        unpack = torch.einsum("bhtd,bhjd,bhtjl->bhtl", q * scale, k, pack) if self.c.forget else (
+            causal_product(q * scale, k, pack, self.c.horizon))
         if slots is not None: unpack = unpack.masked_fill(~slots[:, None, None], -math.inf)
-        y = causal_product(self.drop(torch.softmax(unpack, -1), "attention_dropout"), pack, v)
-        return self.out_proj(y.transpose(1, 2).flatten(2))
+        w = self.drop(torch.softmax(unpack, -1), "attention_dropout")
+        y = torch.einsum("bhtl,bhtjl,bhjd->bhtd", w, pack, v) if self.c.forget else (
+            causal_product(w, pack, v, self.c.horizon))
+        return self.out(x, y.transpose(1, 2).flatten(2))
 
 class Layer(Part):                                                 # (6), and its form with the norms first
     def __init__(self, c, *norms):
@@ -261,6 +287,7 @@ def load(path):
 def save(model, path):
     header, data = {"__metadata__": {"luna.kind": model.kind, **getattr(model, "pairs", {})}}, bytearray()
     header["__metadata__"].update(("luna." + name, str(int(value))) for name, value in model.c.items())
+    if model.c.forget or model.c.output_gate: header["__metadata__"]["luna.format"] = "2"
     for name, t in model.state_dict().items():
         size = len(data)
         data += bytes(4 * t.numel())

@@ -69,6 +69,13 @@ static int make(luna_ctx *ctx, int number, const char *path) {
               .positions = LUNA_POSITIONS_SINUSOIDAL,
               .layer = { .omega = LUNA_ACTIVATION_SOFTPLUS, .pre_norm = true, .norm = LUNA_NORM_RMS, .gated = true,
                          .activation = LUNA_ACTIVATION_SILU } }); break;
+    case 10: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 6,
+               .layer = { .convolution = 4, .forget = LUNA_FORGET_GATED, .output_gate = true } }); break;
+    case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 1,
+               .layer = { .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL, .pre_norm = true } }); break;
+    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .layer = { .horizon = 7 } }); break;
+    case 13: e.layer.forget = LUNA_FORGET_GATED, e.layer.output_gate = true;
+      luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
     case 4: e.positions = LUNA_POSITIONS_LEARNED, e.norm_embedding = true, e.first_position = 2;
             e.layer.sharing = LUNA_SHARING_FULL; goto classifier;
@@ -88,7 +95,7 @@ static int make(luna_ctx *ctx, int number, const char *path) {
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5,
                         .separate_output = true, .decoder_layers = 3, .encoder = e });
   }
-  m.kind = number < 3 ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM
+  m.kind = number < 3 || (number > 9 && number < 13) ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM
                                                                                          : LUNA_MODEL_SEQ2SEQ;
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
@@ -146,7 +153,7 @@ def compare(what, model, path):
     error = float((mine - theirs).norm() / theirs.norm()) if len(mine) == len(theirs) else float("inf")
     check("%s: error %.1e" % (what, error), error < 1e-5)
 
-for number in range(10):                                           # made here, run there; trained there, run here
+for number in range(14):                                           # made here, run there; trained there, run here
     path = "%s/%d.safetensors" % (work, number)
     if subprocess.run([work + "/peer", "make", str(number), path]).returncode:
         check("model %d is made" % number, False)
@@ -170,7 +177,9 @@ for number in range(10):                                           # made here, 
     compare("model %d, trained in torch, in luna.h" % number, model, path)
 
 fresh = {"lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, pre_norm=1),
-         "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8),
+         "forgetting lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, forget=luna_torch.GATED, output_gate=1),
+         "constantly forgetting lm": luna_torch.LM(vocab=VOCAB, dim=32, forget=luna_torch.CONSTANT),
+         "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8, output_gate=1),
          "masked_lm": luna_torch.MaskedLM(vocab=VOCAB, ffn=64),
          "seq2seq": luna_torch.Seq2Seq(vocab=VOCAB, share_embeddings=1, positions=3)}
 for name, model in fresh.items():                                  # made there
