@@ -1,6 +1,6 @@
 # luna.h is one file and needs no build; this makes its examples, its tests and its tables. GNU make and a C compiler
 # are enough.
-#   make run                 trains a Luna language model on luna.h itself, about a minute
+#   make run                 trains a Luna language model on 0.4 MB of source text, about a minute
 #   make examples            builds examples/*.c
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc;
 #                            DESTDIR before it
@@ -30,7 +30,7 @@ CC ?= cc
 CFLAGS ?= -O2
 LIBS ?= -lm -lpthread
 BUILD ?= build
-TEXT ?= luna.h
+TEXT ?= tests/data/excerpt.txt
 PREFIX ?= /usr/local
 CLANG ?= clang
 FUZZ_SECONDS ?= 60
