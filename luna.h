@@ -388,7 +388,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
-    "gradient was not finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data") \
+    "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
+    "in the data") \
+  X(RATES, BAD_ARGUMENT, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
+    "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
   /* files */ \
   X(CANNOT_OPEN, CANNOT_READ, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
   X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
@@ -1659,7 +1662,7 @@ typedef struct luna_optimizer luna_optimizer;
 /* Of every optimiser: 0 = its default, and what it does not have has no effect. */
 typedef struct luna_optimizer_config {
   float lr;                          /* 0 = 1e-3; SGD: 0.01; Apollo: 1 */
-  float momentum;                    /* SGD */
+  float momentum;                    /* SGD; below 1 */
   bool nesterov;                     /* SGD with momentum */
   float beta1;                       /* Adam, AdamW, Apollo (its beta); 0 = 0.9 */
   float beta2;                       /* Adam, AdamW; 0 = 0.999 */
@@ -1693,9 +1696,10 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
    decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
    optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
-   Inf in the loss or among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read
-   reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
-   LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
+   Inf in the loss or among the gradients skips the update, and so does a norm that clipping leaves above 1e18 (Apollo:
+   1e9), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it to
+   options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
+   until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
@@ -1705,7 +1709,8 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
 LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
-LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
+/* global gradient norm of the last step, before clipping; Inf above FLT_MAX */
+LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer);
 
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
@@ -1988,6 +1993,7 @@ typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
   float momentum, beta1, beta2, epsilon, clip;
+  float largest;                     /* a norm after clipping that is larger, or NaN, counts as not finite */
   luna_step_state *state;
 } luna_rule;
 typedef struct luna_update {
@@ -4123,7 +4129,10 @@ LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) {
 LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
   return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
-LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(products)(n, x, x); }
+LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) {
+  const double sum = LUNAI_K(products)(n, x, x);
+  return sum < (double)INFINITY ? sum : lunai_sum_squares_reference(n, x); /* squares beyond a float */
+}
 LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LUNAI_K(products)(n, a, b); }
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
@@ -10750,9 +10759,11 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
     w.update.count = parts[p].frozen ? 0 : parts[p].count;
     lunai_sums_add(ctx, &w, &sum);
   }
-  state->norm = (float)sqrt(sum);
-  state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
-  state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
+  sum = sqrt(sum);
+  state->norm = (float)sum;
+  state->factor = !(rule->clip > 0 && state->norm > rule->clip) ? 1.0f : state->norm < (float)INFINITY ?
+                  rule->clip / state->norm : (float)((double)rule->clip / sum);
+  state->nonfinite = ctx->state->nonfinite || !(sum * (double)state->factor <= (double)rule->largest);
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
@@ -11398,7 +11409,7 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->unread = false;
   if (!skipped || !ctx->options.log) return;
   lunai_print(sentence, sizeof sentence,
-              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
+              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite or too large",
               (int64_t)now.skipped, (int64_t)now.step);
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
@@ -16320,7 +16331,7 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
   const luna_schedule *s = &c->schedule;
   const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
   if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
-      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", c->momentum) ||
+      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_probability(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
   if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
@@ -16449,13 +16460,26 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
 LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
 }
+/* with these no update of a gradient of at most luna_rule.largest makes a parameter or a moment Inf */
+LUNAI_FN luna_status lunai_rates_check(const luna_optimizer *o, float lr) {
+  for (int64_t i = 0; i < o->size; i++) {
+    const lunai_trained *t = &o->trained[i];
+    const float rate = lr * t->lr;
+    if (!t->frozen && !(rate <= 1e9f && t->decay <= 1e6f && rate * t->decay <= 2))
+      return lunai_fail_status(o->params->ctx, LUNA_ERROR_RATES, (double)rate, (double)t->decay, t->name);
+  }
+  return LUNA_OK;
+}
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
   luna_status status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  const float lr = lunai_scheduled_lr(o, o->attempts++);
+  const float lr = lunai_scheduled_lr(o, o->attempts);
+  status = lunai_rates_check(o, lr);
+  if (status != LUNA_OK) return status;
+  o->attempts++;
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
@@ -16577,7 +16601,9 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   o->backwards = ctx->backwards;
   if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
-  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, o->state };
+  /* Adam squares gradients, Apollo takes directions to the fourth power */
+  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip,
+                           o->kind == LUNA_OPTIMIZER_APOLLO ? 1e9f : 1e18f, o->state };
   status = lunai_optimizer_parts(o);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);

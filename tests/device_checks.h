@@ -237,6 +237,45 @@ static void device_skips(const device *d) {
   CHECK(device_told == 1, "the skipped step was reported %d times", device_told);
   luna_close(ctx);
 }
+/* finite gradients whose squares are beyond a float: their norm, clipped by SGD; Adam, which has no clip, skips them */
+static void device_large(const device *d) {
+  enum { SIZE = 33001 };
+  const int64_t n = SIZE;
+  luna_optimizer_config clipped = {0};
+  const luna_init init = {0};
+  float *zeros = common_floats(n), *gradient = common_floats(n), *got = common_floats(n);
+  clipped.lr = 1, clipped.clip = 100;
+  luna_ctx *ctx = device_open(d, 5);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 1, &n, init);
+  luna_optimizer *sgd = luna_sgd(params, &clipped), *adam = luna_adam(params, NULL);
+  for (int step = 0; step < 4; step++) {
+    const float sizes[4] = {1, 1e15f, 1e25f, 3e38f};
+    double norm = 0, off = 0;
+    for (int64_t i = 0; i < n; i++) {
+      gradient[i] = (float)common_number(3, (uint64_t)i) * (i % 7 ? 1 : sizes[step]);
+      norm += (double)gradient[i] * (double)gradient[i];
+    }
+    norm = sqrt(norm);
+    luna_write(w, zeros);
+    for (int way = 0; way < 2; way++) {
+      luna_begin_step(ctx);
+      luna_tensor *loss = luna_sum(luna_mul(w, luna_tensor_new(ctx, gradient, 1, &n)), 0);
+      CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(way ? adam : sgd) == LUNA_OK, "%s", luna_error(ctx));
+      if (!way) luna_read(w, got);
+      if (!way) luna_write(w, zeros);
+    }
+    for (int64_t i = 0; i < n; i++)
+      off = fmax(off, fabs((double)got[i] + (double)gradient[i] / norm * fmin(norm, 100)));
+    CHECK(off <= 1e-4, "gradients of %g are clipped to others, off by %g", (double)sizes[step], off);
+    CHECK(fabs((double)luna_optimizer_norm(sgd) - norm) <= 1e-6 * norm || (norm > 3.4e38 &&
+          isinf(luna_optimizer_norm(sgd))), "the norm is %g, not %g", (double)luna_optimizer_norm(sgd), norm);
+  }
+  CHECK(luna_optimizer_skipped(sgd) == 0 && luna_optimizer_skipped(adam) == 2, "%lld steps skipped, %lld of Adam",
+        (long long)luna_optimizer_skipped(sgd), (long long)luna_optimizer_skipped(adam));
+  free(zeros), free(gradient), free(got);
+  luna_close(ctx);
+}
 /* two skipped steps in a row, found when the loss is read, make the next an error, until a good one has been read */
 static void device_not_finite(const device *d) {
   const luna_status want[6] = {LUNA_OK, LUNA_OK, LUNA_OK, LUNA_NOT_FINITE, LUNA_NOT_FINITE, LUNA_OK};
@@ -727,6 +766,7 @@ static void device_all(const device *d, const char *only) {
   device_training(d);
   device_checkpoints(d);
   device_skips(d);
+  device_large(d);
   device_not_finite(d);
   device_sharing(d);
   device_measures(d);
