@@ -295,6 +295,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
   X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(FEATURE_SCALE, BAD_ARGUMENT, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
+    "clamp it, or give it in another unit") \
   X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
@@ -1018,7 +1020,8 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   bool sum;                          /* default: mean over labels that count (0 when none does) */
 } luna_cross_entropy_config;
-/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored */
+/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of -Inf
+   gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay finite. */
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
                                               const luna_cross_entropy_config *config);
@@ -3898,8 +3901,8 @@ LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
     }
     if (label >= 0 && label < a->columns) s->label = x[label];
     if (a->first + a->columns < a->classes) continue;
-    if (a->labels[row] >= 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
-    double target = (double)(1 - a->smoothing) * (double)s->label;
+    if (a->labels[row] >= 0 && s->exps != 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
+    double target = a->smoothing < 1 ? (double)(1 - a->smoothing) * (double)s->label : 0;
     if (a->smoothing > 0) target += (double)a->smoothing * s->logits / (double)a->classes;
     a->loss[row] = a->labels[row] < 0 ? 0 : (float)(log_sum - target);
     if (a->lse) a->lse[row] = (float)log_sum;
@@ -4273,11 +4276,12 @@ LUNAI_FN void LUNAI_K(sum_rows)(lunai_matrix x, float factor, float *y) {
    ---- */
 /* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
 LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_t row, const lunai_row_sums *s) {
-  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) :
-                         s->exps == 0 ? -(double)INFINITY : s->exps;
+  /* exps: 0 of logits of -Inf alone, or NaN */
+  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) : s->exps;
   double result = log_sum + ((double)s->shift - (double)s->label);
   if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-  if (a->lse) a->lse[row] = (float)((double)s->shift + log_sum);
+  if (s->label == -(float)INFINITY) result = log_sum + (double)INFINITY;
+  if (a->lse) a->lse[row] = s->exps == 0 ? 0 : (float)((double)s->shift + log_sum);
   a->loss[row] = (float)result;
 }
 LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
@@ -11134,6 +11138,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   lunai_profile_text w;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
+  if (!lunai_in(ctx, "luna_profile_write", "format", (int64_t)format, 0, LUNA_PROFILE_JSON)) return ctx->last_status;
   if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
   w.p = ctx->profiled;
   w.write = write;
@@ -14568,22 +14573,23 @@ LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_i
 /* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
    missing, or 1 where one is there and 0 where not */
 typedef struct lunai_features { const luna_input *input; int64_t k; bool second; } lunai_features;
+LUNAI_FN float lunai_feature_fit(const lunai_features *w, int64_t f) {
+  const luna_input *input = w->input;
+  double sum = 0, squares = 0;
+  int64_t count = 0;
+  /* Welford's recurrence: one pass, no difference of large sums */
+  for (int64_t i = 0; i < input->batch * input->n; i++)
+    if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * w->k + f])) {
+      const double x = (double)input->features[i * w->k + f], off = x - sum;
+      sum += off / (double)++count;
+      squares += off * (x - sum);
+    }
+  const float fit = (float)(w->second ? sqrt((double)count / squares) : sum);
+  return w->second && !lunai_is_finite(fit) ? 1 : fit;
+}
 LUNAI_FN void lunai_features_fit(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
-  const luna_input *input = w->input;
-  for (int64_t f = 0; f < w->k; f++) {
-    double sum = 0, squares = 0;
-    int64_t count = 0;
-    /* Welford's recurrence: one pass, no difference of large sums */
-    for (int64_t i = 0; i < input->batch * input->n; i++)
-      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * w->k + f])) {
-        const double x = (double)input->features[i * w->k + f], off = x - sum;
-        sum += off / (double)++count;
-        squares += off * (x - sum);
-      }
-    to[f] = !w->second ? (float)sum : squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
-    if (w->second && (!lunai_is_finite(to[f]) || to[f] == 0)) to[f] = 1;
-  }
+  for (int64_t f = 0; f < w->k; f++) to[f] = lunai_feature_fit(w, f);
 }
 LUNAI_FN void lunai_features_fill(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
@@ -14600,7 +14606,10 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, name)) return ctx->last_status;
-  lunai_features w = { input, layer->mean->shape[0], false };
+  lunai_features w = { input, layer->mean->shape[0], true };
+  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
+    if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  w.second = false;
   const luna_status status = lunai_write_made(layer->mean, name, false, lunai_features_fit, &w);
   w.second = true;
   return status == LUNA_OK ? lunai_write_made(layer->scale, name, false, lunai_features_fit, &w) : status;

@@ -2181,9 +2181,10 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
     sum = lunacu_over_team<lunacu_sum>(t.team, sum, scratch);
     if (smoothing > 0) all = lunacu_over_team<lunacu_sum>(t.team, all, scratch);
     if (lane == 0 && row < t.rows) {
-      const double log_sum = (double)logf(sum), mine = label >= 0 ? (double)x[label] : 0;
+      const double log_sum = sum == 0 ? 0 : (double)logf(sum), mine = label >= 0 ? (double)x[label] : 0;
       double value = log_sum + ((double)shift - mine);
       if (smoothing > 0) value += (double)smoothing * (mine - (double)all / (double)t.n);
+      if (mine == -(double)INFINITY) value = log_sum + (double)INFINITY;
       loss[row] = label >= 0 ? (float)value : 0;
       if (kept) kept[row] = label >= 0 ? (float)((double)shift + log_sum) : 0;
     }

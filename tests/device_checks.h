@@ -301,6 +301,57 @@ static void device_not_finite(const device *d) {
   luna_close(ctx);
 }
 
+/* ---- a target on a logit of -Inf is an infinite loss with a finite gradient, also where logits are not stored ---- */
+static void infinite_logits_in(luna_ctx *ctx, const char *what, int64_t classes, float smoothing) {
+  enum { ROWS = 4, IN = 3 };
+  const int64_t wide[2] = {classes, IN};
+  luna_params *params = luna_params_open(ctx);
+  const luna_init init = {LUNA_INIT_XAVIER, 1};
+  luna_tensor *weight = luna_param(params, "w", 2, wide, init), *bias = luna_param(params, "b", 1, &classes, init);
+  luna_tensor *of[3] = {NULL, weight, bias};
+  float *b = common_floats(classes), *got = common_floats(classes * IN);
+  for (int64_t i = 0; i < classes; i++)
+    b[i] = i % 5 == 2 || i > classes - 3 ? -INFINITY : (float)common_number(4, (uint64_t)i);
+  if (bias) luna_write(bias, b);
+  for (int way = 0; way < 2; way++)
+    for (int at = 0; at < 3; at++) {     /* the label: of a number, between numbers, at the end */
+      const int32_t label = at == 0 ? 3 : at == 1 ? 2 : (int32_t)classes - 1, labels[ROWS] = {label, -1, label, label};
+      const bool infinite = at > 0 || smoothing > 0;
+      luna_cross_entropy_config config = {0};
+      config.smoothing = smoothing;
+      luna_begin_step(ctx);
+      luna_tensor *x = luna_require_grad(common_tensor(ctx, 9, ROWS, IN, 0, 0));
+      luna_tensor *loss = way ? luna_linear_cross_entropy(x, weight, bias, labels, &config) :
+        luna_cross_entropy_with(luna_linear(x, weight, bias), labels, &config);
+      CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", what, luna_error(ctx));
+      const float value = luna_item(loss);
+      CHECK(infinite ? value == INFINITY : value > 0 && value < 10, "%s: %d classes, smoothing %g, way %d, label %d: "
+            "the loss is %g", what, (int)classes, (double)smoothing, way, (int)label, (double)value);
+      of[0] = x;
+      for (int k = 0; k < 3; k++) {
+        int64_t wrong = 0;
+        luna_read_grad(of[k], got);
+        for (int64_t i = 0; i < luna_count(of[k]); i++) wrong += !(fabsf(got[i]) < 10);
+        CHECK(wrong == 0, "%s: %d classes, smoothing %g, way %d, label %d: %d of gradient %d are not finite", what,
+              (int)classes, (double)smoothing, way, (int)label, (int)wrong, k);
+      }
+      luna_params_zero_grad(params);
+    }
+  free(b), free(got);
+}
+static void device_infinite_logits(const device *d) {
+  for (int i = -1; i < COMMON_ISAS; i++) {
+    luna_options options = {0};
+    options.threads = 2;
+    if (i >= 0) options.isa = common_isas[i];
+    if (i >= 0 && !luna_isa_available(common_isas[i])) continue;
+    luna_ctx *ctx = i < 0 ? device_open(d, 3) : luna_open(&options);
+    for (int k = 0; k < 6; k++)
+      infinite_logits_in(ctx, i < 0 ? "device" : luna_isa_name(options.isa), k % 2 ? 1100 : 9, (float)(k / 2) / 2);
+    luna_close(ctx);
+  }
+}
+
 /* ---- contexts that share a set read what its owner has queued, though no call waited; the second shares it ---- */
 static luna_tensor *device_infer(luna_ctx *ctx, const luna_lm *lm) {
   static const int32_t tokens[20] = {3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4};
@@ -767,6 +818,7 @@ static void device_all(const device *d, const char *only) {
   device_checkpoints(d);
   device_skips(d);
   device_large(d);
+  device_infinite_logits(d);
   device_not_finite(d);
   device_sharing(d);
   device_measures(d);
