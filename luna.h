@@ -1020,8 +1020,9 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   bool sum;                          /* default: mean over labels that count (0 when none does) */
 } luna_cross_entropy_config;
-/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of -Inf
-   gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay finite. */
+/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
+   -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
+   finite. */
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
                                               const luna_cross_entropy_config *config);
@@ -4175,7 +4176,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     /* the second pass also computes the rounding error of the mean */
     const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
     double squares, off = 0;
-    if (rms) squares = LUNAI_K(sum_squares)(n, x);
+    if (rms) squares = LUNAI_K(products)(n, x, x);
     else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     const double variance = squares / (double)n - off * off;
     const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
@@ -13346,7 +13347,7 @@ LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input 
   bool failed = false;
   *own = *input;
   *part = NULL;
-  if (!lunai_cut_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  if (!lunai_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part)) return false;
   own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
   return !failed;
 }
@@ -14536,7 +14537,7 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
   char field[100];
   if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
-  const int64_t k = r->vocab ? 1 : r->features, shape[] = { input->batch, input->n, k };
+  const int64_t k = r->vocab ? 1 : r->features, shape[] = { (int64_t)input->batch, (int64_t)input->n, k };
   const int64_t count = lunai_shape_count(3, shape);
   const luna_tensor like = lunai_like(r->ctx, 3, shape);
   if (count < 0)
@@ -14617,7 +14618,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
 /* Both always, so that neither memory nor the ops of a step depend on the data. */
 LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
   static const char name[] = "luna_input_layer_forward";
-  const int64_t shape[3] = { input->batch, input->n, k };
+  const int64_t shape[3] = { (int64_t)input->batch, (int64_t)input->n, k };
   const lunai_features w = { input, k, present };
   luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   const luna_status status = out ? lunai_write_made(out, name, true, lunai_features_fill, &w) : LUNA_OK;
