@@ -796,7 +796,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
-   on failure and for a null input; the context says why.
+   on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
@@ -11614,6 +11614,10 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, l
   s->op.inputs = count;
   for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && in[i] && in[i]->ctx != ctx) { /* both say it: either's step may be looked at */
+      lunai_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
+      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i) != NULL;
+    }
     if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
     if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
   }
@@ -11744,11 +11748,7 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
   if (s->failed) return false;
   if (!ctx->backend->op[s->op.kind].forward)
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind)) != NULL;
-  for (int i = 0; i < s->op.inputs; i++) {
-    if (s->op.in[i] && s->op.in[i]->ctx != ctx)
-      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i) != NULL;
-    if (lunai_is_released(s->op.in[i], s->name)) return false;
-  }
+  for (int i = 0; i < s->op.inputs; i++) if (lunai_is_released(s->op.in[i], s->name)) return false;
   return lunai_shape_count(rank, shape) >= 0 || lunai_fail_shape(ctx, s->name, rank, shape) != NULL;
 }
 /* the newest op of the tape */
