@@ -315,6 +315,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
   X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
   X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(FEATURE_SCALE, BAD_ARGUMENT, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
+    "clamp it, or give it in another unit") \
   X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
@@ -410,7 +412,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
     "a null loss means that an earlier call failed or that the model was never initialised") \
   X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
-    "gradient was not finite. The parameters are as before. Lower lr, set clip, or look for NaN and Inf in the data") \
+    "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
+    "in the data") \
+  X(RATES, BAD_ARGUMENT, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
+    "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
   /* files */ \
   X(CANNOT_OPEN, CANNOT_READ, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
   X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
@@ -814,7 +819,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
    What ops and luna_tensor_new make lives until the next begin or the end of the scope around it. Every op returns null
-   on failure and for a null input; the context says why.
+   on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
@@ -1038,7 +1043,9 @@ typedef struct luna_cross_entropy_config {
   int32_t ignore_index;
   bool sum;                          /* default: mean over labels that count (0 when none does) */
 } luna_cross_entropy_config;
-/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored */
+/* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
+   -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
+   finite. */
 LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
 LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
                                               const luna_cross_entropy_config *config);
@@ -1716,7 +1723,7 @@ typedef struct luna_optimizer luna_optimizer;
 /* Of every optimiser: 0 = its default, and what it does not have has no effect. */
 typedef struct luna_optimizer_config {
   float lr;                          /* 0 = 1e-3; SGD: 0.01; Apollo: 1 */
-  float momentum;                    /* SGD */
+  float momentum;                    /* SGD; below 1 */
   bool nesterov;                     /* SGD with momentum */
   float beta1;                       /* Adam, AdamW, Apollo (its beta); 0 = 0.9 */
   float beta2;                       /* Adam, AdamW; 0 = 0.999 */
@@ -1750,9 +1757,10 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
    decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
    optimiser's last step, it changes nothing and returns that failure: gradients come from luna_backward alone. A NaN or
-   Inf in the loss or among the gradients skips the update: parameters stay as they are, the next luna_item or luna_read
-   reports it to options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns
-   LUNA_NOT_FINITE, until one is good; on a device by what luna_item or luna_read found last. */
+   Inf in the loss or among the gradients skips the update, and so does a norm that clipping leaves above 1e18 (Apollo:
+   1e9), whose moments could become Inf: parameters stay as they are, the next luna_item or luna_read reports it to
+   options.log, and luna_optimizer_skipped counts. From max_skips such steps in a row on it returns LUNA_NOT_FINITE,
+   until one is good; on a device by what luna_item or luna_read found last. */
 LUNA_API luna_status luna_optimizer_step(luna_optimizer *optimizer);
 /* Its two halves: advance sets the step's learning rate, apply does the rest, with the gradients as they are. */
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *optimizer);
@@ -1762,7 +1770,8 @@ LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *optimizer, float lr);
 LUNA_API float luna_optimizer_lr(const luna_optimizer *optimizer);
 LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* updates made; skipped ones do not count */
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
-LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer); /* global gradient norm of the last step */
+/* global gradient norm of the last step, before clipping; Inf above FLT_MAX */
+LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer);
 
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
@@ -2073,6 +2082,7 @@ typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
   float momentum, beta1, beta2, epsilon, clip;
+  float largest;                     /* a norm after clipping that is larger, or NaN, counts as not finite */
   luna_step_state *state;
 } luna_rule;
 typedef struct luna_update {
@@ -4012,8 +4022,8 @@ LUNAI_FN void lunai_cross_entropy_reference(const lunai_cross_entropy *a) {
     }
     if (label >= 0 && label < a->columns) s->label = x[label];
     if (a->first + a->columns < a->classes) continue;
-    if (a->labels[row] >= 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
-    double target = (double)(1 - a->smoothing) * (double)s->label;
+    if (a->labels[row] >= 0 && s->exps != 0) log_sum = (double)s->shift + (double)lunai_log1_scalar((float)s->exps);
+    double target = a->smoothing < 1 ? (double)(1 - a->smoothing) * (double)s->label : 0;
     if (a->smoothing > 0) target += (double)a->smoothing * s->logits / (double)a->classes;
     a->loss[row] = a->labels[row] < 0 ? 0 : (float)(log_sum - target);
     if (a->lse) a->lse[row] = (float)log_sum;
@@ -4243,7 +4253,10 @@ LUNAI_FN double LUNAI_K(sum)(int64_t n, const float *x) {
 LUNAI_FN double LUNAI_K(products)(int64_t n, const float *a, const float *b) {
   return LUNAI_K(reduce)(LUNAI_PRODUCT, n, a, b, NULL, 0, 0, NULL);
 }
-LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) { return LUNAI_K(products)(n, x, x); }
+LUNAI_FN double LUNAI_K(sum_squares)(int64_t n, const float *x) {
+  const double sum = LUNAI_K(products)(n, x, x);
+  return sum < (double)INFINITY ? sum : lunai_sum_squares_reference(n, x); /* squares beyond a float */
+}
 LUNAI_FN float LUNAI_K(dot)(int64_t n, const float *a, const float *b) { return (float)LUNAI_K(products)(n, a, b); }
 
 /* ---- softmax: y = exp(x - max) / sum ---- */
@@ -4283,7 +4296,7 @@ LUNAI_FN void LUNAI_K(layer_norm)(const lunai_layer_norm *a) {
     /* the second pass also computes the rounding error of the mean */
     const float center = rms ? 0 : (float)(LUNAI_K(sum)(n, x) / (double)n);
     double squares, off = 0;
-    if (rms) squares = LUNAI_K(sum_squares)(n, x);
+    if (rms) squares = LUNAI_K(products)(n, x, x);
     else off = LUNAI_K(reduce)(LUNAI_MOMENTS, n, x, NULL, NULL, center, 0, &squares) / (double)n;
     const double variance = squares / (double)n - off * off;
     const float r = (float)(1 / sqrt((variance < 0 ? 0 : variance) + (double)a->epsilon));
@@ -4384,11 +4397,12 @@ LUNAI_FN void LUNAI_K(sum_rows)(lunai_matrix x, float factor, float *y) {
    ---- */
 /* shift: of the row; label: its logit; log_sum: of exp(logit - shift) */
 LUNAI_FN void LUNAI_K(cross_entropy_finish)(const lunai_cross_entropy *a, int64_t row, const lunai_row_sums *s) {
-  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) :
-                         s->exps == 0 ? -(double)INFINITY : s->exps;
+  /* exps: 0 of logits of -Inf alone, or NaN */
+  const double log_sum = s->exps > 0 ? (double)vf_first(vf_log(vf_set((float)s->exps))) : s->exps;
   double result = log_sum + ((double)s->shift - (double)s->label);
   if (a->smoothing > 0) result += (double)a->smoothing * ((double)s->label - s->logits / (double)a->classes);
-  if (a->lse) a->lse[row] = (float)((double)s->shift + log_sum);
+  if (s->label == -(float)INFINITY) result = log_sum + (double)INFINITY;
+  if (a->lse) a->lse[row] = s->exps == 0 ? 0 : (float)((double)s->shift + log_sum);
   a->loss[row] = (float)result;
 }
 LUNAI_FN void LUNAI_K(cross_entropy)(const lunai_cross_entropy *a) {
@@ -11476,9 +11490,11 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
     w.update.count = parts[p].frozen ? 0 : parts[p].count;
     lunai_sums_add(ctx, &w, &sum);
   }
-  state->norm = (float)sqrt(sum);
-  state->nonfinite = ctx->state->nonfinite || !(sum < (double)INFINITY);
-  state->factor = rule->clip > 0 && state->norm > rule->clip ? rule->clip / state->norm : 1.0f;
+  sum = sqrt(sum);
+  state->norm = (float)sum;
+  state->factor = !(rule->clip > 0 && state->norm > rule->clip) ? 1.0f : state->norm < (float)INFINITY ?
+                  rule->clip / state->norm : (float)((double)rule->clip / sum);
+  state->nonfinite = ctx->state->nonfinite || !(sum * (double)state->factor <= (double)rule->largest);
   state->updates += !state->nonfinite;
   state->skipped += (uint64_t)state->nonfinite;
   ctx->state->skipped += (uint64_t)state->nonfinite;
@@ -11850,6 +11866,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   lunai_profile_text w;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!write) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_profile_write", "write");
+  if (!lunai_in(ctx, "luna_profile_write", "format", (int64_t)format, 0, LUNA_PROFILE_JSON)) return ctx->last_status;
   if (!ctx->profiled || ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_write");
   w.p = ctx->profiled;
   w.write = write;
@@ -12125,7 +12142,7 @@ LUNAI_FN void lunai_look(luna_ctx *ctx) {
   ctx->unread = false;
   if (!skipped || !ctx->options.log) return;
   lunai_print(sentence, sizeof sentence,
-              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite",
+              "luna_optimizer_step: %d steps skipped up to step %d: the loss or a gradient was not finite or too large",
               (int64_t)now.skipped, (int64_t)now.step);
   ctx->options.log(ctx->options.log_user, LUNA_OK, sentence);
 }
@@ -12324,6 +12341,10 @@ LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, l
   s->op.inputs = count;
   for (int i = 0; i < count; i++) {
     s->op.in[i] = in[i];
+    if (!LUNAI_BUMPS(ctx) && in[i] && in[i]->ctx != ctx) { /* both say it: either's step may be looked at */
+      lunai_fail(in[i]->ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i);
+      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, name, (int64_t)i) != NULL;
+    }
     if (!LUNAI_BUMPS(ctx) && lunai_is_released(in[i], name)) return false;
     if (i < required && !in[i]) return lunai_fail_null(ctx, name, numbers[i]) != NULL;
   }
@@ -12454,11 +12475,7 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
   if (s->failed) return false;
   if (!ctx->backend->op[s->op.kind].forward)
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, luna_op_name(s->op.kind)) != NULL;
-  for (int i = 0; i < s->op.inputs; i++) {
-    if (s->op.in[i] && s->op.in[i]->ctx != ctx)
-      return lunai_fail(ctx, LUNA_ERROR_OTHER_CONTEXT, s->name, (int64_t)i) != NULL;
-    if (lunai_is_released(s->op.in[i], s->name)) return false;
-  }
+  for (int i = 0; i < s->op.inputs; i++) if (lunai_is_released(s->op.in[i], s->name)) return false;
   return lunai_shape_count(rank, shape) >= 0 || lunai_fail_shape(ctx, s->name, rank, shape) != NULL;
 }
 /* the newest op of the tape */
@@ -14086,7 +14103,7 @@ LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input 
   bool failed = false;
   *own = *input;
   *part = NULL;
-  if (!lunai_cut_take(ctx, name, input->batch, input->n, input->lengths, part)) return false;
+  if (!lunai_cut_take(ctx, name, (int64_t)input->batch, (int64_t)input->n, input->lengths, part)) return false;
   own->lengths = lunai_cut_lengths(ctx, *part, input->lengths, name, &failed);
   return !failed;
 }
@@ -15326,7 +15343,7 @@ LUNAI_FN bool lunai_input_fits(const lunai_reader *r, const luna_input *input, b
   const bool cut = c && c->mode == LUNA_PARALLEL_SEQUENCE; /* lengths are of whole sequences: lunai_cut_input */
   char field[100];
   if (!input) return lunai_input_wrong(r->ctx, op, LUNA_ERROR_NULL_ARGUMENT, name, what);
-  const int64_t k = r->vocab ? 1 : r->features, shape[] = { input->batch, input->n, k };
+  const int64_t k = r->vocab ? 1 : r->features, shape[] = { (int64_t)input->batch, (int64_t)input->n, k };
   const int64_t count = lunai_shape_count(3, shape);
   const luna_tensor like = lunai_like(r->ctx, 3, shape);
   if (count < 0)
@@ -15363,22 +15380,23 @@ LUNAI_FN bool lunai_layer_input_fits(const luna_input_layer *layer, const luna_i
 /* Of an input's features their means, or 1 / deviation, [k]; or [batch, n, k] they themselves with 0 for what is
    missing, or 1 where one is there and 0 where not */
 typedef struct lunai_features { const luna_input *input; int64_t k; bool second; } lunai_features;
+LUNAI_FN float lunai_feature_fit(const lunai_features *w, int64_t f) {
+  const luna_input *input = w->input;
+  double sum = 0, squares = 0;
+  int64_t count = 0;
+  /* Welford's recurrence: one pass, no difference of large sums */
+  for (int64_t i = 0; i < input->batch * input->n; i++)
+    if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * w->k + f])) {
+      const double x = (double)input->features[i * w->k + f], off = x - sum;
+      sum += off / (double)++count;
+      squares += off * (x - sum);
+    }
+  const float fit = (float)(w->second ? sqrt((double)count / squares) : sum);
+  return w->second && !lunai_is_finite(fit) ? 1 : fit;
+}
 LUNAI_FN void lunai_features_fit(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
-  const luna_input *input = w->input;
-  for (int64_t f = 0; f < w->k; f++) {
-    double sum = 0, squares = 0;
-    int64_t count = 0;
-    /* Welford's recurrence: one pass, no difference of large sums */
-    for (int64_t i = 0; i < input->batch * input->n; i++)
-      if (lunai_is_real(input, i) && lunai_is_finite(input->features[i * w->k + f])) {
-        const double x = (double)input->features[i * w->k + f], off = x - sum;
-        sum += off / (double)++count;
-        squares += off * (x - sum);
-      }
-    to[f] = !w->second ? (float)sum : squares > 0 ? (float)sqrt((double)count / squares) : 1.0f;
-    if (w->second && (!lunai_is_finite(to[f]) || to[f] == 0)) to[f] = 1;
-  }
+  for (int64_t f = 0; f < w->k; f++) to[f] = lunai_feature_fit(w, f);
 }
 LUNAI_FN void lunai_features_fill(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
@@ -15395,7 +15413,10 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
   luna_ctx *ctx = layer ? lunai_ctx_of(layer->params) : NULL;
   if (!ctx) return LUNA_BAD_ARGUMENT;
   if (!lunai_layer_input_fits(layer, input, false, name)) return ctx->last_status;
-  lunai_features w = { input, layer->mean->shape[0], false };
+  lunai_features w = { input, layer->mean->shape[0], true };
+  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
+    if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  w.second = false;
   const luna_status status = lunai_write_made(layer->mean, name, false, lunai_features_fit, &w);
   w.second = true;
   return status == LUNA_OK ? lunai_write_made(layer->scale, name, false, lunai_features_fit, &w) : status;
@@ -15403,7 +15424,7 @@ LUNA_API luna_status luna_input_layer_fit(luna_input_layer *layer, const luna_in
 /* Both always, so that neither memory nor the ops of a step depend on the data. */
 LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, int64_t k, bool present) {
   static const char name[] = "luna_input_layer_forward";
-  const int64_t shape[3] = { input->batch, input->n, k };
+  const int64_t shape[3] = { (int64_t)input->batch, (int64_t)input->n, k };
   const lunai_features w = { input, k, present };
   luna_tensor *out = luna_tensor_new(ctx, NULL, 3, shape);
   const luna_status status = out ? lunai_write_made(out, name, true, lunai_features_fill, &w) : LUNA_OK;
@@ -17224,7 +17245,7 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
   const luna_schedule *s = &c->schedule;
   const bool total = s->decay == LUNA_DECAY_LINEAR || s->decay == LUNA_DECAY_COSINE;
   if (!lunai_is_rate(ctx, name, "lr", c->lr) || !lunai_is_rate(ctx, name, "weight_decay", c->weight_decay) ||
-      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_rate(ctx, name, "momentum", c->momentum) ||
+      !lunai_is_rate(ctx, name, "epsilon", c->epsilon) || !lunai_is_probability(ctx, name, "momentum", c->momentum) ||
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
   if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
@@ -17353,13 +17374,26 @@ LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
 LUNAI_FN float lunai_scheduled_lr(const luna_optimizer *o, int64_t attempt) {
   return o->config.lr * luna_schedule_at(&o->config.schedule, attempt + (o->kind != LUNA_OPTIMIZER_APOLLO));
 }
+/* with these no update of a gradient of at most luna_rule.largest makes a parameter or a moment Inf */
+LUNAI_FN luna_status lunai_rates_check(const luna_optimizer *o, float lr) {
+  for (int64_t i = 0; i < o->size; i++) {
+    const lunai_trained *t = &o->trained[i];
+    const float rate = lr * t->lr;
+    if (!t->frozen && !(rate <= 1e9f && t->decay <= 1e6f && rate * t->decay <= 2))
+      return lunai_fail_status(o->params->ctx, LUNA_ERROR_RATES, (double)rate, (double)t->decay, t->name);
+  }
+  return LUNA_OK;
+}
 LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   if (!o) return LUNA_BAD_ARGUMENT;
   luna_ctx *ctx = o->params->ctx;
   luna_status status = lunai_optimizer_stopped(o);
   if (status != LUNA_OK || ctx->options.measure) return status;
   ctx->unread = true;
-  const float lr = lunai_scheduled_lr(o, o->attempts++);
+  const float lr = lunai_scheduled_lr(o, o->attempts);
+  status = lunai_rates_check(o, lr);
+  if (status != LUNA_OK) return status;
+  o->attempts++;
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
@@ -17481,7 +17515,9 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   o->backwards = ctx->backwards;
   if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
-  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, o->state };
+  /* Adam squares gradients, Apollo takes directions to the fourth power */
+  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip,
+                           o->kind == LUNA_OPTIMIZER_APOLLO ? 1e9f : 1e18f, o->state };
   status = lunai_optimizer_parts(o);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, true);

@@ -2181,9 +2181,10 @@ lunacu_cross_entropy_kernel(lunacu_teams t, const float *logits, const int32_t *
     sum = lunacu_over_team<lunacu_sum>(t.team, sum, scratch);
     if (smoothing > 0) all = lunacu_over_team<lunacu_sum>(t.team, all, scratch);
     if (lane == 0 && row < t.rows) {
-      const double log_sum = (double)logf(sum), mine = label >= 0 ? (double)x[label] : 0;
+      const double log_sum = sum == 0 ? 0 : (double)logf(sum), mine = label >= 0 ? (double)x[label] : 0;
       double value = log_sum + ((double)shift - mine);
       if (smoothing > 0) value += (double)smoothing * (mine - (double)all / (double)t.n);
+      if (mine == -(double)INFINITY) value = log_sum + (double)INFINITY;
       loss[row] = label >= 0 ? (float)value : 0;
       if (kept) kept[row] = label >= 0 ? (float)((double)shift + log_sum) : 0;
     }
@@ -4419,19 +4420,29 @@ __global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int6
       LUNACU_UNROLL for (int k = 0; k < 4; k++) sum[k] += v[k] * v[k];
     }
     for (int i = 4 * fours + threadIdx.x; i < n; i += LUNACU_BLOCK) sum[0] += x[i] * x[i];
-    total[0] += (double)(sum[0] + sum[1]) + (double)(sum[2] + sum[3]);
+    double squares = (double)(sum[0] + sum[1]) + (double)(sum[2] + sum[3]);
+    if (!(squares < (double)INFINITY)) {       /* squares beyond a float: the same share again */
+      squares = 0;
+      for (int i = 4 * threadIdx.x; i < 4 * fours; i += 4 * LUNACU_BLOCK)
+        for (int k = 0; k < 4; k++) squares += (double)x[i + k] * (double)x[i + k];
+      for (int i = 4 * fours + threadIdx.x; i < n; i += LUNACU_BLOCK) squares += (double)x[i] * (double)x[i];
+    }
+    total[0] += squares;
   }
   lunacu_slots_put(total, partials, false);
 }
-__global__ void lunacu_norm_end_kernel(const double *partials, float clip, luna_step_state *state,
-                                       luna_step_state *context) {
+__global__ void lunacu_norm_end_kernel(const double *partials, luna_rule rule, luna_step_state *context) {
+  luna_step_state *state = rule.state;
   double sum[1];
   lunacu_partials_sum(partials, LUNACU_PARTIALS, sum);
   if (threadIdx.x > 0) return;
-  const float norm = (float)sqrt(sum[0]);
-  const int nonfinite = context->nonfinite || !(sum[0] < (double)INFINITY);
+  const double size = sqrt(sum[0]);
+  const float norm = (float)size, clip = rule.clip;
+  const float factor = !(clip > 0 && norm > clip) ? 1.0f : norm < (float)INFINITY ? clip / norm
+                                                         : (float)((double)clip / size);
+  const int nonfinite = context->nonfinite || !(size * (double)factor <= (double)rule.largest);
   state->norm = norm;
-  state->factor = clip > 0 && norm > clip ? clip / norm : 1.0f;
+  state->factor = factor;
   state->nonfinite = nonfinite;
   state->updates += (uint64_t)!nonfinite;
   state->skipped += (uint64_t)nonfinite;
@@ -4444,8 +4455,7 @@ static luna_status lunacu_norm(luna_ctx *ctx, const luna_rule *rule, const luna_
   double *partials = lunacu_self(ctx)->partials;
   LUNACU_LAUNCH(lunacu_norm_kernel, LUNACU_PARTIALS, LUNACU_BLOCK, 0, stream, table, count,
                 lunacu_pieces_of(parts, count), partials);
-  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, rule->clip, rule->state,
-                luna_backend_state(ctx));
+  LUNACU_LAUNCH(lunacu_norm_end_kernel, 1, LUNACU_BLOCK, 0, stream, partials, *rule, luna_backend_state(ctx));
   return lunacu_done(ctx, "the gradient's norm");
 }
 

@@ -1637,8 +1637,8 @@ static void case_luna_schedule_at(void) {
 static void trained(luna_optimizer *o, luna_tensor *p) {
   got(o != NULL, true);
   if (!o || w->measure) return;
-  expect(luna_begin_step(w->ctx) == LUNA_OK && luna_backward(luna_sum(luna_mul(p, p), 0)) == LUNA_OK &&
-         luna_optimizer_step(o) == LUNA_OK, "no step");
+  expect(luna_begin_step(w->ctx) == LUNA_OK && luna_backward(luna_sum(luna_mul(p, p), 0)) == LUNA_OK, "no gradient");
+  got_status(luna_optimizer_step(o), true);
   for (int i = 0; i < 3; i++) expect(p->data[i] == p->data[i], "the optimiser has made NaN");
 }
 static luna_params *three(luna_tensor **p) {

@@ -76,11 +76,18 @@ for c in g++ clang++; do
 done
 if have arm-none-eabi-gcc; then
   m4="-mcpu=cortex-m4 -mthumb -mfloat-abi=hard -mfpu=fpv4-sp-d16 -ffreestanding"
-  arm="arm-none-eabi-gcc -std=c99 -Os -I$root -DLUNA_ONLY_STREAM -c implementation.c"
-  add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "$arm $m4 -Wall -Wextra -Wpedantic -Werror -o arm-stream.o"
+  arm="arm-none-eabi-gcc -std=c99 -Os $c_strict -DLUNA_ONLY_STREAM -c implementation.c"
+  add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "$arm $m4 -o arm-stream.o"
   add "arm-none-eabi-gcc, Cortex-M4: as make size" "$arm ${m4% -ff*} -DLUNA_NO_SIMD -o arm-size.o"
+  add "arm-none-eabi-gcc, Cortex-M4: LUNA_NO_THREADS" \
+    "arm-none-eabi-gcc -std=c99 $c_strict ${m4% -ff*} -DLUNA_NO_THREADS -fsyntax-only implementation.c"
 else
   echo "skipped: arm-none-eabi-gcc is not here"
+fi
+if have aarch64-linux-gnu-gcc; then
+  add "aarch64-linux-gnu-gcc -std=c99" "aarch64-linux-gnu-gcc -std=c99 $c_strict -fsyntax-only implementation.c"
+else
+  echo "skipped: aarch64-linux-gnu-gcc is not here"
 fi
 # excess precision: no bits to promise, so no program; the sentence names flags, and with them it compiles
 if have i686-linux-gnu-gcc; then
@@ -88,14 +95,16 @@ if have i686-linux-gnu-gcc; then
   for x87 in "" "-std=c99" "-msse -mfpmath=sse"; do
     add "i686 $x87: refused" "$i686 $x87 2>&1 | grep -- '#error.*-msse2 -mfpmath=sse'"
   done
-  add "i686 with SSE2" "$i686 -std=c99 -msse2 -mfpmath=sse"
+  for switch in "" -DLUNA_ONLY_STREAM; do
+    add "i686 with SSE2 $switch" "$i686 -std=c99 -msse2 -mfpmath=sse $c_strict $switch"
+  done
 else
   echo "skipped: i686-linux-gnu-gcc is not here"
 fi
 if have s390x-linux-gnu-gcc; then
   s390x="s390x-linux-gnu-gcc -std=c99 -I$root -fsyntax-only implementation.c"
   add "s390x -std=c99: refused" "$s390x 2>&1 | grep -- '#error.*-fexcess-precision=fast'"
-  add "s390x -std=c99 -fexcess-precision=fast" "$s390x -fexcess-precision=fast"
+  add "s390x -std=c99 -fexcess-precision=fast" "$s390x -fexcess-precision=fast $c_strict"
 else
   echo "skipped: s390x-linux-gnu-gcc is not here"
 fi

@@ -237,6 +237,45 @@ static void device_skips(const device *d) {
   CHECK(device_told == 1, "the skipped step was reported %d times", device_told);
   luna_close(ctx);
 }
+/* finite gradients whose squares are beyond a float: their norm, clipped by SGD; Adam, which has no clip, skips them */
+static void device_large(const device *d) {
+  enum { SIZE = 33001 };
+  const int64_t n = SIZE;
+  luna_optimizer_config clipped = {0};
+  const luna_init init = {0};
+  float *zeros = common_floats(n), *gradient = common_floats(n), *got = common_floats(n);
+  clipped.lr = 1, clipped.clip = 100;
+  luna_ctx *ctx = device_open(d, 5);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 1, &n, init);
+  luna_optimizer *sgd = luna_sgd(params, &clipped), *adam = luna_adam(params, NULL);
+  for (int step = 0; step < 4; step++) {
+    const float sizes[4] = {1, 1e15f, 1e25f, 3e38f};
+    double norm = 0, off = 0;
+    for (int64_t i = 0; i < n; i++) {
+      gradient[i] = (float)common_number(3, (uint64_t)i) * (i % 7 ? 1 : sizes[step]);
+      norm += (double)gradient[i] * (double)gradient[i];
+    }
+    norm = sqrt(norm);
+    luna_write(w, zeros);
+    for (int way = 0; way < 2; way++) {
+      luna_begin_step(ctx);
+      luna_tensor *loss = luna_sum(luna_mul(w, luna_tensor_new(ctx, gradient, 1, &n)), 0);
+      CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(way ? adam : sgd) == LUNA_OK, "%s", luna_error(ctx));
+      if (!way) luna_read(w, got);
+      if (!way) luna_write(w, zeros);
+    }
+    for (int64_t i = 0; i < n; i++)
+      off = fmax(off, fabs((double)got[i] + (double)gradient[i] / norm * fmin(norm, 100)));
+    CHECK(off <= 1e-4, "gradients of %g are clipped to others, off by %g", (double)sizes[step], off);
+    CHECK(fabs((double)luna_optimizer_norm(sgd) - norm) <= 1e-6 * norm || (norm > 3.4e38 &&
+          isinf(luna_optimizer_norm(sgd))), "the norm is %g, not %g", (double)luna_optimizer_norm(sgd), norm);
+  }
+  CHECK(luna_optimizer_skipped(sgd) == 0 && luna_optimizer_skipped(adam) == 2, "%lld steps skipped, %lld of Adam",
+        (long long)luna_optimizer_skipped(sgd), (long long)luna_optimizer_skipped(adam));
+  free(zeros), free(gradient), free(got);
+  luna_close(ctx);
+}
 /* two skipped steps in a row, found when the loss is read, make the next an error, until a good one has been read */
 static void device_not_finite(const device *d) {
   const luna_status want[6] = {LUNA_OK, LUNA_OK, LUNA_OK, LUNA_NOT_FINITE, LUNA_NOT_FINITE, LUNA_OK};
@@ -260,6 +299,57 @@ static void device_not_finite(const device *d) {
   CHECK(luna_optimizer_skipped(adam) == 3 && luna_optimizer_steps(adam) == 3, "%lld steps skipped, %lld made",
         (long long)luna_optimizer_skipped(adam), (long long)luna_optimizer_steps(adam));
   luna_close(ctx);
+}
+
+/* ---- a target on a logit of -Inf is an infinite loss with a finite gradient, also where logits are not stored ---- */
+static void infinite_logits_in(luna_ctx *ctx, const char *what, int64_t classes, float smoothing) {
+  enum { ROWS = 4, IN = 3 };
+  const int64_t wide[2] = {classes, IN};
+  luna_params *params = luna_params_open(ctx);
+  const luna_init init = {LUNA_INIT_XAVIER, 1};
+  luna_tensor *weight = luna_param(params, "w", 2, wide, init), *bias = luna_param(params, "b", 1, &classes, init);
+  luna_tensor *of[3] = {NULL, weight, bias};
+  float *b = common_floats(classes), *got = common_floats(classes * IN);
+  for (int64_t i = 0; i < classes; i++)
+    b[i] = i % 5 == 2 || i > classes - 3 ? -INFINITY : (float)common_number(4, (uint64_t)i);
+  if (bias) luna_write(bias, b);
+  for (int way = 0; way < 2; way++)
+    for (int at = 0; at < 3; at++) {     /* the label: of a number, between numbers, at the end */
+      const int32_t label = at == 0 ? 3 : at == 1 ? 2 : (int32_t)classes - 1, labels[ROWS] = {label, -1, label, label};
+      const bool infinite = at > 0 || smoothing > 0;
+      luna_cross_entropy_config config = {0};
+      config.smoothing = smoothing;
+      luna_begin_step(ctx);
+      luna_tensor *x = luna_require_grad(common_tensor(ctx, 9, ROWS, IN, 0, 0));
+      luna_tensor *loss = way ? luna_linear_cross_entropy(x, weight, bias, labels, &config) :
+        luna_cross_entropy_with(luna_linear(x, weight, bias), labels, &config);
+      CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", what, luna_error(ctx));
+      const float value = luna_item(loss);
+      CHECK(infinite ? value == INFINITY : value > 0 && value < 10, "%s: %d classes, smoothing %g, way %d, label %d: "
+            "the loss is %g", what, (int)classes, (double)smoothing, way, (int)label, (double)value);
+      of[0] = x;
+      for (int k = 0; k < 3; k++) {
+        int64_t wrong = 0;
+        luna_read_grad(of[k], got);
+        for (int64_t i = 0; i < luna_count(of[k]); i++) wrong += !(fabsf(got[i]) < 10);
+        CHECK(wrong == 0, "%s: %d classes, smoothing %g, way %d, label %d: %d of gradient %d are not finite", what,
+              (int)classes, (double)smoothing, way, (int)label, (int)wrong, k);
+      }
+      luna_params_zero_grad(params);
+    }
+  free(b), free(got);
+}
+static void device_infinite_logits(const device *d) {
+  for (int i = -1; i < COMMON_ISAS; i++) {
+    luna_options options = {0};
+    options.threads = 2;
+    if (i >= 0) options.isa = common_isas[i];
+    if (i >= 0 && !luna_isa_available(common_isas[i])) continue;
+    luna_ctx *ctx = i < 0 ? device_open(d, 3) : luna_open(&options);
+    for (int k = 0; k < 6; k++)
+      infinite_logits_in(ctx, i < 0 ? "device" : luna_isa_name(options.isa), k % 2 ? 1100 : 9, (float)(k / 2) / 2);
+    luna_close(ctx);
+  }
 }
 
 /* ---- contexts that share a set read what its owner has queued, though no call waited; the second shares it ---- */
@@ -727,6 +817,8 @@ static void device_all(const device *d, const char *only) {
   device_training(d);
   device_checkpoints(d);
   device_skips(d);
+  device_large(d);
+  device_infinite_logits(d);
   device_not_finite(d);
   device_sharing(d);
   device_measures(d);

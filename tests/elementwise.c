@@ -409,20 +409,22 @@ static void check_cross_entropy_parts(const lunai_cross_entropy *whole, int64_t 
   equal("cross_entropy_backward by parts", n, x, set, rows * n);
   release(x), release(set), release(loss), release(lse), free(sums);
 }
-/* rows without a single finite logit, and a large one after them: by parts as in one */
-static void check_cross_entropy_odd(void) {
+/* rows without a single finite logit, and a large one after them: by parts as in one; a target on a logit of -Inf is an
+   infinite loss, and the gradient finite */
+static void check_cross_entropy_odd(double smoothing) {
   const float inf = (float)INFINITY;
   static const int32_t labels[4] = {0, 4, 5, 1};
   const float rows[4][6] = {{-inf, -inf, -inf, -inf, -200, -201}, {-inf, -inf, 3, 3, 90, -inf}, {0, 1, NAN, -inf, 2, 3},
                             {-inf, -inf, -inf, -inf, -inf, -inf}};
   lunai_cross_entropy a;
   lunai_row_sums sums[4];
-  float loss[2][4], lse[2][4];
+  float loss[2][4], lse[2][4], grad[4][6];
   memset(&a, 0, sizeof a);
   a.labels = labels;
   a.rows = 4;
-  a.classes = a.logits_row = 6;
+  a.classes = a.logits_row = a.grad_row = 6;
   a.sums = sums;
+  a.smoothing = (float)smoothing, a.factor = 1;
   for (int width = 2; width <= 6; width += 4) {
     a.loss = loss[width == 6];
     a.lse = lse[width == 6];
@@ -438,6 +440,19 @@ static void check_cross_entropy_odd(void) {
       CHECK(isnan(part) ? isnan(whole) : part == whole || fabs(part - whole) < 1e-6 * fabs(whole),
             "cross_entropy, odd row %d: %g by parts, %g in one", r, part, whole);
     }
+  a.first = 0, a.columns = 6, a.logits = rows[0], a.grad = grad[0];
+  kernels->cross_entropy_backward(&a);
+  for (int r = 0; r < 4; r++) {
+    const float want = r == 2 ? NAN : r == 1 && smoothing == 0 ? 0 : inf;
+    CHECK(isnan(want) ? isnan(loss[1][r]) : loss[1][r] == want, "%s: smoothing %g, row %d of -Inf: the loss is %g",
+          kernels_name, smoothing, r, (double)loss[1][r]);
+    for (int j = 0; j < 6 && r != 2; j++) {
+      const double target = smoothing / 6 + (j == labels[r] ? 1 - smoothing : 0),
+                   p = r == 1 ? j == 4 : r == 0 && j > 3 ? exp(-(double)(j - 4)) / (1 + exp(-1.0)) : 0;
+      CHECK(fabs((double)grad[r][j] - p + target) < 1e-6, "%s: smoothing %g, row %d of -Inf: gradient %d is %g, not %g",
+            kernels_name, smoothing, r, j, (double)grad[r][j], p - target);
+    }
+  }
 }
 static void check_cross_entropy(int64_t rows, int64_t n, double smoothing) {
   const float factor = 0.25f, eps = (float)smoothing;
@@ -688,7 +703,7 @@ int main(void) {
         "Philox of zeros gives %08x ...", (unsigned)word[0]);
   for (int at = 0; kernels_next(&at);) {
     for (int64_t n = 0; n <= 70; n++) check_small(n);
-    check_cross_entropy_odd();
+    for (int i = 0; i < 3; i++) check_cross_entropy_odd(i / 2.0);
     check_activations(5000), check_maps(5000), check_softmax(2, 5000), check_cross_entropy(3, 20000, 0.1);
     check_norm(700, 133, 0), check_norm(3, 1000, 0), check_norm(3, 300, 1000), check_norm(0, 5, 0),
         check_norm(1, 4000, 30);

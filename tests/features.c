@@ -6,6 +6,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include <float.h>
 #ifndef _WIN32
 #include <sys/stat.h>
 #endif
@@ -467,6 +468,15 @@ static void check_fit(void) {
   luna_begin_inference(ctx);
   CHECK(luna_input_layer_fit(&layer, &input) == LUNA_OK && layer.mean->data[0] == 0 && layer.scale->data[0] == 1,
         "no steps: %s", luna_error(ctx));
+  /* a deviation whose inverse is no normal float */
+  for (int i = 0; i < ROWS * STEPS; i++)
+    for (int f = 0; f < K; f++) x[i * K + f] = f == 2 ? (i % 2 ? FLT_MAX : -FLT_MAX) : (float)f;
+  input.features = x, input.n = STEPS;
+  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "feature 2") &&
+        luna_ctx_error_id(ctx) == LUNA_ERROR_FEATURE_SCALE, "a deviation beyond all: %s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  CHECK(layer.mean->data[1] == 0 && layer.scale->data[1] == 1, "a failed fit changes the mean or the scale");
+  input.features = NULL, input.n = 0;
   luna_tensor *y = luna_input_layer_forward(&layer, &input);
   CHECK(y && y->shape[1] == 0 && y->shape[2] == 5, "a forward of no steps: %s", luna_error(ctx));
   luna_close(ctx);

@@ -980,8 +980,19 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_begin_step(other);
   luna_tensor *foreign = common_tensor(other, 1, 37, 41, 0, 0),
       *own = (luna_begin_step(ctx), common_tensor(ctx, 1, 37, 41, 0, 0));
-  CHECK(!luna_add(own, foreign) && luna_ctx_error_id(ctx) == LUNA_ERROR_OTHER_CONTEXT,
-      "tensors of two contexts add up");
+  for (int kind = 0; kind < 6; kind++) {
+    const int64_t flat[1] = {37 * 41};
+    luna_begin_step(ctx), own = common_tensor(ctx, 1, 37, 41, 0, 0);
+    luna_begin_step(other), foreign = common_tensor(other, 1, 37, 41, 0, 0);
+    luna_tensor *both[2] = {own, foreign}, *stale = foreign;
+    if (kind == 5) luna_begin_step(other);
+    luna_tensor *y = kind == 0 ? luna_add(own, foreign) : kind == 1 ? luna_matmul(foreign, own, false, true) :
+      kind == 2 ? luna_linear(own, own, luna_reshape(foreign, 1, flat)) : kind == 3 ? luna_concat(both, 2, 0) :
+      kind == 4 ? luna_softmax_attention(own, own, foreign, NULL) : luna_mul(own, stale);
+    CHECK(!y && luna_ctx_error_id(ctx) == LUNA_ERROR_OTHER_CONTEXT &&
+          luna_ctx_error_id(other) == LUNA_ERROR_OTHER_CONTEXT && strcmp(luna_error(ctx), luna_error(other)) == 0,
+          "op %d of tensors of two contexts: \"%s\" and \"%s\"", kind, luna_error(ctx), luna_error(other));
+  }
   luna_close(other);
 }
 

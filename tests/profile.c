@@ -115,6 +115,8 @@ int main(void) {
   const char *relu = entry(second.at, "main", "ACTIVATION", "forward");
   CHECK(relu && fabs(number(relu, "calls") - 1) < 0.1 && !strstr(second.at, "lm_loss"), "not anew: %s", second.at);
   second.size = 0;
+  CHECK(luna_profile_write(m.ctx, (luna_profile_format)2, collect, &second) == LUNA_BAD_ARGUMENT && second.size == 0,
+        "a format that does not exist: %s", luna_error(m.ctx));
   CHECK(luna_profile_write(m.ctx, LUNA_PROFILE_TABLE, collect, &second) == LUNA_OK, "table: %s", luna_error(m.ctx));
   CHECK(strstr(second.at, "\n") && strstr(second.at, "  main:\n") &&
         strstr(second.at, "ACTIVATION [30,16] -> [30,16]\n"),

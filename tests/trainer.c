@@ -5,6 +5,7 @@
 #include "luna.h"
 #include "common.h"
 #include "naive.h"
+#include <float.h>
 
 static luna_ctx *open_seeded(uint64_t seed, luna_isa isa) {
   luna_options options = {0};
@@ -1023,6 +1024,120 @@ static void check_nonfinite_rest(void) {
   luna_close(f.ctx);
 }
 
+/* ---- finite gradients of any size are clipped, and their norm is right ---- */
+static void check_large_gradients(luna_isa isa) {
+  enum { SIZE = 1003 };
+  const int64_t n = SIZE;
+  static float gradient[SIZE];
+  float *const gradients[1] = {gradient};
+  luna_optimizer_config config = {0};
+  luna_ctx *ctx = open_seeded(1, isa);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *w = luna_param(params, "w", 1, &n, init_of(LUNA_INIT_ZEROS, 0));
+  config.lr = 0.5f, config.clip = 2;
+  luna_optimizer *sgd = luna_sgd(params, &config);
+  for (float size = 1e-3f; w && size < 3e38f; size *= 1e3f) {
+    double norm = 0, off = 0;
+    memset(w->data, 0, sizeof gradient);     /* so that the loss is 0 */
+    for (int i = 0; i < SIZE; i++) {
+      gradient[i] = i % 3 ? (float)common_number(7, (uint64_t)i) * size : (float)common_number(8, (uint64_t)i);
+      norm += (double)gradient[i] * (double)gradient[i];
+    }
+    norm = sqrt(norm);
+    luna_begin_step(ctx);
+    CHECK(backward_of(params, gradients) == LUNA_OK && luna_optimizer_step(sgd) == LUNA_OK, "%s", luna_error(ctx));
+    CHECK(luna_optimizer_skipped(sgd) == 0, "%s: finite gradients of %g are skipped", luna_isa_name(isa), (double)size);
+    CHECK(fabs((double)luna_optimizer_norm(sgd) - norm) <= 1e-6 * norm ||
+          (norm > (double)FLT_MAX && isinf(luna_optimizer_norm(sgd))), "%s: the norm is %g, not %g", luna_isa_name(isa),
+          (double)luna_optimizer_norm(sgd), norm);
+    for (int i = 0; i < SIZE; i++) {
+      const double want = -0.5 * (double)gradient[i] * (norm > 2 ? 2 / norm : 1);
+      off = fmax(off, fabs((double)w->data[i] - want));
+    }
+    CHECK(off <= 1e-6, "%s: gradients of %g are clipped to others, off by %g", luna_isa_name(isa), (double)size, off);
+  }
+  luna_close(ctx);
+}
+
+/* ---- whatever the rates and the gradients, a step leaves finite numbers, or what there was ---- */
+static float any_of(const float *values, int count, int run, int at) {
+  return values[common_hash((uint64_t)run, (uint64_t)at) % (uint64_t)count];
+}
+static void check_extremes(luna_isa isa) {
+  static const float lr[6] = {1e-6f, 1, 1e6f, 1e9f, 1e12f, 1e38f}, clip[4] = {0, 0, 1, 1e30f};
+  static const float decay[6] = {0, 0, 0.1f, 1e3f, 1e6f, 1e38f}, momentum[3] = {0, 0.9f, 0.99999994f};
+  static const float size[10] = {0, 1e-30f, 1e-10f, 1, 1e8f, 1e10f, 1e17f, 1e19f, 1e25f, 3e38f};
+  enum { RUNS = 400, STEPS = 6, ROOM = 4 * 64 };
+  float gradient[PARTS][16], *gradients[PARTS] = {gradient[0], gradient[1], gradient[2]}, before[ROOM], after[ROOM];
+  int made = 0, skipped = 0, refused = 0;
+  luna_ctx *const ctx = open_seeded(1, isa);
+  for (int run = 0; run < RUNS; run++) {
+    const int kind = run % 4;
+    luna_optimizer_config c = {0};
+    fit f = {0};
+    f.ctx = ctx, f.params = luna_params_open(ctx);
+    for (int k = 0; k < PARTS; k++) {
+      static const char *const names[PARTS] = {"a", "b", "c"};
+      luna_param(f.params, names[k], 1, &part_size[k], init_of(LUNA_INIT_ZEROS, 0));
+    }
+    c.lr = any_of(lr, 6, run, 0), c.weight_decay = any_of(decay, 6, run, 1), c.clip = any_of(clip, 4, run, 2),
+      c.max_skips = -1;
+    if (kind == LUNA_OPTIMIZER_SGD) c.momentum = any_of(momentum, 3, run, 3);
+    c.nesterov = c.momentum > 0 && run % 8 == 0;
+    f.optimizer = kind == LUNA_OPTIMIZER_SGD ? luna_sgd(f.params, &c) : kind == LUNA_OPTIMIZER_ADAM ?
+      luna_adam(f.params, &c) : kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(f.params, &c) : luna_apollo(f.params, &c);
+    for (int step = 0; step < STEPS && f.optimizer; step++) {
+      const float scale = any_of(size, 10, run, 10 + step);
+      luna_tensor *loss = NULL;
+      luna_begin_step(ctx);
+      for (int k = 0; k < PARTS; k++) {
+        luna_tensor *p = luna_params_at(f.params, k, NULL);
+        for (int64_t i = 0; i < part_size[k]; i++)
+          gradients[k][i] = scale * (float)common_number((uint64_t)run, (uint64_t)(step * 100 + k * 20 + i));
+        luna_tensor *zero = luna_sub(p, luna_tensor_new(ctx, p->data, 1, &part_size[k]));
+        zero = luna_sum_all(luna_mul(zero, luna_tensor_new(ctx, gradients[k], 1, &part_size[k])));
+        loss = loss ? luna_add(loss, zero) : zero;
+      }
+      CHECK(luna_backward(loss) == LUNA_OK, "run %d: %s", run, luna_error(ctx));
+      const int n = fit_read(&f, before);
+      const int64_t was = luna_optimizer_skipped(f.optimizer);
+      const luna_status status = luna_optimizer_step(f.optimizer);
+      bool finite = true;
+      fit_read(&f, after);
+      for (int i = 0; i < n; i++) finite = finite && isfinite(after[i]);
+      CHECK(status == LUNA_OK || (status == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_RATES),
+            "run %d, step %d: %s", run, step, luna_error(ctx));
+      const bool same = status != LUNA_OK || luna_optimizer_skipped(f.optimizer) > was;
+      made += !same, skipped += same && status == LUNA_OK, refused += status != LUNA_OK;
+      CHECK(same ? memcmp(before, after, (size_t)n * sizeof(float)) == 0 : finite,
+            "%s, kind %d, lr %g, decay %g, clip %g, step %d of gradients of %g: %s", luna_isa_name(isa), kind,
+            (double)c.lr, (double)c.weight_decay, (double)c.clip, step, (double)scale,
+            same ? "numbers that should stay do not" : "a number is not finite");
+    }
+  }
+  CHECK(made > RUNS / 2 && skipped > RUNS / 20 && refused > RUNS / 2, "%d steps made, %d skipped, %d refused", made,
+        skipped, refused);
+  luna_close(ctx);
+}
+static void check_rates_refused(void) {
+  luna_optimizer_config config = {0};
+  fit f;
+  fit_open(&f);
+  config.momentum = 1;
+  CHECK(!luna_sgd(f.params, &config) && luna_ctx_error_id(f.ctx) == LUNA_ERROR_PROBABILITY, "a momentum of 1: %s",
+        luna_error(f.ctx));
+  config.momentum = 0, config.lr = 1e38f;
+  f.optimizer = luna_adam(f.params, &config);
+  luna_begin_step(f.ctx);
+  luna_backward(fit_loss(&f));
+  CHECK(luna_optimizer_step(f.optimizer) == LUNA_BAD_ARGUMENT && strstr(luna_error(f.ctx), "'a'") &&
+        luna_optimizer_lr(f.optimizer) == 1e38f, "a rate of 1e38: %s", luna_error(f.ctx));
+  luna_optimizer_set_lr(f.optimizer, 0.1f);
+  CHECK(fit_step(&f) == LUNA_OK && luna_optimizer_steps(f.optimizer) == 1, "a good rate after it: %s",
+        luna_error(f.ctx));
+  luna_close(f.ctx);
+}
+
 /* ---- the gradients of k micro-batches, each a k-th of the loss, are those of one batch ---- */
 static void check_accumulation(void) {
   enum { BATCH = 4, N = 9 };
@@ -1084,6 +1199,11 @@ int main(void) {
   check_groups_refused();
   for (int kind = LUNA_OPTIMIZER_SGD; kind <= LUNA_OPTIMIZER_APOLLO; kind++) check_nonfinite(kind);
   check_nonfinite_rest();
+  for (int i = 0; i < COMMON_ISAS; i++)
+    if (luna_isa_available(common_isas[i])) check_large_gradients(common_isas[i]);
+  check_extremes(LUNA_ISA_BEST);
+  check_extremes(LUNA_ISA_REFERENCE);
+  check_rates_refused();
   check_accumulation();
   return test_report("trainer");
 }
