@@ -44,8 +44,8 @@ class Page {
   }
   async key(key, modifiers = 0) {
     const text = key === 'Enter' ? '\r' : key === ' ' ? ' ' : undefined;
-    const code = { Enter: 13, ' ': 32, Tab: 9, ArrowLeft: 37, ArrowUp: 38, ArrowRight: 39, ArrowDown: 40, Home: 36 }[key];
-    const what = { key, code: key, windowsVirtualKeyCode: code, modifiers };
+    const codes = { Enter: 13, ' ': 32, Tab: 9, Home: 36, ArrowLeft: 37, ArrowUp: 38, ArrowRight: 39, ArrowDown: 40 };
+    const what = { key, code: key, windowsVirtualKeyCode: codes[key], modifiers };
     await this.ask('Input.dispatchKeyEvent', { type: text ? 'keyDown' : 'rawKeyDown', text, ...what });
     await this.ask('Input.dispatchKeyEvent', { type: 'keyUp', ...what });
   }
@@ -68,7 +68,9 @@ class Page {
   look({ width, height, dark }) {
     return Promise.all([
       this.ask('Emulation.setDeviceMetricsOverride', { width, height, deviceScaleFactor: 1, mobile: false }),
-      this.ask('Emulation.setEmulatedMedia', { features: [{ name: 'prefers-color-scheme', value: dark ? 'dark' : 'light' }] })]);
+      this.ask('Emulation.setScrollbarsHidden', { hidden: true }),
+      this.ask('Emulation.setEmulatedMedia',
+               { features: [{ name: 'prefers-color-scheme', value: dark ? 'dark' : 'light' }] })]);
   }
   close() { return this.browser.ask('Target.closeTarget', { targetId: this.target }); }
 }
@@ -84,7 +86,8 @@ export class Browser {
     const flags = ['--headless=new', '--no-sandbox', '--disable-gpu', '--no-first-run', '--remote-debugging-pipe',
       '--disable-background-timer-throttling', '--disable-renderer-backgrounding', `--user-data-dir=${profile}`];
     b.process = spawn(name, flags, { stdio: ['ignore', 'ignore', 'ignore', 'pipe', 'pipe'] });
-    Object.assign(b, { profile, folder: resolve(folder), next: 1, waiting: new Map(), heard: new Map(), downloads: [] });
+    Object.assign(b, { profile, folder: resolve(folder), next: 1, downloads: [] });
+    b.waiting = new Map(), b.heard = new Map();
     let rest = Buffer.alloc(0);
     b.process.stdio[4].on('data', (data) => {
       rest = Buffer.concat([rest, data]);
@@ -93,7 +96,9 @@ export class Browser {
         rest = rest.subarray(end + 1);
       }
     });
-    b.process.on('exit', () => { for (const asked of b.waiting.values()) asked.fail(new Error('Chromium has ended')); });
+    b.process.on('exit', () => {
+      for (const asked of b.waiting.values()) asked.fail(new Error('Chromium has ended'));
+    });
     await b.ask('Browser.setDownloadBehavior', { behavior: 'allow', downloadPath: b.folder, eventsEnabled: true });
     return b;
   }

@@ -60,19 +60,27 @@ class Luna {
   get step() { return this.exports.page_step(); }
   get parameters() { return this.exports.page_parameters(); }
   train(lr, steps) { return this.need(this.exports.page_train(lr, steps)); }
-  /* the mean loss of at most `most` windows of the last tenth, evenly spread */
-  validate(most) {
+  /* The mean loss of at most `most` windows of the last tenth, evenly spread, a batch at a time: the generator's last
+     value is { done: true, value }. */
+  *validating(most) {
     const all = this.exports.page_held(), each = this.settings.batch, rounds = Math.max(1, Math.floor(most / each));
     const skip = Math.max(each, Math.floor(all / rounds));
-    return this.with(4, (count) => {
-      let sum = 0, bytes = 0;
-      for (let first = 0; first < all; first += skip) {
-        const loss = this.need(this.exports.page_validate(first, Math.min(each, all - first), count));
-        const read = this.ints(count, 1)[0];
-        sum += loss * read, bytes += read;
-      }
-      return sum / bytes;
-    });
+    let sum = 0, bytes = 0;
+    for (let first = 0; first < all; first += skip) {
+      const [loss, read] = this.with(4, (count) => {
+        const mean = this.need(this.exports.page_validate(first, Math.min(each, all - first), count));
+        return [mean, this.ints(count, 1)[0]];
+      });
+      sum += loss * read, bytes += read;
+      yield;
+    }
+    return sum / bytes;
+  }
+  validate(most) {
+    const all = this.validating(most);
+    let each = all.next();
+    while (!each.done) each = all.next();
+    return each.value;
   }
   sample(prompt, count, temperature) {
     return this.withBytes(prompt, (from) => this.with(count, (to) => {
@@ -111,7 +119,7 @@ class Luna {
         for (let i = 0; i < runs; i++) this.need(this.exports.page_time_run(kind));
         const took = performance.now() - start;
         best = Math.min(best, took / runs);
-        if (took < 5) runs = Math.min(1000, runs * 4);        /* the clock of a page counts in tenths of milliseconds */
+        if (took < 5) runs = Math.min(1000, runs * 4);     /* the clock of a page counts in tenths of milliseconds */
         if (performance.now() - begin > 1000) break;
       }
       return best;
@@ -129,7 +137,8 @@ class Luna {
     return out;
   }
   detectorLearn(signal, labels, steps, told) {
-    return this.withBytes(new Uint8Array(signal.buffer), (x) => this.withBytes(new Uint8Array(labels.buffer), (y) => {
+    const bytes = (list) => new Uint8Array(list.buffer);
+    return this.withBytes(bytes(signal), (x) => this.withBytes(bytes(labels), (y) => {
       this.need(this.exports.page_detector_open(x, signal.length));
       let loss = 0;
       for (let step = 0; step < steps; step++) {
@@ -150,7 +159,7 @@ Luna.settings = ['layers', 'dim', 'heads', 'memory', 'window', 'batch', 'softmax
 Luna.equations = [['x', 12], ['p', 6], ['pack', 8], ['yp', 6], ['unpack', 8], ['yx', 12], ['xa', 12], ['nextp', 6],
   ['nextx', 12], ['z', 8], ['sums', 24], ['f', 8]];
 
-/* ---- a worker: requests { id, call, ... } are answered by { id, ... }, and training tells what it does ------------- */
+/* ---- a worker: requests { id, call, ... } are answered by { id, ... }, and training tells what it does ----------- */
 /* What a worker does between two steps it does at once: answers wait for one step at most. */
 function serve(scope) {
   let luna = null, run = null;
@@ -162,26 +171,34 @@ function serve(scope) {
     if (!run) return;
     const r = run;
     try {
-      const start = performance.now();
-      r.losses.push(luna.train(r.lr, r.steps));
-      r.milliseconds += performance.now() - start;
-      const done = luna.step >= r.steps, now = performance.now();
-      if (done || now - r.told > 100) {
-        tell({ what: 'steps', step: luna.step, losses: r.losses, seconds: r.milliseconds / 1000 });
-        r.losses = [], r.told = now;
-      }
-      if (done || now - r.shown > r.every || r.shown === 0) {
-        if (r.windows) tell({ what: 'validation', step: luna.step, seconds: r.milliseconds / 1000,
-                              loss: luna.validate(done ? r.last : r.windows) });
-        if (r.prompt) tell({ what: 'sample', step: luna.step, bytes: luna.sample(r.prompt, 240, 0.8) });
-        r.shown = performance.now();
-      }
-      if (done) run = null, tell({ what: 'ended', step: luna.step });
+      if (r.check) check(r);
+      else step(r);
+      if (r.ended && !r.check) run = null, tell({ what: 'ended', step: luna.step });
     } catch (error) {
       run = null;
       tell({ what: 'failed', error: error.message, step: luna.step });
     }
     if (run) port2.postMessage(0);
+  }
+  function step(r) {
+    const start = performance.now();
+    r.losses.push(luna.train(r.lr, r.steps));
+    const now = performance.now();
+    r.milliseconds += now - start;
+    r.ended = luna.step >= r.steps;
+    if (r.ended || now - r.told > 100) {
+      tell({ what: 'steps', step: luna.step, losses: r.losses, seconds: r.milliseconds / 1000 });
+      r.losses = [], r.told = now;
+    }
+    if (r.ended || now - r.shown > r.every) r.check = luna.validating(r.ended ? r.last : r.windows);
+  }
+  /* a batch of the validation, and after the last a sample */
+  function check(r) {
+    const { done, value } = r.check.next();
+    if (!done) return;
+    tell({ what: 'validation', step: luna.step, seconds: r.milliseconds / 1000, loss: value });
+    if (r.prompt) tell({ what: 'sample', step: luna.step, bytes: luna.sample(r.prompt, 240, 0.8) });
+    r.check = null, r.shown = performance.now();
   }
 
   const calls = {
@@ -189,7 +206,7 @@ function serve(scope) {
     text({ bytes }) { luna.text(bytes); return {}; },
     model({ settings }) { luna.model(settings); return { parameters: luna.parameters, step: luna.step }; },
     start(options) {
-      run = Object.assign({ losses: [], milliseconds: 0, told: 0, shown: 0 }, options);
+      run = Object.assign({ losses: [], milliseconds: 0, told: 0, shown: -1e9 }, options);
       port2.postMessage(0);
       return {};
     },

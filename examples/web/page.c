@@ -8,7 +8,9 @@
 #define LUNA_NO_THREADS
 #include "luna.h"
 
+#include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #ifdef __wasm__
 #define EXPORT(name) __attribute__((export_name(#name))) name
@@ -367,44 +369,72 @@ int EXPORT(page_follow)(void) {
 
 /* ---- a detector of one signal ------------------------------------------------------------------------------------ */
 
-enum { DETECTOR_WINDOW = 192, DETECTOR_BATCH = 8, DETECTOR_WARM = 32 };
-static struct { luna_ctx *ctx; luna_lm model; luna_optimizer *adam; luna_stream *stream; int32_t step; } detector;
+/* It reads the change from each number to the next. A causal memory is a mean over all that was read, in which what is
+   newest weighs less and less; so the stream begins anew after each PAST numbers, from the PAST before, and what it
+   reads is never longer than what it has learnt from. */
+enum { WINDOW = 128, BATCH = 16, WARM = 32, PAST = 64 };
+static struct {
+  luna_ctx *ctx;
+  luna_lm model;
+  luna_optimizer *adam;
+  luna_stream *stream;
+  int32_t step, read;
+  float newest, past[PAST];
+} detector;
 
-/* A new one, which takes the signal's mean and deviation. */
 int EXPORT(page_detector_open)(const float *signal, int32_t n) {
-  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .seed = 1 });
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .isa = PAGE_ISA, .seed = 1 });
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
-  const luna_lm_config config = { .features = 1, .outputs = 2, .dim = 32, .ffn = 64, .memory = 8,
+  const luna_lm_config config = { .features = 1, .outputs = 2, .dim = 24, .ffn = 48, .memory = 8,
                                   .layer = { .convolution = 16, .pre_norm = true } };
-  const luna_input all = { .features = signal, .batch = 1, .n = n };
+  float *changes = (float *)malloc((size_t)n * sizeof(float));
+  const luna_input all = { .features = changes, .batch = 1, .n = n - 1 };
+  for (int32_t i = 1; changes && i < n; i++) changes[i - 1] = signal[i] - signal[i - 1];
   luna_lm_init(&model, params, &config);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 5e-3f, .weight_decay = 0.05f, .clip = 1 });
-  if (!adam || n <= DETECTOR_WINDOW || luna_input_layer_fit(&model.input, &all) != LUNA_OK) {
-    if (!ctx || n <= DETECTOR_WINDOW) fail("The signal is too short to learn from.");
-    else failed(ctx);
+  const bool good = adam && changes && n > 2 * WINDOW && luna_input_layer_fit(&model.input, &all) == LUNA_OK;
+  free(changes);
+  if (!good) {
+    if (n <= 2 * WINDOW) fail("The signal is too short to learn from.");
+    else if (ctx) failed(ctx);
+    else fail("There is no memory for a detector.");
     return luna_close(ctx), 0;
   }
   luna_stream_close(detector.stream), luna_close(detector.ctx);
-  detector.ctx = ctx, detector.model = model, detector.adam = adam, detector.stream = NULL, detector.step = 0;
+  memset(&detector, 0, sizeof detector);
+  detector.ctx = ctx, detector.model = model, detector.adam = adam;
   return 1;
 }
-/* A step, of `steps` in all, on windows that begin anywhere, a little louder or softer, with some noise; labels 1 or 0,
-   negative: not counted. Returns the loss. */
-double EXPORT(page_detector_learn)(const float *signal, const int32_t *labels, int32_t n, int32_t steps) {
-  static float x[DETECTOR_BATCH][DETECTOR_WINDOW];
-  static int32_t y[DETECTOR_BATCH][DETECTOR_WINDOW];
-  const luna_schedule schedule = { .decay = LUNA_DECAY_COSINE, .warmup = 10, .total = steps, .floor = 0.05f };
-  if (!detector.adam || n <= DETECTOR_WINDOW) return fail("There is no detector yet."), no_number();
-  for (int row = 0; row < DETECTOR_BATCH; row++) {
-    const int32_t from = (int32_t)draw(2, detector.step, row, n - DETECTOR_WINDOW);
-    const float gain = 0.85f + 0.3f * (float)draw(3, detector.step, row, 1000) / 1000;
-    for (int i = 0; i < DETECTOR_WINDOW; i++) {
-      x[row][i] = gain * signal[from + i] + 0.04f * ((float)draw(4 + (uint64_t)row, detector.step, i, 1000) / 500 - 1);
-      y[row][i] = i < DETECTOR_WARM ? -1 : labels[from + i];
-    }
+
+static float between(int64_t row, int64_t i, double low, double high) { /* a number of this step's, anew for each i */
+  return (float)(low + (high - low) * draw((uint64_t)(2 + i), detector.step, row, 1 << 24) / (1 << 24));
+}
+/* A window that begins anywhere in the signal: a little louder or softer, slower or faster, on a slow wave, with noise.
+   The two examples are all there is to learn from, and this is what may change about them. */
+static void vary(const float *signal, const int32_t *labels, int32_t n, int64_t row, float *x, int32_t *y) {
+  const float pace = between(row, 0, 0.9, 1.1), gain = between(row, 1, 0.8, 1.25), wave = between(row, 2, 0, 0.3);
+  const float period = between(row, 3, 5, 30), phase = between(row, 4, 0, 6.28);
+  const float from = between(row, 5, 0, (double)n - 1 - (double)pace * WINDOW);
+  float before = 0;
+  for (int i = 0; i < WINDOW; i++) {
+    const float at = from + pace * (float)i;
+    const int32_t k = (int32_t)at;
+    float value = gain * (signal[k] + (at - (float)k) * (signal[k + 1] - signal[k]));
+    value += wave * sinf((float)i / period + phase) + between(row, 6 + i, -0.04, 0.04);
+    x[i] = i ? value - before : 0;
+    y[i] = i < WARM ? -1 : labels[k];
+    before = value;
   }
-  const luna_input input = { .features = x[0], .batch = DETECTOR_BATCH, .n = DETECTOR_WINDOW };
+}
+/* A step, of `steps` in all; labels 1 or 0, negative: not counted. Returns the loss. */
+double EXPORT(page_detector_learn)(const float *signal, const int32_t *labels, int32_t n, int32_t steps) {
+  static float x[BATCH][WINDOW];
+  static int32_t y[BATCH][WINDOW];
+  const luna_schedule schedule = { .decay = LUNA_DECAY_COSINE, .warmup = 10, .total = steps, .floor = 0.05f };
+  if (!detector.adam || n <= 2 * WINDOW) return fail("There is no detector yet."), no_number();
+  for (int row = 0; row < BATCH; row++) vary(signal, labels, n, row, x[row], y[row]);
+  const luna_input input = { .features = x[0], .batch = BATCH, .n = WINDOW };
   luna_begin_step(detector.ctx);
   luna_tensor *loss = luna_lm_loss(&detector.model, &input, y[0]);
   luna_backward(loss);
@@ -415,12 +445,18 @@ double EXPORT(page_detector_learn)(const float *signal, const int32_t *labels, i
 /* Reads n numbers and gives the probability of a yes at each; the first call after learning begins the stream. */
 int EXPORT(page_detector_read)(const float *signal, int32_t n, float *out) {
   if (!detector.ctx) return fail("There is no detector yet.");
-  if (!detector.stream) detector.stream = luna_stream_open(&detector.model, NULL);
+  if (!detector.stream) detector.stream = luna_stream_open(&detector.model, NULL), detector.newest = signal[0];
   if (!detector.stream) return failed(detector.ctx);
   for (int32_t i = 0; i < n; i++) {
-    const float *y = luna_stream_step_features(detector.stream, signal + i);
+    float *change = &detector.past[detector.read];
+    *change = signal[i] - detector.newest, detector.newest = signal[i];
+    const float *y = luna_stream_step_features(detector.stream, change);
     if (!y) return fail(luna_stream_error(detector.stream));
     out[i] = 1 / (1 + expf(y[0] - y[1]));
+    if (++detector.read < PAST) continue;
+    luna_stream_reset(detector.stream);
+    luna_stream_prefill(detector.stream, &(luna_input){ .features = detector.past, .n = PAST });
+    detector.read = 0;
   }
   return 1;
 }

@@ -1,9 +1,10 @@
-/* page.js: what the page shows and asks. All computing is done by workers, which engine.js is the source of; what is here
-   draws, and never for long. */
+/* page.js: what the page shows and asks. All computing is done by workers, which engine.js is the source of; what is
+   here draws, and never for long. */
 'use strict';
 const $ = (id) => document.getElementById(id);
 const encode = (text) => new TextEncoder().encode(text);
-const number = (value, digits) => value.toLocaleString('en', { maximumFractionDigits: digits, minimumFractionDigits: digits });
+const number = (value, digits) =>
+  value.toLocaleString('en', { maximumFractionDigits: digits, minimumFractionDigits: digits });
 const whole = (value) => Math.round(value).toLocaleString('en');
 function say(id, text, bad) {
   $(id).textContent = text;
@@ -38,7 +39,8 @@ class Helper {
       else asked.done(data);
     };
     this.worker.onerror = (event) => {
-      for (const asked of this.waiting.values()) asked.fail(new Error(event.message || 'The worker could not be started.'));
+      const why = new Error(event.message || 'The worker could not be started.');
+      for (const asked of this.waiting.values()) asked.fail(why);
       this.waiting.clear();
     };
     this.ready = this.ask('open', { module });
@@ -96,8 +98,8 @@ function ticks(low, high, most) {
 function axes({ c, width, height }, x, y) {
   const box = { left: 52, right: width - 12, top: 24, bottom: height - 38 };
   const along = (axis, from, to) => (v) => {
-    const at = axis.log ? Math.log(v / axis.low) / Math.log(axis.high / axis.low) : (v - axis.low) / (axis.high - axis.low);
-    return from + at * (to - from);
+    const scale = axis.log ? Math.log : (number) => number, low = scale(axis.low);
+    return from + (scale(v) - low) / (scale(axis.high) - low) * (to - from);
   };
   const px = along(x, box.left, box.right), py = along(y, box.bottom, box.top);
   c.strokeStyle = style('line'), c.fillStyle = style('soft'), c.lineWidth = 1;
@@ -126,48 +128,40 @@ function polyline(c, points, colour, width, alpha) {
 
 /* ---- 1: see it --------------------------------------------------------------------------------------------------- */
 
-/* The picture as SVG text: softmax attention's n n products beside Luna's 2 l n. README shows it too, there in colours
-   of its own. */
-function picture(n, l, alone) {
-  const colour = (name) => (alone ? '' : `var(--${name})`);
-  const place = (i, count, left, right) => +(left + (right - left) * (count === 1 ? 0.5 : i / (count - 1))).toFixed(1);
-  const dots = (count, left, right, y, kind) => Array.from({ length: count }, (unused, i) =>
-    `<circle cx="${place(i, count, left, right)}" cy="${y}" r="3.5"/>`).join('').replace(/^/, `<g class="${kind}"${
-    alone ? '' : ` fill="${colour(kind)}"`}>`) + '</g>';
-  const lines = (above, below, [left, right], y, to, kind) => {
-    let path = '';
-    for (let i = 0; i < above; i++)
-      for (let j = 0; j < below; j++) path += `M${place(i, above, left, right)} ${y}L${place(j, below, left, right)} ${to}`;
-    return `<path class="${kind} thin"${alone ? '' : ` stroke="${colour(kind)}"`} d="${path}"/>`;
-  };
-  const own = alone ? '<style>text{font:15px sans-serif;fill:#55585d}.thin{fill:none}.x{fill:#1f5fa8;stroke:#1f5fa8}' +
-    '.p{fill:#a34f00;stroke:#a34f00}.yp{fill:#14693f;stroke:#14693f}.thin{fill:none;stroke-width:.6;stroke-opacity:.5}' +
-    '@media(prefers-color-scheme:dark){text{fill:#a9adb3}.x{fill:#8abdf7;stroke:#8abdf7}.p{fill:#f0a661;stroke:#f0a661}' +
-    '.yp{fill:#74d1a2;stroke:#74d1a2}.thin{fill:none}}</style>' :
-    '<style>#picture text{font:15px system-ui,sans-serif;fill:var(--soft)}.thin{fill:none;stroke-width:.6;' +
-    'stroke-opacity:.5}</style>';
-  const text = (x, y, words, anchor) => `<text x="${x}" y="${y}" text-anchor="${anchor || 'middle'}">${words}</text>`;
-  const left = [30, 380], right = [440, 790], narrow = [440 + 175 - 9 * l, 440 + 175 + 9 * l];
-  const mixed = (from, to, count, below, y, until, kind) => {
+/* The picture as SVG text: softmax attention's n n products beside Luna's 2 l n, or above them. `alone`: for a file,
+   with the colours that the page's style sheet gives it here. */
+function picture(n, l, { stacked = false, alone = false } = {}) {
+  const place = (i, count, [left, right]) => +(left + (right - left) * (count > 1 ? i / (count - 1) : 0.5)).toFixed(1);
+  const dots = (count, along, y, kind) => `<g class="${kind}">` + Array.from({ length: count }, (unused, i) =>
+    `<circle cx="${place(i, count, along)}" cy="${y}" r="3.5"/>`).join('') + '</g>';
+  const lines = (count, from, y, below, to, until, kind) => {
     let path = '';
     for (let i = 0; i < count; i++)
-      for (let j = 0; j < below; j++) path += `M${place(i, count, ...from)} ${y}L${place(j, below, ...to)} ${until}`;
-    return `<path class="${kind} thin"${alone ? '' : ` stroke="${colour(kind)}"`} d="${path}"/>`;
+      for (let j = 0; j < below; j++) path += `M${place(i, count, from)} ${y}L${place(j, below, to)} ${until}`;
+    return `<path class="${kind}" d="${path}"/>`;
   };
-  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 820 330" role="img" aria-label="${
-    `Softmax attention: ${n} tokens times ${n} tokens are ${n * n} lines. Luna: ${l} slots, ${2 * l * n} lines.`}">${own}` +
-    text(205, 22, 'softmax attention') + text(615, 22, 'Luna') +
-    lines(n, n, left, 50, 270, 'x') + dots(n, ...left, 50, 'x') + dots(n, ...left, 270, 'x') +
-    mixed(right, narrow, n, l, 50, 160, 'p') + mixed(narrow, right, l, n, 160, 270, 'yp') +
-    dots(n, ...right, 50, 'x') + dots(l, ...narrow, 160, 'p') + dots(n, ...right, 270, 'x') +
-    text(205, 310, `n n = ${n} × ${n} = ${whole(n * n)} products`) +
-    text(615, 310, `2 l n = 2 × ${l} × ${n} = ${whole(2 * l * n)} products`) +
-    text(798, 110, 'pack', 'end') + text(798, 218, 'unpack', 'end') + '</svg>';
+  const text = (x, y, words, anchor) => `<text x="${x}" y="${y}" text-anchor="${anchor || 'middle'}">${words}</text>`;
+  const wide = [30, 380], narrow = [205 - 9 * l, 205 + 9 * l];
+  const light = { x: '#1f5fa8', p: '#a34f00', yp: '#14693f' }, dark = { x: '#8abdf7', p: '#f0a661', yp: '#74d1a2' };
+  const rules = (colours) => Object.entries(colours).map(([kind, colour]) =>
+    `g.${kind}{fill:${colour}}path.${kind}{stroke:${colour}}`).join('');
+  const own = '<style>text{font:15px sans-serif;fill:#55585d}path{fill:none;stroke-width:.6;stroke-opacity:.5}' +
+    `${rules(light)}@media(prefers-color-scheme:dark){text{fill:#a9adb3}${rules(dark)}}</style>`;
+  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${stacked ? '410 660' : '820 330'}" role="img" ` +
+    `aria-label="Softmax attention: ${n} tokens times ${n} tokens are ${n * n} lines. Luna: ${l} slots, ${2 * l * n} ` +
+    `lines.">${alone ? own : ''}` +
+    text(205, 22, 'softmax attention') + lines(n, wide, 50, n, wide, 270, 'x') +
+    dots(n, wide, 50, 'x') + dots(n, wide, 270, 'x') + text(205, 310, `n n = ${n} × ${n} = ${whole(n * n)} products`) +
+    `<g transform="translate(${stacked ? '0 330' : '410 0'})">` +
+    text(205, 22, 'Luna') + lines(n, wide, 50, l, narrow, 160, 'p') + lines(l, narrow, 160, n, wide, 270, 'yp') +
+    dots(n, wide, 50, 'x') + dots(l, narrow, 160, 'p') + dots(n, wide, 270, 'x') +
+    text(388, 115, 'pack', 'end') + text(388, 213, 'unpack', 'end') +
+    text(205, 310, `2 l n = 2 × ${l} × ${n} = ${whole(2 * l * n)} products`) + '</g></svg>';
 }
 function see() {
   const n = +$('n').value, l = +$('l').value;
   $('n-is').textContent = n, $('l-is').textContent = l;
-  $('picture').innerHTML = picture(n, l, false);
+  $('picture').innerHTML = picture(n, l, { stacked: $('picture').clientWidth < 560 });
   $('counts').textContent = `With 100,000 tokens and ${l} slots: ${whole(1e10)} products or ${whole(2e5 * l)}.`;
 }
 
@@ -175,13 +169,15 @@ const lengths = [256, 512, 1024, 2048, 4096, 8192, 16384];
 let times = [];
 drawings.set('times', () => {
   const s = sheet($('times')), all = times.flatMap((row) => row.slice(1)).filter((v) => v > 0);
-  const low = 10 ** Math.floor(Math.log10(Math.min(0.1, ...all))), high = 10 ** Math.ceil(Math.log10(Math.max(100, ...all)));
+  const low = 10 ** Math.floor(Math.log10(Math.min(0.1, ...all)));
+  const high = 10 ** Math.ceil(Math.log10(Math.max(100, ...all)));
   const powers = [];
   for (let v = low; v <= high * 1.01; v *= 10) powers.push(+v.toPrecision(1));
   const narrow = s.width < 420;
-  const { px, py } = axes(s, { low: 200, high: 20000, log: true, ticks: lengths.filter((n, i) => !narrow || i % 2 === 0),
-                              text: whole, name: 'tokens' },
-                          { low, high, log: true, ticks: powers, name: 'milliseconds' });
+  const across = lengths.filter((n, i) => !narrow || i % 2 === 0);
+  const { px, py } = axes(s, { low: 200, high: 20000, log: true, ticks: across, text: whole, name: 'tokens' },
+                          { low, high, log: true, ticks: powers, text: (v) => (v < 1 ? v : whole(v)),
+                            name: 'milliseconds' });
   [['x', 1, 'softmax'], ['p', 2, 'Luna']].forEach(([colour, column, name]) => {
     const points = times.map((row) => [px(row[0]), py(row[column])]);
     polyline(s.c, points, style(colour), 2);
@@ -203,7 +199,8 @@ async function measure(module) {
   try {
     await helper.ready;
     for (const [i, n] of lengths.entries()) {
-      say('time-says', `Measuring ${whole(n)} tokens.` + (lm.running ? ' Training goes on beside it, and makes it slower.' : ''));
+      say('time-says', `Measuring ${whole(n)} tokens.` +
+        (lm.running ? ' Training goes on beside it, and makes it slower.' : ''));
       const [softmax, luna] = (await helper.ask('time', { n, l: +$('time-l').value })).times;
       times.push([n, softmax, luna]);
       [softmax, luna, softmax / luna].forEach((v, j) => {
@@ -212,8 +209,8 @@ async function measure(module) {
       redraw('times');
     }
     const [n, softmax, luna] = times.at(-1);
-    say('time-says', `Measured. Of ${whole(n)} tokens Luna's attention takes ${number(luna, 1)} ms, softmax attention ` +
-        `${number(softmax, 0)} ms.`);
+    say('time-says', `Measured. Of ${whole(n)} tokens Luna's attention takes ${number(luna, 1)} ms, softmax ` +
+      `attention ${number(softmax, 0)} ms.`);
     $('times').setAttribute('aria-label', 'Time by length: ' + times.map(([a, b, c]) =>
       `${a} tokens, softmax ${b.toFixed(2)} ms, Luna ${c.toFixed(2)} ms`).join('; '));
   } catch (error) { say('time-says', error.message, true); }
@@ -234,9 +231,9 @@ const shown = [
   ['eq7', 'z', 'yp', 'Z [4, 2]'], ['eq7', 'sum', 'p', 'the sum at t [3, 2]'], ['eq7', 'f', 'yx', 'F [4, 2]']];
 let values = null, asking = false, changed = false;
 
-const shown2 = (v) => (v < 0 ? '−' : '') + Math.abs(v).toFixed(2);
+const decimals = (v) => (v < 0 ? '−' : '') + Math.abs(v).toFixed(2);
 function writeNumber(cell, name, i) {
-  cell.textContent = shown2(given[name][i]);
+  cell.textContent = decimals(given[name][i]);
   cell.setAttribute('aria-valuenow', given[name][i].toFixed(2));
 }
 function draggable(cell, name, i, label) {
@@ -280,11 +277,12 @@ function showValues() {
   $('t-is').textContent = t;
   if (!values) return;
   for (const [, name, colour] of shown) {
-    const list = name === 'sum' ? values.sums.slice(6 * (t - 1), 6 * t) : values[name], share = name === 'pack' || name === 'unpack';
     if (given[name]) continue;
+    const list = name === 'sum' ? values.sums.slice(6 * (t - 1), 6 * t) : values[name];
+    const tint = (v) => `color-mix(in srgb, var(--${colour}) ${Math.round(v * 45)}%, transparent)`;
     [...$('m-' + name).querySelectorAll('span')].forEach((cell, i) => {
-      cell.textContent = shown2(list[i]);
-      cell.style.background = share ? `color-mix(in srgb, var(--${colour}) ${Math.round(list[i] * 45)}%, transparent)` : '';
+      cell.textContent = decimals(list[i]);
+      if (name === 'pack' || name === 'unpack') cell.style.background = tint(list[i]);
     });
   }
   ['z', 'f'].forEach((name) => [...$('m-' + name).rows].forEach((row, i) =>
@@ -330,12 +328,14 @@ const smoothed = (list) => {
 };
 drawings.set('loss', () => {
   const s = sheet($('loss')), column = $('by').value === 'step' ? 0 : 1, everything = Object.values(curves).flat();
-  const values = everything.map((point) => point[2]), last = Math.max(column ? 10 : 50, ...everything.map((point) => point[column]));
-  const low = Math.floor(Math.min(5, ...values) * 2) / 2, high = Math.max(6, ...values);
+  const losses = everything.map((point) => point[2]);
+  const last = Math.max(column ? 10 : 50, ...everything.map((point) => point[column]));
+  const low = Math.floor(Math.min(5, ...losses) * 2) / 2, high = Math.max(6, ...losses);
   const { px, py } = axes(s, { low: 0, high: last, ticks: ticks(0, last, s.width < 420 ? 5 : 10),
                               name: column ? 'seconds of training' : 'steps' },
                           { low, high, ticks: ticks(low, high, 6), name: 'nats a byte' });
-  [['x', 'other', 'otherHeld', 'softmax'], ['p', 'luna', 'held', 'Luna']].forEach(([colour, name, held, label], row) => {
+  const both = [['x', 'other', 'otherHeld', 'softmax'], ['p', 'luna', 'held', 'Luna']];
+  both.forEach(([colour, name, held, label], row) => {
     const at = (point) => [px(point[column]), py(point[2])];
     if (!curves[name].length) return;
     polyline(s.c, curves[name].map(at), style(colour), 1, 0.35);
@@ -360,9 +360,10 @@ function heard(data, isOther) {
     $(isOther ? 'f-other' : 'f-loss').textContent = mean.toFixed(3);
     $(isOther ? 'f-other-rate' : 'f-rate').textContent = whole(bytes);
     if (!isOther) {
-      lm.step = data.step, lm.seconds = base.seconds + data.seconds, lm.milliseconds = data.seconds / (data.step - base.step);
+      lm.step = data.step, lm.seconds = base.seconds + data.seconds;
       $('f-step').textContent = whole(data.step);
-      $('f-left').textContent = clock(Math.max(0, +$('steps').value - data.step) * lm.milliseconds);
+      const left = Math.max(0, +$('steps').value - data.step);
+      $('f-left').textContent = clock(left * data.seconds / (data.step - base.step));
       $('loss').setAttribute('aria-label', `The loss at step ${data.step} is ${mean.toFixed(2)} nats a byte`);
     } else lm.otherSeconds = base.seconds + data.seconds, lm.otherStep = data.step;
     redraw('loss');
@@ -388,10 +389,12 @@ function ended(isOther, text, bad) {
 }
 
 const limit = 64e6, visible = 20000;
+const tooLarge = (what, size, unit) => `${what} has ${whole(size)} ${unit}, which is too much for a page; ` +
+  'what was there before has stayed.';
 /* The text to learn, of which the box shows the beginning. */
 function setText(text, what) {
   if (text.length > limit)
-    return say('text-says', `${what} has more than ${whole(limit)} characters, which is too much for a page; the text is as it was.`, true);
+    return say('text-says', tooLarge(what, text.length, 'characters'), true);
   lm.text = text, lm.cut = text.length > visible;
   $('text').value = lm.cut ? text.slice(0, visible) : text;
   $('text').readOnly = lm.cut;
@@ -400,30 +403,26 @@ function setText(text, what) {
 }
 async function setFile(file) {
   if (file.size > limit)
-    return say('text-says', `${file.name} has ${whole(file.size)} bytes, which is too much for a page; the text is as it was.`, true);
+    return say('text-says', tooLarge(file.name, file.size, 'bytes'), true);
   setText(new TextDecoder().decode(await file.arrayBuffer()), file.name);
 }
-async function sendText(helper, bytes) { await helper.ask('text', { bytes }); }
-
 async function start() {
   const options = speed(), bytes = encode(lm.text);
   if (lm.sent !== lm.text) {
     await trainer.ask('text', { bytes });
     lm.sent = lm.text;
   }
-  lm.promptBytes = bytes.slice(0, 40), lm.promptText = '';
   const held = bytes.slice(bytes.length - Math.floor(bytes.length / 10)), line = held.indexOf(10) + 1;
   lm.promptBytes = held.slice(line, line + 40);
   lm.promptText = printable(lm.promptBytes) + '┃';
-  const shape = lm.shape || settings();
-  lm.perStep = shape.batch * Math.min(shape.window, bytes.length - Math.floor(bytes.length / 10) - 1);
+  lm.perStep = lm.shape.batch * Math.min(lm.shape.window, bytes.length - held.length - 1);
   if ($('beside').checked) await startOther(bytes, options);
   lm.base = { step: lm.step, seconds: lm.seconds || 0 };
-  await trainer.ask('start', Object.assign({ every: 5000, windows: 16, last: 1e9, prompt: lm.shape.softmax ? null :
+  await trainer.ask('start', Object.assign({ every: 5000, windows: 16, last: 1024, prompt: lm.shape.softmax ? null :
     lm.promptBytes }, options));
   lm.running = true;
   $('go').textContent = 'Stop', $('anew').disabled = false;
-  say('train-says', 'Training. The first tenth of the steps, or a hundred, warm up; then the learning rate falls to the last.');
+  say('train-says', 'Training. The learning rate rises for a tenth of the steps, or a hundred, and then falls.');
 }
 /* The same, with softmax attention in Luna's place, in a worker of its own. */
 async function startOther(bytes, options) {
@@ -435,13 +434,17 @@ async function startOther(bytes, options) {
   }
   await other.ask('text', { bytes });
   lm.otherBase = { step: lm.otherStep, seconds: lm.otherSeconds };
-  await other.ask('start', Object.assign({ every: 5000, windows: 16, last: 1e9, prompt: null }, options));
+  await other.ask('start', Object.assign({ every: 5000, windows: 16, last: 1024, prompt: null }, options));
   lm.otherRunning = true;
+}
+async function stopOther() {
+  if (lm.otherRunning) lm.otherStep = (await other.ask('stop')).step;
+  lm.otherRunning = false;
 }
 async function stop() {
   const { step } = await trainer.ask('stop');
-  if (lm.otherRunning) other.ask('stop'), lm.otherRunning = false;
-  lm.running = false;
+  await stopOther();
+  lm.running = false, lm.step = step;
   $('go').textContent = 'Go on';
   say('train-says', `Stopped at step ${whole(step)}. What has been learnt stays.`);
 }
@@ -477,14 +480,15 @@ async function go() {
   if (lm.running) return stop();
   if (!lm.cut) lm.text = $('text').value;
   if (encode(lm.text.slice(0, 100)).length < 100)
-    throw new Error('The text is too short: nine tenths of it are learnt and the last tenth is foretold, for which 100 ' +
-                    'bytes are the least.');
+    throw new Error('The text is too short: nine tenths of it are learnt and the last tenth is foretold, for which ' +
+                    '100 bytes are the least.');
   const wanted = settings();
   if (lm.step === 0 && !sameShape(wanted, lm.shape)) await anew();
   else if (!sameShape(wanted, lm.shape))
     throw new Error(`The model has other sizes than the boxes say (${lm.shape.layers} layers of ${lm.shape.dim}, ` +
       `${lm.shape.memory} slots, ${lm.shape.batch} windows of ${lm.shape.window}): Begin anew makes one by the boxes.`);
-  if (lm.step >= speed().steps) throw new Error(`The model has made ${whole(lm.step)} steps: raise Steps in all to go on.`);
+  if (lm.step >= speed().steps)
+    throw new Error(`The model has made ${whole(lm.step)} steps: raise Steps in all to go on.`);
   return start();
 }
 
@@ -516,21 +520,21 @@ async function peek() {
 }
 /* of a slot's share in a pack, and a slot's among slots in an unpack: how many times an even share */
 function strengths(map) {
-  const { heads, n, slots } = map, pack = new Float32Array(map.pack.length), unpack = new Float32Array(map.unpack.length);
+  const { heads, n, slots } = map, pack = map.pack.slice(), unpack = map.unpack.map((v) => v * slots);
   for (let h = 0; h < heads; h++)
     for (let s = 0; s < slots; s++) {
       let sum = 0;
       for (let t = 0; t < n; t++) sum += map.pack[(h * n + t) * slots + s];
       for (let t = 0; t < n; t++) {
         const i = (h * n + t) * slots + s;
-        pack[i] = map.pack[i] * n / sum, unpack[i] = map.unpack[i] * slots;
+        pack[i] *= n / sum;
       }
     }
   return [pack, unpack];
 }
 let layout = null;
 drawings.set('maps', () => {
-  const canvas = $('maps'), wide = canvas.clientWidth > 640, heads = inside ? inside.heads : 4, slots = inside ? inside.slots : 16;
+  const canvas = $('maps'), wide = canvas.clientWidth > 640, { heads, slots } = inside || { heads: 4, slots: 16 };
   const rowHeight = slots > 24 ? 3 : 6, tall = slots * rowHeight, step = tall + 26, column = 30 + heads * step;
   const s = sheet(canvas, wide ? column : 2 * column), { c } = s;
   const room = wide ? s.width / 2 - 12 : s.width, n = inside ? inside.n : 1, cell = Math.min(16, (room - 34) / n);
@@ -546,8 +550,8 @@ drawings.set('maps', () => {
       c.font = Math.min(12, Math.max(7, cell * 1.5)) + 'px ui-monospace, monospace';
       c.textAlign = 'center', c.fillStyle = soft;
       for (let t = 0; t < n; t++) {
-        const byte = inside.bytes[t];
-        c.fillText(byte === 32 ? '␣' : byte > 32 && byte < 127 ? String.fromCharCode(byte) : '·', left + (t + 0.5) * cell, y - 4);
+        const byte = inside.bytes[t], name = byte > 32 && byte < 127 ? String.fromCharCode(byte) : '·';
+        c.fillText(byte === 32 ? '␣' : name, left + (t + 0.5) * cell, y - 4);
       }
       c.font = '12px system-ui, sans-serif';
       c.fillText(String(h + 1), left - 14, y + tall / 2 + 4);
@@ -568,7 +572,8 @@ function readCell(event) {
   if (!inside || !layout || !layout.maps.length) return;
   const box = $('maps').getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
   const which = layout.wide ? +(x > box.width / 2) : +(y > layout.column);
-  const left = 26 + (layout.wide && which ? box.width / 2 + 6 : 0), top = 36 + (!layout.wide && which ? layout.column : 0);
+  const left = 26 + (layout.wide && which ? box.width / 2 + 6 : 0);
+  const top = 36 + (!layout.wide && which ? layout.column : 0);
   const h = Math.floor((y - top) / layout.step), t = Math.floor((x - left) / layout.cell);
   const k = Math.floor((y - top - h * layout.step) / layout.rowHeight);
   const inBox = h >= 0 && h < inside.heads && t >= 0 && t < inside.n && k >= 0 && k < inside.slots;
@@ -588,17 +593,18 @@ async function save() {
   say('take-says', `luna.safetensors: ${whole(bytes.length)} bytes, the training at step ${whole(step)}.`);
 }
 async function load(file) {
-  if (file.size > 1e9) throw new Error(`${file.name} has ${whole(file.size)} bytes, which is too much for a page; the model is as it was.`);
+  if (file.size > 1e9) throw new Error(tooLarge(file.name, file.size, 'bytes'));
   const bytes = new Uint8Array(await file.arrayBuffer());
   if (lm.running) await stop();
   let got;
   try { got = await trainer.ask('load', { bytes }, [bytes.buffer]); } catch (error) {
-    throw new Error(`${file.name} is no checkpoint that this page can go on from; the model is as it was. (${error.message})`);
+    throw new Error(`${file.name} is no checkpoint that this page can go on from; the model is as it was. (luna.h: ` +
+      `${error.message})`);
   }
   ['layers', 'dim', 'memory', 'window', 'batch'].forEach((name) => { $(name).value = got.settings[name]; });
   forget(got.settings, got.parameters, got.step);
-  say('take-says', `${file.name}: a model of ${got.settings.layers} layers of ${got.settings.dim}, at step ${whole(got.step)}. ` +
-    'Go on, in part 3, trains it further.');
+  say('take-says', `${file.name}: a model of ${got.settings.layers} layers of ${got.settings.dim}, at step ` +
+    `${whole(got.step)}. Go on, in part 3, trains it further.`);
   say('train-says', `The model is that of ${file.name}.`);
 }
 function dropZone(zone, take) {
@@ -682,7 +688,8 @@ drawings.set('signal', () => {
 });
 async function learn() {
   const marks = signal.marks.map(([a, b]) => [Math.min(a, b), Math.max(a, b)]), labels = new Int32Array(length);
-  if (marks.some(([a, b]) => b - a < 6 || b - a > 120)) throw new Error('An example has 6 to 120 numbers: mark each again.');
+  if (marks.some(([a, b]) => b - a < 6 || b - a > 120))
+    throw new Error('An example has 6 to 120 numbers: mark both again.');
   if (signal.running) await play();
   /* A yes is due when most of the example has been seen; before that, and just after it, either is right. */
   for (const [a, b] of marks) {
@@ -690,7 +697,7 @@ async function learn() {
     labels.fill(1, Math.round(a + 0.7 * (b - a)), Math.min(length, b + 1));
   }
   ['learn', 'play'].forEach((id) => { $(id).disabled = true; });
-  const steps = 300, copy = signal.values.slice();
+  const steps = 200, copy = signal.values.slice();
   tools.hear = (data) => say('stream-says', `Learning: step ${data.step} of ${steps}, loss ${data.loss.toFixed(3)}.`);
   try {
     await tools.ask('learn', { signal: copy, labels, steps });
@@ -708,15 +715,16 @@ function count() {
     signal.seen++;
     if (signal.found.subarray(i - 27, i + 16).some((v) => v > 0.5)) signal.right++;
   }
-  if (signal.found[i] > 0.5 && !(signal.found[i - 1] > 0.5) && !signal.truth.subarray(i - 12, i + 12).some((v) => v)) signal.wrong++;
+  const begins = signal.found[i] > 0.5 && !(signal.found[i - 1] > 0.5);
+  if (begins && !signal.truth.subarray(i - 12, i + 12).some((v) => v)) signal.wrong++;
 }
 async function play() {
   signal.running = !signal.running;
   $('play').textContent = signal.running ? 'Stop' : 'Let it run';
   if (!signal.running) {
     signal.marks = [[0, 0], [0, 0]], writeMarks();
-    say('stream-says', 'It stands still. Drag over the signal to mark two examples, all there are in it, and learn from them; ' +
-      'or let it run on.');
+    say('stream-says', 'It stands still. Drag over the signal to mark two examples, all there are in it, and learn ' +
+      'from them; or let it run on.');
     return redraw('signal');
   }
   let last = performance.now(), due = 0;
@@ -745,8 +753,10 @@ async function play() {
   }
 }
 function signalPointer(event) {
-  const box = $('signal').getBoundingClientRect(), i = Math.round((event.clientX - box.left) / box.width * (length - 1));
-  const at = Math.max(0, Math.min(length - 1, i)), value = ((box.height - 40) / 2 - (event.clientY - box.top)) * 3.2 / (box.height - 40);
+  const box = $('signal').getBoundingClientRect(), line = box.height - 40;
+  const i = Math.round((event.clientX - box.left) / box.width * (length - 1));
+  const at = Math.max(0, Math.min(length - 1, i));
+  const value = (line / 2 - (event.clientY - box.top)) * 3.2 / line;
   if (event.type === 'pointerdown') {
     $('signal').setPointerCapture(event.pointerId);
     if (!signal.running) signal.drag = [at, at];
@@ -775,8 +785,17 @@ function listen() {
     await trainer.ask('change', speed());
     if (lm.otherRunning) await other.ask('change', speed());
   })));
+  $('beside').addEventListener('change', guarded('train-says', async () => {
+    if (!lm.running) return;
+    if ($('beside').checked) await startOther(encode(lm.text), speed());
+    else await stopOther();
+  }));
   $('text-own').addEventListener('click', () => setText($('own').textContent.slice(1), 'The piece of luna.h'));
-  $('text-file').addEventListener('change', () => { if ($('text-file').files.length) guarded('text-says', setFile)($('text-file').files[0]); });
+  const chosen = (id, where, work) => $(id).addEventListener('change', () => {
+    if ($(id).files.length) guarded(where, work)($(id).files[0]);
+  });
+  chosen('text-file', 'text-says', setFile);
+  chosen('load', 'take-says', load);
   $('text').addEventListener('input', () => {
     lm.text = $('text').value;
     say('text-says', `Your text: ${whole(lm.text.length)} characters.`);
@@ -793,7 +812,6 @@ function listen() {
   $('layer').addEventListener('change', peek);
   $('maps').addEventListener('pointermove', readCell);
   $('save').addEventListener('click', guarded('take-says', save));
-  $('load').addEventListener('change', () => { if ($('load').files.length) guarded('take-says', load)($('load').files[0]); });
   dropZone('load-drop', guarded('take-says', load));
   $('learn').addEventListener('click', guarded('stream-says', learn));
   $('play').addEventListener('click', guarded('stream-says', play));
@@ -801,9 +819,10 @@ function listen() {
     signal.marks[i][k] = Math.max(0, Math.min(length - 1, +$(end + i).value));
     redraw('signal');
   })));
-  ['pointerdown', 'pointermove', 'pointerup', 'pointercancel'].forEach((kind) => $('signal').addEventListener(kind, signalPointer));
+  ['pointerdown', 'pointermove', 'pointerup', 'pointercancel'].forEach((kind) =>
+    $('signal').addEventListener(kind, signalPointer));
   const all = () => redraw(...drawings.keys());
-  new ResizeObserver(all).observe(document.body);
+  new ResizeObserver(() => { see(), all(); }).observe($('picture'));
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', all);
 }
 
@@ -813,8 +832,8 @@ async function begin() {
   setText($('own').textContent.slice(1), 'The piece of luna.h');
   redraw(...drawings.keys());
   if (typeof WebAssembly !== 'object' || !simd())
-    return say('state', 'This browser has no WebAssembly SIMD, which luna.h is compiled for here: any browser since 2023 has ' +
-               'it. The picture of part 1 works without it; nothing else does.', true);
+    return say('state', 'This browser has no WebAssembly SIMD, which luna.h is compiled for here: any browser since ' +
+      '2023 has it. The picture of part 1 works without it; nothing else does.', true);
   try {
     compiled = await compile();
     $('wasm').textContent = '';
