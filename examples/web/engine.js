@@ -184,11 +184,12 @@ function serve(scope) {
     const start = performance.now();
     r.losses.push(luna.train(r.lr, r.steps));
     const now = performance.now();
-    r.milliseconds += now - start;
+    r.seconds += (now - start) / 1000;
+    r.times.push(r.seconds);
     r.ended = luna.step >= r.steps;
     if (r.ended || now - r.told > 100) {
-      tell({ what: 'steps', step: luna.step, losses: r.losses, seconds: r.milliseconds / 1000 });
-      r.losses = [], r.told = now;
+      tell({ what: 'steps', step: luna.step, losses: r.losses, times: r.times, seconds: r.seconds });
+      r.losses = [], r.times = [], r.told = now;
     }
     if (r.ended || now - r.shown > r.every) r.check = luna.validating(r.ended ? r.last : r.windows);
   }
@@ -196,7 +197,7 @@ function serve(scope) {
   function check(r) {
     const { done, value } = r.check.next();
     if (!done) return;
-    tell({ what: 'validation', step: luna.step, seconds: r.milliseconds / 1000, loss: value });
+    tell({ what: 'validation', step: luna.step, seconds: r.seconds, loss: value });
     if (r.prompt) tell({ what: 'sample', step: luna.step, bytes: luna.sample(r.prompt, 240, 0.8) });
     r.check = null, r.shown = performance.now();
   }
@@ -206,7 +207,7 @@ function serve(scope) {
     text({ bytes }) { luna.text(bytes); return {}; },
     model({ settings }) { luna.model(settings); return { parameters: luna.parameters, step: luna.step }; },
     start(options) {
-      run = Object.assign({ losses: [], milliseconds: 0, told: 0, shown: -1e9 }, options);
+      run = Object.assign({ losses: [], times: [], seconds: 0, told: 0, shown: -1e9 }, options);
       port2.postMessage(0);
       return {};
     },

@@ -354,8 +354,8 @@ function heard(data, isOther) {
   const base = isOther ? lm.otherBase : lm.base, curve = isOther ? 'other' : 'luna';
   if (data.what === 'steps') {
     const count = data.losses.length, bytes = lm.perStep * (data.step - base.step) / data.seconds;
-    data.losses.forEach((loss, i) => curveAdd(curve, data.step - count + 1 + i,
-      base.seconds + data.seconds * (1 - (count - 1 - i) / Math.max(1, data.step - base.step)), loss));
+    data.losses.forEach((loss, i) =>
+      curveAdd(curve, data.step - count + 1 + i, base.seconds + data.times[i], loss));
     const mean = smoothed(curves[curve]).at(-1)[2];
     $(isOther ? 'f-other' : 'f-loss').textContent = mean.toFixed(3);
     $(isOther ? 'f-other-rate' : 'f-rate').textContent = whole(bytes);
@@ -557,7 +557,8 @@ drawings.set('maps', () => {
       c.fillText(String(h + 1), left - 14, y + tall / 2 + 4);
       for (let t = 0; t < n; t++)
         for (let k = 0; k < slots; k++) {
-          const strength = Math.max(-1, Math.min(1, Math.log2(Math.max(map[(h * n + t) * slots + k], 1e-9)) / 3));
+          const octaves = Math.log2(Math.max(map[(h * n + t) * slots + k], 1e-9)) / (which ? 1 : 3);
+          const strength = Math.max(-1, Math.min(1, octaves));
           c.fillStyle = strength > 0 ? blue : brown, c.globalAlpha = Math.abs(strength);
           c.fillRect(left + t * cell, y + k * rowHeight, cell + 0.3, rowHeight + 0.3);
         }
