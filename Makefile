@@ -22,6 +22,8 @@
 #   make mpi-test            their tests, with mpirun on this machine; last line: N passed, N failed
 #   make mpi-bench           time and memory of 4 million tokens forward and a training step of a million, cut over 1, 2
 #                            and 4 ranks; 20 minutes, 12 GB
+#   make web                 build/luna.html: Luna in a browser, one file, by clang for WebAssembly (examples/web)
+#   make web-test            its tests, in headless Chromium; screenshots in build/web; last line: N passed, N failed
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
@@ -226,8 +228,16 @@ mpi-bench:
 	@$(MAKE) $(BUILD)/mpi/tests/mpi_bench
 	@BUILD=$(BUILD) MPIRUN='$(MPIRUN)' sh tests/mpi_bench.sh
 
+$(BUILD)/luna.html: luna.h $(wildcard examples/web/*)
+	@CLANG='$(CLANG)' sh examples/web/build.sh $@
+
+web: $(BUILD)/luna.html
+
+web-test: web
+	@BUILD=$(BUILD) CC='$(CC)' sh tests/web.sh
+
 clean:
 	rm -rf build $(BUILD)
 
 .PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test \
-  cuda-bench mpi mpi-test mpi-bench clean
+  cuda-bench mpi mpi-test mpi-bench web web-test clean

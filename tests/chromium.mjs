@@ -1,0 +1,136 @@
+/* chromium.mjs: a headless Chromium by its DevTools protocol, over a pipe: node alone is enough.
+
+     const browser = await Browser.open(folder);           null where there is none
+     const page = await browser.page({ width, height, dark });
+     await page.go('file:///...');
+     await page.run('1 + 1');                              a value of the page; promises are awaited
+     page.errors                                           what the console had of them
+     browser.close(); */
+import { spawn, spawnSync } from 'node:child_process';
+import { mkdirSync, rmSync, writeFileSync } from 'node:fs';
+import { resolve } from 'node:path';
+
+export const sleep = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
+
+class Page {
+  constructor(browser, session) {
+    Object.assign(this, { browser, session, errors: [] });
+    browser.heard.set(session, (method, params) => {
+      if (method === 'Runtime.exceptionThrown') this.errors.push(params.exceptionDetails.exception?.description ||
+                                                                 params.exceptionDetails.text);
+      if (method === 'Runtime.consoleAPICalled' && params.type === 'error')
+        this.errors.push(params.args.map((a) => a.value ?? a.description).join(' '));
+      if (method === 'Log.entryAdded' && params.entry.level === 'error') this.errors.push(params.entry.text);
+      if (method === 'Page.loadEventFired') this.loaded?.();
+    });
+  }
+  ask(method, params) { return this.browser.ask(method, params, this.session); }
+  async go(url) {
+    const loaded = new Promise((done) => { this.loaded = done; });
+    await this.ask('Page.navigate', { url });
+    await loaded;
+  }
+  async run(expression) {
+    const { result, exceptionDetails: failed } = await this.ask('Runtime.evaluate',
+        { expression, awaitPromise: true, returnByValue: true });
+    if (failed) throw new Error(`${expression}: ${failed.exception?.description || failed.text}`);
+    return result.value;
+  }
+  /* waits until an expression of the page is true; false when that takes too long */
+  async until(expression, seconds) {
+    for (const end = Date.now() + 1000 * seconds; Date.now() < end; await sleep(50))
+      if (await this.run(expression)) return true;
+    return false;
+  }
+  async key(key, modifiers = 0) {
+    const text = key === 'Enter' ? '\r' : key === ' ' ? ' ' : undefined;
+    const codes = { Enter: 13, ' ': 32, Tab: 9, Home: 36, ArrowLeft: 37, ArrowUp: 38, ArrowRight: 39, ArrowDown: 40 };
+    const what = { key, code: key, windowsVirtualKeyCode: codes[key], modifiers };
+    await this.ask('Input.dispatchKeyEvent', { type: text ? 'keyDown' : 'rawKeyDown', text, ...what });
+    await this.ask('Input.dispatchKeyEvent', { type: 'keyUp', ...what });
+  }
+  async drag(from, to) {
+    const event = (type, [x, y], buttons) => this.ask('Input.dispatchMouseEvent',
+        { type, x, y, button: 'left', buttons, clickCount: 1 });
+    await event('mousePressed', from, 1);
+    for (let i = 1; i <= 8; i++) await event('mouseMoved', from.map((v, k) => v + (to[k] - v) * i / 8), 1);
+    await event('mouseReleased', to, 0);
+  }
+  async file(selector, path) {
+    const { result } = await this.ask('Runtime.evaluate', { expression: `document.querySelector('${selector}')` });
+    await this.ask('DOM.setFileInputFiles', { files: [resolve(path)], objectId: result.objectId });
+  }
+  /* the whole page, as it stands */
+  async picture(path) {
+    const { data } = await this.ask('Page.captureScreenshot', { format: 'png', captureBeyondViewport: true });
+    writeFileSync(path, Buffer.from(data, 'base64'));
+  }
+  look({ width, height, dark }) {
+    return Promise.all([
+      this.ask('Emulation.setDeviceMetricsOverride', { width, height, deviceScaleFactor: 1, mobile: false }),
+      this.ask('Emulation.setScrollbarsHidden', { hidden: true }),
+      this.ask('Emulation.setEmulatedMedia',
+               { features: [{ name: 'prefers-color-scheme', value: dark ? 'dark' : 'light' }] })]);
+  }
+  close() { return this.browser.ask('Target.closeTarget', { targetId: this.target }); }
+}
+
+export class Browser {
+  static async open(folder) {
+    const name = ['chromium', 'chromium-browser', 'google-chrome', 'google-chrome-stable'].find((each) =>
+      spawnSync('sh', ['-c', `command -v ${each}`]).status === 0);
+    if (!name) return null;
+    const b = new Browser(), profile = resolve(folder, 'profile');
+    rmSync(profile, { recursive: true, force: true });
+    mkdirSync(profile, { recursive: true });
+    const flags = ['--headless=new', '--no-sandbox', '--disable-gpu', '--no-first-run', '--remote-debugging-pipe',
+      '--disable-background-timer-throttling', '--disable-renderer-backgrounding', `--user-data-dir=${profile}`];
+    b.process = spawn(name, flags, { stdio: ['ignore', 'ignore', 'ignore', 'pipe', 'pipe'] });
+    Object.assign(b, { profile, folder: resolve(folder), next: 1, downloads: [] });
+    b.waiting = new Map(), b.heard = new Map();
+    let rest = Buffer.alloc(0);
+    b.process.stdio[4].on('data', (data) => {
+      rest = Buffer.concat([rest, data]);
+      for (let end = rest.indexOf(0); end >= 0; end = rest.indexOf(0)) {
+        b.take(JSON.parse(rest.subarray(0, end).toString()));
+        rest = rest.subarray(end + 1);
+      }
+    });
+    b.process.on('exit', () => {
+      for (const asked of b.waiting.values()) asked.fail(new Error('Chromium has ended'));
+    });
+    await b.ask('Browser.setDownloadBehavior', { behavior: 'allow', downloadPath: b.folder, eventsEnabled: true });
+    return b;
+  }
+  take(message) {
+    const asked = this.waiting.get(message.id);
+    this.waiting.delete(message.id);
+    if (asked && message.error) asked.fail(new Error(`${asked.method}: ${message.error.message}`));
+    else if (asked) asked.done(message.result);
+    if (message.method === 'Browser.downloadProgress' && message.params.state === 'completed')
+      this.downloads.push(message.params);
+    if (message.method) this.heard.get(message.sessionId)?.(message.method, message.params);
+  }
+  ask(method, params = {}, sessionId = undefined) {
+    const id = this.next++;
+    this.process.stdio[3].write(JSON.stringify({ id, method, params, sessionId }) + '\0');
+    return new Promise((done, fail) => this.waiting.set(id, { done, fail, method }));
+  }
+  /* script: runs in the page before its own */
+  async page({ width = 1280, height = 900, dark = false, script = '' } = {}) {
+    const { targetId } = await this.ask('Target.createTarget', { url: 'about:blank' });
+    const { sessionId } = await this.ask('Target.attachToTarget', { targetId, flatten: true });
+    const page = new Page(this, sessionId);
+    page.target = targetId;
+    await Promise.all(['Page.enable', 'Runtime.enable', 'Log.enable', 'DOM.enable'].map((method) => page.ask(method)));
+    if (script) await page.ask('Page.addScriptToEvaluateOnNewDocument', { source: script });
+    await page.look({ width, height, dark });
+    return page;
+  }
+  close() {
+    this.process.removeAllListeners('exit');
+    this.process.kill();
+    this.process.stdio[3].destroy(), this.process.stdio[4].destroy();
+    rmSync(this.profile, { recursive: true, force: true, maxRetries: 5, retryDelay: 200 });
+  }
+}
