@@ -164,6 +164,7 @@
        luna.vocab, luna.dim, ...  the model's config by its fields' names: decimal numbers, enums by value
        luna.dropout, luna.attention_dropout, luna.activation_dropout    in units of 10^-9
        luna.horizon               the longest sequence of training, or the config's; absent: none
+       luna.fixed_horizon         there where it is the config's, which training does not change
        luna.format                2 where the model has luna.forget or luna.output_gate, which luna.h 0.1 does not know
        any other key              the caller's, by luna_params_set
      luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.state where
@@ -6870,6 +6871,7 @@ typedef struct lunai_causal_chunk {
   /* [rows, LUNAI_CHUNK]; for products; each [LUNAI_CHUNK, the wider of dim and value_dim] */
   float *scores, *panels, *buffer[3];
   float *h;                          /* causal Luna, backward: its rows of H */
+  float *sums;                       /* the memory that forgets, backward: the forward state before it; or null */
   float *logs;                       /* the memory that forgets: in kept, what forget_weights says of the chunk */
 } lunai_causal_chunk;
 typedef void (*lunai_chunk_step)(const void *args, const lunai_causal_chunk *c);
@@ -6891,6 +6893,7 @@ typedef struct lunai_sweep {
   bool summing;                      /* for `outside`: only the state after the last chunk is wanted */
   bool forgets;                      /* states are sums, [slots, unit], whose slots fade by the gates of each chunk */
   float *h;                          /* [items, rows, slots], or null: see lunai_causal_chunk */
+  float *sums;                       /* [items, chunks, slots, unit], likewise */
   /* chunks of every item in flight between two barriers; 1: none, each thread sweeps items of its own */
   int64_t chunks, window, start;
   int64_t thread_bytes, state_bytes, record_bytes;
@@ -6976,6 +6979,7 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.panels = lunai_take(&buffer, lunai_chunk_panels(s->kernels, s->dim, s->value_dim));
   for (int i = 0; i < 3; i++) c.buffer[i] = lunai_take(&buffer, wide);
   c.h = lunai_offset(s->h, (item * s->rows + c.first) * s->slots);
+  c.sums = lunai_offset(s->sums, (item * s->chunks + c.first / LUNAI_CHUNK) * s->slots * s->unit);
   c.logs = s->forgets ? c.kept + LUNAI_CHUNK * s->slots : NULL;
   return c;
 }
@@ -7517,7 +7521,9 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
    Only ratios of weights count, so e^{-c_t} is no larger than LUNAI_FORGET_SCALE allows for, and nothing reads a later
    row. Backward, with g the gradient of out: dr = g S_V^T + sum (g . v_j) W_j, dZ = -(r dr + u du) / Z (never 1/Z^2,
    which leaves float's range), and sums over later rows, with the state's gradient R in reverse, for k, v and W. A gate
-   makes all weights before it smaller, which is to make all from it on larger: its gradient is a sum of theirs. */
+   makes all weights before it smaller, which is to make all from it on larger: its gradient is minus the sum of their
+   W dW. From a chunk's end on that sum is also minus R . S, as out does not change when all weights and the state are
+   scaled; where a slot forgets soon that is more exact, as the long sum adds up rounding. */
 /* a state's slot: S_K, S_V, z, and the product of all gates so far for lunai_outside */
 LUNAI_INLINE int64_t lunai_forget_unit(const lunai_causal_luna *a) { return 2 * a->head_dim + 2; }
 typedef struct lunai_forget_state { lunai_matrix k, v; float *z; int64_t slots, unit; } lunai_forget_state;
@@ -7565,6 +7571,10 @@ LUNAI_FN void lunai_forget_drop(const lunai_causal_luna *a, const lunai_causal_c
 }
 /* floats of U, Z, H, ... over all rows; a chunk's are dense, at its first row */
 LUNAI_INLINE int64_t lunai_forget_all(const lunai_causal_luna *a) { return a->batch * a->heads * a->rows * a->slots; }
+/* floats of the states before all chunks */
+LUNAI_INLINE int64_t lunai_forget_sums(const lunai_causal_luna *a) {
+  return a->batch * a->heads * lunai_divide_up(a->rows, LUNAI_CHUNK) * a->slots * lunai_forget_unit(a);
+}
 LUNAI_INLINE float *lunai_forget_kept(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
   return lunai_offset(LUNAI_TRAINS ? a->w : NULL, (c->item * a->rows + c->first) * a->slots);
 }
@@ -7633,6 +7643,21 @@ LUNAI_FN void lunai_forget_out_up(const void *args, const lunai_causal_chunk *c)
   if (a->grad_q)
     lunai_causal_bracket_back(c, 1, lunai_dense(c->h, c->rows, l), w, state.k, lunai_luna_wide(a, c, a->k),
                               lunai_luna_into(a, c, a->grad_q, true));
+  memcpy(c->sums, c->state, (size_t)(l * state.unit) * sizeof(float));
+  for (int64_t slot = 0; slot < l; slot++)
+    c->sums[slot * state.unit + state.unit - 1] = (float)lunai_chunk_fade(c, l, slot);
+}
+/* The sum of W dW after the chunk out of the states' gradient, as the sum of two floats, in place of the next chunk's
+   first sums, which nothing else reads then */
+LUNAI_FN void lunai_forget_anchor(const lunai_causal_luna *a, const lunai_causal_chunk *c) {
+  const int64_t l = lunai_luna_slots(a, c->item), unit = lunai_forget_unit(a);
+  float *next = c->sums + a->slots * unit;
+  for (int64_t slot = 0; slot < l && c->first + c->rows < a->rows; slot++, next += unit) {
+    double sum = 0;
+    for (int64_t i = 0; i < unit - 1; i++) sum -= (double)c->state[slot * unit + i] * (double)next[i];
+    next[0] = (float)sum;
+    next[1] = (float)(sum - (double)next[0]);
+  }
 }
 
 /* the state is the gradient of the forward one as it is after the chunk */
@@ -7658,6 +7683,7 @@ LUNAI_FN void lunai_forget_out_down(const void *args, const lunai_causal_chunk *
   const lunai_matrix q = lunai_luna_wide(a, c, a->q), k = lunai_luna_wide(a, c, a->k), v = lunai_luna_wide(a, c, a->v);
   const lunai_matrix g = lunai_luna_wide(a, c, a->grad_out);
   float *dw = c->buffer[0];
+  lunai_forget_anchor(a, c);
   for (int64_t slot = 0; !c->begins && slot < l; slot++) {
     const float fade = (float)lunai_chunk_fade(c, l, slot);
     c->kernels->scale(state.unit, fade, c->state + slot * state.unit, c->state + slot * state.unit);
@@ -7704,6 +7730,12 @@ LUNAI_FN void lunai_forget_gates(void *work, int64_t thread, int64_t threads) {
     for (int64_t k = 0; k < s->chunks; k++) {
       const lunai_causal_chunk c = lunai_sweep_chunk(s, item, k, 0, thread);
       const lunai_matrix gates = lunai_luna_narrow(a, &c, a->gates);
+      const float *next = c.sums + a->slots * s->unit;
+      for (int64_t i = 0; k > 0 && i < gates.columns; i++, next += s->unit) {
+        if (next[s->unit - 1] >= 0.5f) continue; /* the next chunk forgets less than half of it */
+        after[i] = next[0];
+        after[gates.columns + i] = next[1];
+      }
       s->kernels->forget_gates(gates, c.h, after, a->grad_gates + (gates.at - a->gates));
     }
   }
@@ -7735,7 +7767,8 @@ LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lu
   if (lunai_luna_steps(a)) return (size_t)(threads * lunai_step_bytes(a));
   lunai_luna_sweep(&s, kernels, a, backward);
   return lunai_sweep_plan(&s, threads, NULL) +
-         (backward ? (size_t)lunai_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots) : 0);
+         (backward ? (size_t)lunai_floats((a->forgets ? 3 : 1) * s.items * s.rows * s.slots) : 0) +
+         (backward && a->forgets ? (size_t)lunai_floats(lunai_forget_sums(a)) : 0);
 }
 
 LUNAI_FN void lunai_run_causal_luna(const lunai_kernels *kernels, const lunai_causal_luna *a,
@@ -7758,10 +7791,12 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
                                              const lunai_parallel *parallel, void *scratch) {
   char *rest = (char *)scratch;
   float *h = lunai_take(&rest, (a->forgets ? 3 : 1) * lunai_forget_all(a));
+  float *sums = a->forgets ? lunai_take(&rest, lunai_forget_sums(a)) : NULL;
   const bool forgets = a->forgets;
   lunai_sweep s;
   lunai_luna_sweep(&s, kernels, a, false);
   s.h = h;
+  s.sums = sums;
   s.reads = true;
   if (a->mean_ka) s.exchange = forgets ? lunai_forget_exchange : lunai_luna_exchange;
   lunai_sweep_run(&s, forgets ? lunai_forget_sum : lunai_luna_sum, forgets ? lunai_forget_out_up : lunai_luna_out_up,
@@ -7769,6 +7804,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
   if (!a->grad_k && !a->grad_v && !a->grad_s && !a->grad_gates && !a->outside) return;
   lunai_luna_sweep(&s, kernels, a, true);
   s.h = h;
+  s.sums = sums;
   lunai_sweep_run(&s, forgets ? lunai_forget_sum_down : lunai_luna_sum_down,
                   forgets ? lunai_forget_out_down : lunai_luna_out_down, parallel, rest);
   if (forgets && s.outside) lunai_forget_later(&s);
@@ -17698,6 +17734,7 @@ LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
   for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
   lunai_print(horizon, sizeof horizon, "%d", params->horizon);
   if (params->horizon > 0) lunai_st_put_pair(w, "luna.horizon", horizon);
+  if (params->horizon_fixed) lunai_st_put_pair(w, "luna.fixed_horizon", "1");
   for (const lunai_param *p = params->first; p; p = p->next)
     lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
@@ -17781,7 +17818,10 @@ LUNAI_FN luna_status lunai_load_pairs(luna_params *params, const lunai_st *st) {
   return LUNA_OK;
 }
 LUNAI_FN void lunai_load_horizon(luna_params *params, const lunai_st *st) {
-  if (!params->horizon_fixed) params->horizon = lunai_st_horizon(st);
+  lunai_st_text fixed;
+  if (params->horizon_fixed) return;
+  params->horizon = lunai_st_horizon(st);
+  params->horizon_fixed = lunai_st_meta(st, "luna.fixed_horizon", &fixed);
 }
 LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
   luna_params *params = (luna_params *)set;

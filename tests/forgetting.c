@@ -273,13 +273,9 @@ static void results_compare(const call *c, const results *got, const results *wa
   double largest = 0;
   worst_note(&w[0], common_error(got->y, want->y, count_of(c, Q), 1e-6), "y", how);
   for (int i = 0; i < INPUTS; i++) if (c->in[i]) largest = fmax(largest, rms(want->grad[i], count_of(c, i)));
-  for (int i = 0; i < INPUTS; i++) {
-    if (!c->in[i]) continue;
-    double error = gradient_error(got->grad[i], want->grad[i], count_of(c, i), largest);
-    /* a gate's is a sum over all later rows, most of which cancel, and their rounding adds up */
-    if (i == GATES && c->n > 2048) error /= sqrt((double)c->n / 2048);
-    worst_note(&w[1], error, input_names[i], how);
-  }
+  for (int i = 0; i < INPUTS; i++)
+    if (c->in[i])
+      worst_note(&w[1], gradient_error(got->grad[i], want->grad[i], count_of(c, i), largest), input_names[i], how);
   if (!c->in[GATES]) return;
   /* before the first row there is nothing to forget; a sum over all rows says so up to rounding */
   const double limit = GRADIENT_LIMIT * (c->n > 1 ? max_of(want->grad[GATES], count_of(c, GATES)) : largest);
