@@ -42,7 +42,8 @@ WARN = -Wall -Wextra
 NAMES = $(filter-out bench_% cuda mpi%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
-SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh
+SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
+  tests/export.sh
 PUBLIC_C = $(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
@@ -75,7 +76,7 @@ install: $(BUILD)/luna.o
 	  "Version: $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h)" 'Cflags: -I$${prefix}/include' \
 	  'Libs: -L$${prefix}/lib -lluna $(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
 
-programs: $(EXAMPLES) $(PROGRAMS)
+programs: $(EXAMPLES) $(PROGRAMS) $(BUILD)/mcu/models
 
 # Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that
 # they have it. Its time is when its compilation began: a luna.h that changes during it is newer, and structs that
@@ -88,6 +89,11 @@ $(BUILD)/luna.o: luna.h
 
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 	@rm -f $@
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+
+# what exported models are compared with
+$(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
+	@mkdir -p $(BUILD)/mcu && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)

@@ -1,0 +1,102 @@
+#!/bin/sh
+# export.sh: examples/export.c from outside: what it writes compiles without a warning by gcc and clang, where they are
+# here, in C and C++, gives the same bits by all of them, and what luna_stream gives; what cannot be exported is refused.
+# Needs $BUILD/export and $BUILD/mcu/models. The same on microcontrollers: make mcu.
+cd "$(dirname "$0")/.." || exit 1
+root=$PWD
+mcu=$root/examples/mcu
+name=export_cli
+. tests/cli_checks.sh
+program=export
+cc=${CC:-cc}
+models=$build/mcu/models
+strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror"
+here() { command -v "$1" >/dev/null 2>&1; }
+
+# model FOLDER STEPS FIELDS: a model, a series, what luna_stream makes of it
+model() {
+  folder=$1 steps=$2
+  shift 2
+  mkdir -p "$folder"
+  $models write "$folder/model" "$steps" "$@" && mv "$folder/model.csv" "$folder/series.csv"
+}
+# exported FOLDER FLAGS: detector.h, detector.c there
+exported() {
+  folder=$1
+  shift
+  run "$folder/model.safetensors" --out "$folder/detector" "$@"
+}
+# built FOLDER COMPILER FLAGS: runs it, outputs.txt is there
+built() {
+  folder=$1
+  shift
+  (cd "$folder" && "$@" $strict -I. -I"$mcu" "$mcu/main.c" "$mcu/host.c" detector.c -o main && ./main >main.log)
+}
+
+# --- the detector: all compilers, 10,000 steps
+detector="features=9 outputs=2 memory=16 dim=32 heads=4 ffn=64 convolution=4 pre_norm=1 missing=40"
+check "a detector" model float 10000 $detector
+mkdir -p eight
+cp float/model.safetensors float/series.csv float/model.out eight
+check "is exported in float" exported float --float
+check "and in 8 bits" exported eight
+for kind in float eight; do
+  first=
+  for compiler in "$cc -std=c99 -Os" "gcc -std=gnu17 -O2 -march=native" "clang -std=c99 -Os" \
+      "clang -std=c11 -O2 -march=native" "g++ -std=c++11 -O2 -x c++" "clang++ -std=c++11 -Os -x c++" \
+      "$cc -std=c99 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"; do
+    here "${compiler%% *}" || continue
+    check "$kind: $compiler" built $kind $compiler
+    [ -n "$first" ] || mv $kind/outputs.txt $kind/first.txt
+    [ -z "$first" ] || check "$kind: the same bits by $compiler" same $kind/outputs.txt $kind/first.txt
+    first=done
+  done
+done
+check "float: what luna_stream gives" $models compare float/model.out float/first.txt 1e-5
+check "8 bits: near it" $models compare eight/model.out eight/first.txt 0.1
+
+# --- every option: a small model each, in float as luna_stream and in 8 bits near it
+small="layers=2 memory=4 dim=16 heads=2 ffn=24"
+number=0
+while read -r fields; do
+  number=$((number + 1))
+  check "a model of $fields" model "m$number" 300 $small $fields
+  for flag in --float --bits=8; do
+    check "$fields: $flag" exported "m$number" $flag
+    check "$fields: $flag is built" built "m$number" $cc -std=c99 -O0
+    [ $flag = --float ] && bound=1e-5 || bound=0.2
+    check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
+  done
+done <<'END'
+vocab=37
+vocab=37 positions=2 pre_norm=1 convolution=3 missing=0
+vocab=37 positions=3 max_length=300 outputs=5 norm=1
+features=3 outputs=3 sharing=1 gated=1 activation=7 pre_norm=1 convolution=4 missing=9
+features=3 outputs=1 omega=3 activation=2 memory=16
+features=17 outputs=5 omega=4 activation=8 norm=1 pre_norm=1 convolution=1
+features=3 outputs=2 dim=12 ffn=20 activation=6 gated=1 convolution=2
+features=2 outputs=2 dim=21 heads=3 ffn=15 memory=5 activation=3 positions=2
+features=2 outputs=2 dim=18 heads=1 ffn=19 memory=3 activation=4
+END
+
+# --- what is refused, without half a file
+check "a model with softmax attention" $models write softmax 0 features=2 attention=1
+refuses "another attention" softmax.safetensors --out x
+echo text >text
+refuses "safetensors" text --out x
+refuses "missing" nothing.safetensors
+refuses "nothing.safetensors" nothing.safetensors --out x
+refuses "is no name for C" float/model.safetensors --out 9x
+refuses "is no name for C" float/model.safetensors --out a-b
+refuses "is no name for C" float/model.safetensors --out folder/
+refuses "called string.h" float/model.safetensors --out string
+refuses "--out" float/model.safetensors
+refuses "cannot write" float/model.safetensors --out nowhere/x
+sed 's/luna.omega/luna.omego/;s/luna.norm/luna.omega/' float/model.safetensors >odd.safetensors
+refuses "odd.safetensors\|omego" odd.safetensors --out x
+sed 's/format/formed/' float/model.safetensors >other.safetensors
+mkdir folder.c 2>/dev/null; mkdir -p y.c
+refuses "cannot write" float/model.safetensors --out y
+check "no file is left of what was refused" sh -c '! ls x.* y.h ./*.tmp */*.tmp'
+
+finish
