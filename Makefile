@@ -10,6 +10,7 @@
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
+#   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json
@@ -135,6 +136,9 @@ sanitize:
 	@BUILD=$(BUILD)/asan JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
+mcu: $(BUILD)/export $(BUILD)/mcu/models
+	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
+
 cross:
 	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
 
@@ -245,5 +249,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test \
-  cuda-bench mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples install programs test mcu sanitize cross golden headers fuzz size bench arena compare cuda \
+  cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean

@@ -79,6 +79,84 @@ features=2 outputs=2 dim=21 heads=3 ffn=15 memory=5 activation=3 positions=2
 features=2 outputs=2 dim=18 heads=1 ffn=19 memory=3 activation=4
 END
 
+# --- steps that are refused, learning, and two models in one program
+check "a model of tokens with 20 positions" model words 0 vocab=37 dim=16 heads=2 memory=4 positions=3 max_length=20
+check "and one of features" model learner 0 features=3 outputs=4 dim=16 heads=2 memory=4 convolution=3
+for kind in classes values; do
+  mkdir -p $kind
+  check "it learns $kind" run learner/model.safetensors --out $kind/learner --learn $kind --float
+  check "beside it, the model of tokens" run words/model.safetensors --out $kind/words
+  cat >$kind/check.c <<'END'
+#include "learner.h"
+#include "words.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static learner_state a, kept;
+static words_state b, kept_b;
+static float x[3] = { 0.5f, -1, 2 }, y[4], first[4], z[37];
+static void step(void) { if (!learner_step(&a, x, y)) exit(1); }
+static double loss(void) { /* of the last step's outputs, for class 2 or values 0 1 . 3 */
+#ifdef CLASSES
+  double sum = 0;
+  for (int i = 0; i < 4; i++) sum += exp((double)y[i] - (double)y[2]);
+  return log(sum);
+#else
+  return pow((double)y[0], 2) + pow((double)y[1] - 1, 2) + pow((double)y[3] - 3, 2);
+#endif
+}
+static int learn(float rate) {
+#ifdef CLASSES
+  return learner_learn(&a, 2, rate);
+#else
+  const float target[4] = { 0, 1, NAN, 3 };
+  return learner_learn(&a, target, rate);
+#endif
+}
+int main(void) {
+  int bad = 0;
+#define CHECK(c) ((c) ? 0 : (bad++, printf("%s\n", #c)))
+  step();
+  memcpy(first, y, sizeof y);
+  const double before = loss();
+  kept = a;
+  CHECK(!learn(-1) && !learn(NAN) && !learn(INFINITY) && memcmp(&kept, &a, sizeof a) == 0);
+#ifdef CLASSES
+  CHECK(!learner_learn(&a, 4, 1) && !learner_learn(&a, -1, 1) && memcmp(&kept, &a, sizeof a) == 0);
+#endif
+  CHECK(learn(0.01f));
+  learner_restart(&a);
+  step();
+  CHECK(loss() < before && loss() > 0.5 * before); /* one small step down the slope */
+  for (int i = 0; i < 200; i++) learn(0.02f);
+  learner_restart(&a);
+  step();
+  CHECK(loss() < 0.1 * before);
+  learner_forget_learning(&a);
+  learner_restart(&a);
+  step();
+  CHECK(memcmp(first, y, sizeof y) == 0);
+  kept = a;
+  x[1] = INFINITY;
+  CHECK(!learner_step(&a, x, y) && memcmp(&kept, &a, sizeof a) == 0);
+  x[1] = -1e30f;
+  CHECK(!learner_step(&a, x, y) && memcmp(&kept, &a, sizeof a) == 0);
+  x[1] = NAN;
+  CHECK(learner_step(&a, x, y));
+  for (int i = 0; i < 20; i++) CHECK(words_step(&b, i, z));
+  kept_b = b;
+  CHECK(!words_step(&b, 0, z)); /* past the positions */
+  memset(&b, 0, sizeof b), kept_b = b;
+  CHECK(!words_step(&b, 37, z) && !words_step(&b, -1, z) && memcmp(&kept_b, &b, sizeof b) == 0);
+  return bad;
+}
+END
+  [ $kind = classes ] && define=-DCLASSES || define=
+  check "$kind: learning and refused steps" sh -c \
+    "cd $kind && $cc -std=c99 -O1 $strict $define -I. check.c learner.c words.c -o check -lm && ./check >../out"
+done
+
 # --- what is refused, without half a file
 check "a model with softmax attention" $models write softmax 0 features=2 attention=1
 refuses "another attention" softmax.safetensors --out x
