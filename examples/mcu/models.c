@@ -17,6 +17,7 @@
 enum { MAX_FEATURES = 64, MAX_OUTPUTS = 65536 };
 static luna_lm_config config;
 static int64_t missing;              /* every so many numbers one is missing */
+static int64_t horizon;              /* in the file as Luna.horizon, which is no option of the model's */
 
 static int fail(const char *what, const char *which) { return fprintf(stderr, "models: %s %s\n", what, which), 2; }
 
@@ -38,7 +39,7 @@ static bool set_field(const char *word) {
     { "features", &config.features }, { "vocab", &config.vocab }, { "outputs", &config.outputs },
     { "layers", &config.layers }, { "dim", &layer->dim }, { "heads", &layer->heads }, { "memory", &config.memory },
     { "ffn", &layer->ffn }, { "convolution", &layer->convolution }, { "max_length", &config.max_length },
-    { "missing", &missing } };
+    { "missing", &missing }, { "horizon", &horizon } };
   if (!value) return false;
   const size_t size = (size_t)(value - word);
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -90,6 +91,8 @@ static int write_all(const char *name, int32_t steps) {
     luna_tensor *t = luna_params_at(params, i, NULL);
     for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += 0.1f * uniform();
   }
+  snprintf(path, sizeof path, "%lld", (long long)horizon);
+  if (horizon && luna_params_set(params, "Luna.horizon", path) != LUNA_OK) return fail("horizon:", luna_error(ctx));
   snprintf(path, sizeof path, "%s.safetensors", name);
   if (luna_save(params, path) != LUNA_OK) return fail("model:", luna_error(ctx));
   luna_stream *stream = steps ? luna_stream_open(&model, NULL) : NULL;
