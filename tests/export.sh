@@ -172,6 +172,19 @@ END
     "cd $kind && $cc -std=c99 -O1 $strict $define -I. check.c learner.c words.c -o check -lm && ./check >../out"
 done
 
+# --- a detector of the walk of some subjects learns from 30 s of another one, and finds more of the 90 s after them
+mkdir -p walk
+check "a detector is trained" $models subjects walk/model 6000
+mv walk/model.csv walk/series.csv
+check "it is exported, to learn" exported walk --learn classes
+for rate in 0.0 0.003; do
+  check "it learns, at a rate of $rate" built walk $cc -std=c99 -O1 -DLEARN_STEPS=1500 -DLEARN_RATE="${rate}f"
+  cp walk/main.log "walk/$rate.log"
+done
+found() { sed -n 's/found of 1000 //p' "walk/$1.log"; }
+before=$(found 0.0) after=$(found 0.003)
+check "of 1000 steps, $before were found before and now $after" [ "$after" -gt $((before + 150)) ]
+
 # --- what is refused, without half a file
 check "a model with softmax attention" $models write softmax 0 features=2 attention=1
 refuses "another attention" softmax.safetensors --out x

@@ -1,7 +1,9 @@
 /* main.c: runs an exported model, detector.c, on series.csv: a line a step, numbers with commas between them, of which
    the first are the model's features ("", "?" or "NaN" where one is missing) or, of a model of tokens, the token. What
    it finds goes to outputs.txt, a line a step: the bits of its floats in hexadecimal, so that machines can be compared.
-   A first line without numbers names the columns and is left out. */
+   A first line without numbers names the columns and is left out. With -DLEARN_STEPS=N -DLEARN_RATE=X, of a model that
+   was exported with --learn classes: the number after the features is the class; the first N steps are learnt from, and
+   of the others it is counted how many are found. */
 #include "board.h"
 #include "detector.h"
 
@@ -12,7 +14,7 @@
 #endif
 
 static detector_state state;         /* zeroed: the beginning of a sequence */
-static float x[NUMBERS], y[DETECTOR_OUTPUTS];
+static float x[NUMBERS], y[DETECTOR_OUTPUTS], label; /* label: the number after x */
 
 /* ---- the series -------------------------------------------------------------------------------------------------- */
 
@@ -43,14 +45,14 @@ static int read_number(float *number) {
   return c;
 }
 static int read_step(void) {         /* 0 at the end of the series */
-  float rest;
   int c = 0;
   for (int i = 0; i < NUMBERS; i++) {
     if (c == '\n') return 0;
     c = read_number(&x[i]);
     if (c < 0) return 0;
   }
-  while (c != '\n' && c >= 0) c = read_number(&rest);
+  if (c != '\n' && c >= 0) c = read_number(&label);
+  while (c != '\n' && c >= 0) c = next_character();
   return 1;
 }
 
@@ -67,17 +69,20 @@ static void write_outputs(void) {
   to[-1] = '\n';
   board_write(line, (int)sizeof line);
 }
-static void print_number(const char *label, uint32_t number) {
+static void print_number(const char *name, uint32_t number) {
   char text[16], *to = text + sizeof text;
   *--to = 0;
   *--to = '\n';
   do *--to = (char)('0' + number % 10); while ((number /= 10) > 0);
-  board_print(label);
+  board_print(name);
   board_print(to);
 }
 
 int main(void) {
   uint32_t steps = 0, first, count = 0;
+#ifdef LEARN_STEPS
+  uint32_t found = 0;
+#endif
   while (read_step()) {
     first = board_count();
 #ifdef DETECTOR_VOCAB
@@ -89,11 +94,20 @@ int main(void) {
     if (!good && steps == 0) continue; /* the names of columns */
     if (!good) board_print("a number is not one that the model reads\n");
     write_outputs();
+#ifdef LEARN_STEPS
+    int best = 0;
+    for (int o = 1; o < DETECTOR_OUTPUTS; o++) if (y[o] > y[best]) best = o;
+    if (steps >= LEARN_STEPS) found += best == (int)label;
+    else detector_learn(&state, (int32_t)label, LEARN_RATE);
+#endif
     steps++;
   }
   print_number("steps ", steps);
   print_number("state ", (uint32_t)sizeof state);
   print_number("instructions a step ", steps ? count / steps : 0);
   print_number("stack ", board_stack());
+#ifdef LEARN_STEPS
+  print_number("found of 1000 ", steps > LEARN_STEPS ? found * 1000u / (steps - LEARN_STEPS) : 0);
+#endif
   return steps == 0;
 }

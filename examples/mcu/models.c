@@ -3,8 +3,10 @@
 
      models write NAME STEPS [field=value ...]       NAME.safetensors, NAME.csv (of tokens: a number a line), NAME.out
      models compare NAME.out OTHER [BOUND]
+     models subjects NAME STEPS                      trains on the walk of eight subjects; NAME.safetensors, and another
+                                                     subject's in NAME.csv, its class the last number of a line
 
-   The latter prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
+   compare prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
    ends with 1 if it is more than the bound. Outputs are lines of their floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ... */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -113,6 +115,57 @@ static int write_all(const char *name, int32_t steps) {
   return fclose(csv) == 0 && fclose(out) == 0 ? 0 : fail("cannot write the files of", name);
 }
 
+/* One sequence of three numbers, 50 a second, and its classes: 0 walks, 1 shuffles, with half the swing, faster. Subjects
+   differ in their swing and in how the sensor sits. */
+typedef struct subject { float swing, tilt[3]; } subject;
+static void walk(const subject *s, int64_t n, float *x, int32_t *labels) {
+  float phase = uniform();
+  int32_t label = 0;
+  for (int64_t t = 0; t < n; t++, phase += label ? 0.45f : 0.35f) {
+    if (random_bits() % 120 == 0) label = !label;
+    const float swing = s->swing * (label ? 0.5f : 1.0f) * (1 + 0.2f * uniform());
+    const float wave[3] = { sinf(phase), cosf(2 * phase), sinf(phase + 1) };
+    for (int i = 0; i < 3; i++) x[3 * t + i] = swing * wave[i] + s->tilt[i] + 0.15f * uniform();
+    labels[t] = label;
+  }
+}
+static subject random_subject(float swing) {
+  subject s = { swing, { 0.4f * uniform(), 0.4f * uniform(), 0.4f * uniform() } };
+  return s;
+}
+static int write_subjects(const char *name, int32_t steps) {
+  enum { SUBJECTS = 8, N = 250, TRAINING = 150, OTHER = 20000 };
+  static float x[3 * OTHER];
+  static int32_t labels[OTHER];
+  subject subjects[SUBJECTS];
+  char path[1024];
+  luna_lm model;
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1, .seed = 1 });
+  luna_params *trained = luna_params_open(ctx);
+  config = (luna_lm_config){ .features = 3, .outputs = 2, .layers = 1, .memory = 4,
+    .layer = { .dim = 16, .heads = 2, .ffn = 32, .convolution = 4, .pre_norm = true } };
+  if (steps > OTHER || luna_lm_init(&model, trained, &config) != LUNA_OK) return fail("model:", luna_error(ctx));
+  luna_optimizer *adam = luna_adamw(trained, &(luna_optimizer_config){ .lr = 5e-3f, .clip = 1 });
+  for (int i = 0; i < SUBJECTS; i++) subjects[i] = random_subject(1 + 0.15f * uniform());
+  for (int step = 0; step < TRAINING; step++) {
+    for (int i = 0; i < SUBJECTS; i++) walk(&subjects[i], N, x + 3 * N * i, labels + N * i);
+    const luna_input input = { .features = x, .batch = SUBJECTS, .n = N };
+    if (step == 0) luna_input_layer_fit(&model.input, &input);
+    luna_begin_step(ctx);
+    luna_backward(luna_lm_loss(&model, &input, labels));
+    if (luna_optimizer_step(adam) != LUNA_OK) return fail("training:", luna_error(ctx));
+  }
+  snprintf(path, sizeof path, "%s.safetensors", name);
+  if (luna_save(trained, path) != LUNA_OK) return fail("model:", luna_error(ctx));
+  luna_close(ctx);
+  const subject other = random_subject(0.75f);
+  walk(&other, steps, x, labels);
+  FILE *csv = open_file(name, ".csv", "w");
+  for (int32_t t = 0; t < steps; t++)
+    fprintf(csv, "%.4f,%.4f,%.4f,%d\n", (double)x[3 * t], (double)x[3 * t + 1], (double)x[3 * t + 2], (int)labels[t]);
+  return fclose(csv) == 0 ? 0 : fail("cannot write the files of", name);
+}
+
 /* the next step's outputs; returns how many, 0 at the end */
 static int64_t read_step(FILE *file, float *y) {
   unsigned long bits;
@@ -154,6 +207,8 @@ static int compare(const char *a, const char *b, double bound) {
 int main(int count, char **given) {
   if (count >= 4 && strcmp(given[1], "compare") == 0)
     return compare(given[2], given[3], count > 4 ? strtod(given[4], NULL) : INFINITY);
+  if (count == 4 && strcmp(given[1], "subjects") == 0)
+    return write_subjects(given[2], (int32_t)strtol(given[3], NULL, 10));
   if (count < 4 || strcmp(given[1], "write") != 0) return fail("write NAME STEPS ..., or compare A B", "");
   for (int i = 4; i < count; i++) if (!set_field(given[i])) return fail("no field:", given[i]);
   return write_all(given[2], (int32_t)strtol(given[3], NULL, 10));
