@@ -80,10 +80,14 @@ static void print_number(const char *name, uint32_t number) {
 
 int main(void) {
   uint32_t steps = 0, first, count = 0;
+  uint32_t lines = 0;
 #ifdef LEARN_STEPS
   uint32_t found = 0;
 #endif
   while (read_step()) {
+    int words = lines++ == 0;        /* the columns' names */
+    for (int i = 0; i < NUMBERS; i++) words = words && x[i] != x[i];
+    if (words) continue;
     first = board_count();
 #ifdef DETECTOR_VOCAB
     const int good = detector_step(&state, (int32_t)x[0], y);
@@ -91,7 +95,6 @@ int main(void) {
     const int good = detector_step(&state, x, y);
 #endif
     count += board_count() - first;
-    if (!good && steps == 0) continue; /* the names of columns */
     if (!good) board_print("a number is not one that the model reads\n");
     write_outputs();
 #ifdef LEARN_STEPS
@@ -104,7 +107,7 @@ int main(void) {
   }
   print_number("steps ", steps);
   print_number("state ", (uint32_t)sizeof state);
-  print_number("instructions a step ", steps ? count / steps : 0);
+  print_number("instructions a step, with -icount: ", steps ? count / steps : 0);
   print_number("stack ", board_stack());
 #ifdef LEARN_STEPS
   print_number("found of 1000 ", steps > LEARN_STEPS ? found * 1000u / (steps - LEARN_STEPS) : 0);

@@ -105,7 +105,7 @@ for name in m4f m7 m0 rv32imac rv32imafc; do
         stack=$(printed "$folder" stack) state=$(printed "$folder" state)
         head -n 100 detector.csv >"$folder/series.csv"
         emulated "$folder" -icount shift=0
-        count=$(printed "$folder" "instructions a step")
+        count=$(printed "$folder" "instructions a step, with -icount:")
         each=-
         if [ $compiler = gcc ]; then
           mkdir -p "$folder/count"
