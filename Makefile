@@ -10,6 +10,7 @@
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
+#   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json
@@ -42,7 +43,8 @@ WARN = -Wall -Wextra
 NAMES = $(filter-out bench_% cuda mpi%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
-SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh
+SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
+  tests/export.sh
 PUBLIC_C = $(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
@@ -75,7 +77,7 @@ install: $(BUILD)/luna.o
 	  "Version: $$(sed -n 's/^#define LUNA_VERSION "\(.*\)"/\1/p' luna.h)" 'Cflags: -I$${prefix}/include' \
 	  'Libs: -L$${prefix}/lib -lluna $(LIBS)' >$(DESTDIR)$(PREFIX)/lib/pkgconfig/luna.pc
 
-programs: $(EXAMPLES) $(PROGRAMS)
+programs: $(EXAMPLES) $(PROGRAMS) $(BUILD)/mcu/models
 
 # Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that
 # they have it. Its time is when its compilation began: a luna.h that changes during it is newer, and structs that
@@ -88,6 +90,11 @@ $(BUILD)/luna.o: luna.h
 
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
 	@rm -f $@
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+
+# what exported models are compared with
+$(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
+	@mkdir -p $(BUILD)/mcu && rm -f $@
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
 
 $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
@@ -128,6 +135,9 @@ sanitize:
 	-@$(MAKE) $(BUILD)/tsan/tests/threads BUILD=$(BUILD)/tsan CFLAGS='$(TSAN)'
 	@BUILD=$(BUILD)/asan JOBS=$(JOBS) sh tests/run.sh $(HOST:%=$(BUILD)/asan/tests/%) $(NAMES:%=$(BUILD)/asan/tests/%) \
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
+
+mcu: $(BUILD)/export $(BUILD)/mcu/models
+	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
 
 cross:
 	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
@@ -239,5 +249,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test \
-  cuda-bench mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples install programs test mcu sanitize cross golden headers fuzz size bench arena compare cuda \
+  cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean

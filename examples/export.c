@@ -1,0 +1,529 @@
+/* export: a trained causal model becomes two files of C for a microcontroller: no allocation, no libm, no file format.
+
+     cc -O2 -I. examples/export.c -o export -lm -lpthread
+
+     export detector.safetensors --out detector                   detector.h and detector.c, weights in 8 bits
+     export detector.safetensors --out src/detector --float       weights in float: what luna_stream gives, to 1e-5
+     export detector.safetensors --out detector --learn classes   its output layer can learn on the device
+
+   The model is a luna_lm with Luna attention, of tokens or of features (lm; series --causal). examples/mcu runs it. In
+   8 bits each row of a matrix has a scale, max / 127, and so has each row that is multiplied with it; the products are
+   exact integers. Rows shorter than 16, norms, convolutions and positions stay float. The C gives the same bits on
+   every machine and by every compiler. */
+#define LUNA_IMPLEMENTATION
+#include "luna.h"
+
+#include "example.h"
+
+#include <ctype.h>
+
+#include "export_code.h"
+
+static struct settings set = { .seed = 1 };
+enum { LEARN_NOTHING, LEARN_CLASSES, LEARN_VALUES };
+static struct { const char *out; int64_t floats, bits, learn; } own;
+static const flag flags[] = {
+  { "--out", "", STRING(own.out), "folder and name of the files to write, without .c: the name is a C identifier" },
+  { "--float", "", SWITCH(own.floats), "weights in float" },
+  { "--bits", "", CHOICE(own.bits, "8 32"), "of a weight; 32 is float" },
+  { "--learn", "", CHOICE(own.learn, "no classes values"), "the output layer learns on the device: its outputs are" },
+  { 0 }
+};
+
+enum { SHORTEST_ROW = 16, LONGEST_ROW = 32768 }; /* of 8 bits; in the longest no sum overflows */
+/* Means over at most as many steps need no more than float: at 8192 still 1e-6 from those that keep what rounding takes
+   from them, over 10,000 steps. */
+enum { LONGEST_FLOAT_HORIZON = 4096 };
+
+static luna_lm model;
+static luna_params *params;
+static int64_t horizon;              /* luna.horizon: eq. 7's t stays there; 0: it does not */
+static const char *name;             /* of the exported model */
+static FILE *out;
+static int64_t flash;                /* bytes of weights */
+
+/* ---- what there is to export ------------------------------------------------------------------------------------- */
+
+typedef enum part_kind { MATRIX, NORM, VECTOR } part_kind;
+typedef struct part {
+  part_kind kind;
+  const char *name;
+  const float *weight, *bias;        /* [rows, columns]; of a vector columns is 1; bias [rows] or null */
+  int64_t rows, columns;
+} part;
+enum { MAX_PARTS = 16 };
+
+static const luna_tensor **used;     /* parameters that are exported */
+static int64_t used_count;
+static const float *values(const luna_tensor *t) {
+  if (!t) return NULL;
+  used = (const luna_tensor **)grow((void *)used, used_count + 1, sizeof *used);
+  used[used_count++] = t;
+  return t->data;
+}
+static bool is_eight(int64_t columns) { return !own.floats && columns >= SHORTEST_ROW; }
+static bool is_tied(void) { return model.config.layer.sharing != LUNA_SHARING_FULL; }
+static bool is_folded(void) { /* scores by one product, where that takes fewer multiply-adds */
+  return model.config.layer.heads * model.config.memory <= model.config.layer.dim + model.config.memory;
+}
+static int64_t outputs(void) { return model.config.outputs ? model.config.outputs : model.config.vocab; }
+static int64_t kernel_width(void) { /* a history of at least one row: a kernel of one column gets a column of zeros */
+  const int64_t width = model.config.layer.convolution;
+  return width == 1 ? 2 : width;
+}
+
+static part matrix_of(const char *part_name, const luna_linear_layer *layer) {
+  return (part){ MATRIX, part_name, values(layer->weight), values(layer->bias), layer->weight->shape[0],
+                 layer->weight->shape[1] };
+}
+static part norm_of(const char *part_name, const luna_norm_layer *norm) {
+  return (part){ NORM, part_name, values(norm->weight), values(norm->bias), norm->weight->shape[0], 1 };
+}
+static part vector_of(const char *part_name, const float *at, int64_t count) {
+  return (part){ VECTOR, part_name, at, NULL, count, 1 };
+}
+static float **made;                 /* arrays that live until the end */
+static int64_t made_count;
+static float *floats(int64_t count) {
+  made = (float **)grow(made, made_count + 1, sizeof *made);
+  return made[made_count++] = (float *)grow(NULL, count, sizeof(float));
+}
+
+/* q with the scale 1 / sqrt(d_h) */
+static part query_of(const luna_linear_layer *q) {
+  const int64_t d = model.config.layer.dim;
+  const double scale = 1 / sqrt((double)(d / model.config.layer.heads));
+  part p = matrix_of("q", q);
+  float *weight = floats(d * d), *bias = floats(d);
+  for (int64_t i = 0; i < d * d; i++) weight[i] = (float)(scale * (double)p.weight[i]);
+  for (int64_t i = 0; i < d; i++) bias[i] = (float)(scale * (double)p.bias[i]);
+  p.weight = weight, p.bias = bias;
+  return p;
+}
+/* pq = (P Wpq + bpq) / sqrt(d_h), [heads, slots, d_h] */
+static double *memory_queries(const luna_causal_layer *layer) {
+  const int64_t d = model.config.layer.dim, head = d / model.config.layer.heads, l = model.config.memory;
+  const float *p = values(layer->memory), *w = values(layer->attention.pq.weight),
+      *b = values(layer->attention.pq.bias);
+  double *queries = (double *)grow(NULL, d * l, sizeof(double));
+  for (int64_t s = 0; s < l; s++)
+    for (int64_t i = 0; i < d; i++) {
+      double sum = (double)b[i];
+      for (int64_t j = 0; j < d; j++) sum += (double)p[s * d + j] * (double)w[i * d + j];
+      queries[(i / head * l + s) * head + i % head] = sum / sqrt((double)head);
+    }
+  return queries;
+}
+/* sum of queries[j] column[j * step] over a head */
+static float folded(const double *queries, const float *column, int64_t step, int64_t head) {
+  double sum = 0;
+  for (int64_t j = 0; j < head; j++) sum += queries[j] * (double)column[j * step];
+  return (float)sum;
+}
+/* Scores k_p pq^T of all heads, k_p = x Wpc + bpc: folded, x (pq_h Wpc_h)^T + pq_h bpc_h, or by two parts. */
+static int score_parts(const luna_causal_layer *layer, part *parts) {
+  const int64_t d = model.config.layer.dim, l = model.config.memory, rows = model.config.layer.heads * l,
+      head = d / model.config.layer.heads;
+  double *queries = memory_queries(layer);
+  const part pack = matrix_of("pack", &layer->attention.pc);
+  float *weight = floats(rows * (is_folded() ? d : head)), *bias = floats(rows);
+  for (int64_t i = 0; i < rows * head && !is_folded(); i++) weight[i] = (float)queries[i];
+  for (int64_t r = 0; r < rows && is_folded(); r++) {
+    const int64_t first = r / l * head; /* of the head's rows in pack */
+    bias[r] = folded(queries + r * head, pack.bias + first, 1, head);
+    for (int64_t c = 0; c < d; c++)
+      weight[r * d + c] = folded(queries + r * head, pack.weight + first * d + c, d, head);
+  }
+  free(queries);
+  parts[0] = is_folded() ? (part){ MATRIX, "scores", weight, bias, rows, d } : pack;
+  parts[1] = vector_of("queries", weight, rows * head);
+  return is_folded() ? 1 : 2;
+}
+/* [d, width] with a column of zeros before a kernel of one column */
+static part kernel_of(const luna_causal_layer *layer) {
+  const int64_t d = model.config.layer.dim, width = kernel_width(), own_width = layer->kernel->shape[1];
+  const float *from = values(layer->kernel);
+  float *kernel = floats(d * width);
+  for (int64_t i = 0; i < d * width; i++)
+    kernel[i] = i % width < width - own_width ? 0 : from[i / width * own_width + i % width - (width - own_width)];
+  return vector_of("kernel", kernel, d * width);
+}
+static int layer_parts(const luna_causal_layer *layer, part *parts) {
+  const luna_causal_attention_layer *a = &layer->attention;
+  int count = 0;
+  parts[count++] = norm_of("attention_norm", &layer->attention_norm);
+  if (layer->kernel) parts[count++] = kernel_of(layer);
+  if (layer->kernel) parts[count++] = vector_of("kernel_bias", values(layer->kernel_bias), model.config.layer.dim);
+  parts[count++] = query_of(&a->q);
+  if (!is_tied()) parts[count++] = matrix_of("k", &a->k);
+  parts[count++] = matrix_of("v", &a->v);
+  count += score_parts(layer, parts + count);
+  parts[count++] = matrix_of("out", &a->out);
+  parts[count++] = norm_of("final_norm", &layer->feed_forward.norm);
+  parts[count++] = matrix_of("fc1", &layer->feed_forward.fc1);
+  if (model.config.layer.gated) parts[count++] = matrix_of("fc3", &layer->feed_forward.fc3);
+  parts[count++] = matrix_of("fc2", &layer->feed_forward.fc2);
+  return count;
+}
+/* what there is beside the layers */
+static int model_parts(part *parts) {
+  const int64_t k = model.config.features;
+  const luna_linear_layer embedding = { model.embedding, NULL };
+  int count = 0;
+  if (k) parts[count++] = vector_of("feature_mean", values(model.input.mean), k);
+  if (k) parts[count++] = vector_of("feature_scale", values(model.input.scale), k);
+  if (k) parts[count++] = matrix_of("input", &model.input.projection);
+  else parts[count++] = matrix_of("embedding", &embedding);
+  if (model.positions)
+    parts[count++] = vector_of("positions", values(model.positions), luna_count(model.positions));
+  if (model.norm.weight) parts[count++] = norm_of("final_norm", &model.norm);
+  if (model.output.weight) parts[count++] = matrix_of("output_layer", &model.output);
+  return count;
+}
+
+/* ---- numbers ----------------------------------------------------------------------------------------------------- */
+
+static void write_float(float x) {
+  char text[32];
+  snprintf(text, sizeof text, "%.9g", (double)x);
+  fprintf(out, "%s%sf,", text, strpbrk(text, ".e") ? "" : ".0");
+}
+static void open_array(const char *type, const char *owner, const char *part_name, const char *suffix, int64_t count) {
+  fprintf(out, "static const %s %s%s%s[%lld] = {", type, owner, part_name, suffix, (long long)count);
+}
+static void write_floats(const char *owner, const char *part_name, const char *suffix, const float *x, int64_t count) {
+  open_array("float", owner, part_name, suffix, count);
+  for (int64_t i = 0; i < count; i++) fputs(i % 8 ? " " : "\n  ", out), write_float(x[i]);
+  fputs("\n};\n", out);
+  flash += count * (int64_t)sizeof(float);
+}
+/* rows by fours, column after column */
+static void write_matrix(const char *owner, const part *p) {
+  const int64_t rows = (p->rows + 3) / 4 * 4;
+  float *x = floats(rows * p->columns);
+  for (int64_t i = 0; i < rows * p->columns; i++) {
+    const int64_t r = i / (4 * p->columns) * 4 + i % 4, c = i / 4 % p->columns;
+    x[i] = r < p->rows ? p->weight[r * p->columns + c] : 0;
+  }
+  write_floats(owner, p->name, "_w", x, rows * p->columns);
+}
+/* a row's scale, max / 127; 0 of zeros */
+static float scale_of(const float *row, int64_t n) {
+  float max = 0;
+  for (int64_t i = 0; i < n; i++) if (fabsf(row[i]) > max) max = fabsf(row[i]);
+  return max < 1e-30f ? 0 : max / 127;
+}
+/* rows by fours, four columns of a row after those of the row before, in the order 0 2 1 3 */
+static void write_matrix8(const char *owner, const part *p) {
+  const int64_t rows = (p->rows + 3) / 4 * 4, columns = (p->columns + 3) / 4 * 4;
+  float *scale = floats(p->rows);
+  for (int64_t r = 0; r < p->rows; r++) scale[r] = scale_of(p->weight + r * p->columns, p->columns);
+  open_array("uint8_t", owner, p->name, "_w", rows * columns);
+  for (int64_t i = 0; i < rows * columns; i++) {
+    const int64_t r = i / (4 * columns) * 4 + i / 4 % 4, c = i / 16 * 4 % columns + i % 2 * 2 + i % 4 / 2;
+    const bool some = r < p->rows && c < p->columns && scale[r] > 0;
+    const int byte = 128 + (some ? (int)rintf(p->weight[r * p->columns + c] / scale[r]) : 0);
+    fprintf(out, "%s%d,", i % 24 ? " " : "\n  ", byte);
+  }
+  fputs("\n};\n", out);
+  flash += rows * columns;
+  write_floats(owner, p->name, "_scale", scale, p->rows);
+}
+static void write_arrays(const char *owner, const part *p) {
+  if (p->kind == VECTOR) write_floats(owner, p->name, "", p->weight, p->rows);
+  else if (p->kind == NORM) write_floats(owner, p->name, "_w", p->weight, p->rows);
+  else if (is_eight(p->columns)) write_matrix8(owner, p);
+  else write_matrix(owner, p);
+  if (p->bias) write_floats(owner, p->name, "_b", p->bias, p->rows);
+}
+static const char *type_of(const part *p) {
+  if (p->kind != MATRIX) return p->kind == NORM ? "norm " : "const float *";
+  return is_eight(p->columns) ? "matrix8 " : "matrix ";
+}
+static void write_initializer(const char *owner, const part *p) {
+  if (p->kind == VECTOR) fprintf(out, "%s%s", owner, p->name);
+  else {
+    fprintf(out, "{ %s%s_w", owner, p->name);
+    if (p->kind == MATRIX && is_eight(p->columns)) fprintf(out, ", %s%s_scale", owner, p->name);
+    if (p->bias) fprintf(out, ", %s%s_b", owner, p->name);
+    else if (p->kind == MATRIX) fprintf(out, ", 0");
+    fprintf(out, " }");
+  }
+}
+/* positions t: of a circle in 2^64 parts, w_i / (2 pi) a step: it wraps as circles do */
+static void write_turns(void) {
+  const int64_t half = model.config.layer.dim / 2;
+  open_array("uint64_t", "", "turns", "", half);
+  for (int64_t i = 0; i < half; i++) {
+    const long double frequency = (float)pow(10000, half > 1 ? -(double)i / (double)(half - 1) : 0);
+    fprintf(out, "%s%lluu,", i % 4 ? " " : "\n  ",
+            (unsigned long long)(frequency / 6.283185307179586476925287L * 18446744073709551616.0L));
+  }
+  fputs("\n};\n", out);
+  flash += half * 8;
+}
+
+static void write_weights(void) {
+  part parts[MAX_PARTS];
+  char owner[32];
+  int count = model_parts(parts);
+  for (int i = 0; i < count; i++) write_arrays("", &parts[i]);
+  for (int i = 0; i < count; i++) {
+    if (parts[i].kind == VECTOR) continue;
+    fprintf(out, "static const %s%s = ", type_of(&parts[i]), parts[i].name);
+    write_initializer("", &parts[i]);
+    fputs(";\n", out);
+  }
+  if (model.config.positions == LUNA_POSITIONS_SINUSOIDAL) write_turns();
+  for (int64_t n = 0; n < model.config.layers; n++) {
+    snprintf(owner, sizeof owner, "layer%lld_", (long long)n);
+    count = layer_parts(&model.layers[n], parts);
+    for (int i = 0; i < count; i++) write_arrays(owner, &parts[i]);
+  }
+  fputs("static const struct layer {\n", out);
+  for (int i = 0; i < count; i++) fprintf(out, "  %s%s;\n", type_of(&parts[i]), parts[i].name);
+  fputs("} layers[LAYERS] = {\n", out);
+  for (int64_t n = 0; n < model.config.layers; n++) {
+    snprintf(owner, sizeof owner, "layer%lld_", (long long)n);
+    fputs("  {", out);
+    for (int i = 0; i < count; i++) {
+      fputs(i % 3 ? " " : "\n    ", out);
+      write_initializer(owner, &parts[i]);
+      fputc(',', out);
+    }
+    fputs("\n  },\n", out);
+  }
+  fputs("};\n\n", out);
+}
+
+/* ---- code -------------------------------------------------------------------------------------------------------- */
+
+typedef struct fact { const char *name; bool holds; } fact;
+typedef struct number { const char *name; int64_t is; } number;
+static fact facts[40];
+static number numbers[20];
+static bool eight_d, eight_f, eight_i;
+
+static bool needs(luna_activation kind) {
+  return model.config.layer.activation == kind || model.config.layer.omega == kind;
+}
+static void find_facts(void) {
+  const luna_lm_config *c = &model.config;
+  const int64_t k = c->features, d = c->layer.dim;
+  const bool log = needs(LUNA_ACTIVATION_SOFTPLUS) || needs(LUNA_ACTIVATION_SOFTPLUS2);
+  eight_d = is_eight(d), eight_f = is_eight(c->layer.ffn), eight_i = k && is_eight(k);
+  const int64_t widest = eight_f && c->layer.ffn > d ? c->layer.ffn : d;
+  const fact all[] = {
+    { "features", k != 0 }, { "tokens", k == 0 }, { "conv", c->layer.convolution != 0 },
+    { "pre", c->layer.pre_norm }, { "post", !c->layer.pre_norm }, { "rms", c->layer.norm == LUNA_NORM_RMS },
+    { "layernorm", c->layer.norm == LUNA_NORM_LAYER }, { "gated", c->layer.gated }, { "tied", is_tied() },
+    { "full", !is_tied() }, { "folded", is_folded() }, { "unfolded", !is_folded() },
+    { "learned", c->positions == LUNA_POSITIONS_LEARNED }, { "sinusoidal", c->positions == LUNA_POSITIONS_SINUSOIDAL },
+    { "horizon", horizon != 0 }, { "kahan", horizon == 0 || horizon > LONGEST_FLOAT_HORIZON }, { "log", log },
+    { "exp2", needs(LUNA_ACTIVATION_SOFTPLUS2) }, { "gelu", needs(LUNA_ACTIVATION_GELU) },
+    { "learn", own.learn != LEARN_NOTHING }, { "classes", own.learn == LEARN_CLASSES },
+    { "values", own.learn == LEARN_VALUES }, { "d8", eight_d }, { "f8", eight_f }, { "i8", eight_i },
+    { "r8", eight_d || eight_f }, { "m8", eight_d || eight_f || eight_i },
+    { "mf", !eight_d || !eight_f || (k && !eight_i) }, { "head", c->outputs != 0 } };
+  const number sizes[] = { /* heads before head, and so on: the first that fits counts */
+    { "features", k }, { "vocab", c->vocab }, { "outputs", outputs() }, { "layers", c->layers },
+    { "heads", c->layer.heads }, { "head", d / c->layer.heads }, { "slots", c->memory }, { "dim", d },
+    { "ffn", c->layer.ffn }, { "width", kernel_width() }, { "means", is_tied() ? 1 : 2 },
+    { "max_length", c->max_length }, { "horizon", horizon }, { "widest", eight_i && k > widest ? k : widest } };
+  memcpy(facts, all, sizeof all);
+  memcpy(numbers, sizes, sizeof sizes);
+}
+/* whether "a !b" holds, up to the colon */
+static bool holds(const char *at) {
+  bool all = true;
+  while (*at != ':') {
+    const bool not = *at == '!';
+    const size_t size = strcspn(at += not, " :");
+    const fact *f = facts;
+    while (f->name && (strlen(f->name) != size || memcmp(f->name, at, size) != 0)) f++;
+    if (size > 0) all = all && f->holds != not;
+    at += size;
+    at += *at == ' ';
+  }
+  return all;
+}
+/* writes what $... stands for; returns what follows it */
+static const char *write_word(const char *at) {
+  const number *n = numbers;
+  if (strncmp(at, "NAME", 4) == 0) {
+    for (const char *s = name; *s; s++) fputc(toupper((unsigned char)*s), out);
+    return at + 4;
+  }
+  if (strncmp(at, "name", 4) == 0) return fputs(name, out), at + 4;
+  while (n->name && strncmp(at, n->name, strlen(n->name)) != 0) n++;
+  if (n->name) return fprintf(out, "%lld", (long long)n->is), at + strlen(n->name);
+  const bool eight = *at == 'd' ? eight_d : eight_f;
+  const size_t size = at[1] == '{' ? strcspn(at, "}") : 0;
+  if (!size) return fputs(eight ? "8" : "", out), at + 1;
+  if (eight) fputs("&row", out);
+  else fprintf(out, "%.*s", (int)size - 2, at + 2);
+  return at + size + 1;
+}
+static void write_code(const char *const *lines) {
+  for (; *lines; lines++) {
+    bool active = true, any = **lines != '@';
+    for (const char *at = *lines; *at;) {
+      if (*at == '@') active = holds(at + 1), any = any || active, at = strchr(at, ':') + 1;
+      else if (!active) at++;
+      else if (*at == '$') at = write_word(at + 1);
+      else fputc(*at++, out);
+    }
+    if (any) fputc('\n', out);
+  }
+}
+static void write_function(const char *function, luna_activation kind) {
+  for (size_t i = 0; i < sizeof export_functions / sizeof *export_functions; i++)
+    if (export_functions[i].kind == kind)
+      fprintf(out, "static float %s(float x) { return %s; }\n", function, export_functions[i].value);
+}
+static void write_about(const char *suffix) {
+  const luna_lm_config *c = &model.config;
+  fprintf(out, "/* %s%s, written by luna.h's export: a causal model of %lld %s and %lld outputs a step, %lld layers,\n"
+          "   weights in %s. Sections and equations are those of arXiv 2106.01540v2. */\n", name, suffix,
+          (long long)(c->features ? c->features : c->vocab), c->features ? "features" : "tokens", (long long)outputs(),
+          (long long)c->layers, own.floats ? "float" : "8 bits");
+}
+static void write_h(void) {
+  write_about(".h");
+  write_code(export_header);
+}
+static void write_c(void) {
+  write_about(".c");
+  write_code(export_types);
+  write_weights();
+  write_code(export_numbers);
+  write_function("activation", model.config.layer.activation);
+  write_function("omega", model.config.layer.omega);
+  fputc('\n', out);
+  write_code(export_vectors);
+  write_code(export_model);
+  if (own.learn) write_code(export_learning);
+}
+
+/* ---- checks, files ----------------------------------------------------------------------------------------------- */
+
+typedef struct unknown { char key[64]; bool horizon; } unknown;
+static void look_at_pair(void *user, const char *key, const char *value) {
+  static const char known[] = " kind vocab layers memory dim heads ffn convolution sharing activation gated omega"
+      " pre_norm attention positions max_length features outputs norm dropout attention_dropout activation_dropout"
+      " optimizer attempts updates skipped skipped_in_row lr step seed horizon ";
+  unknown *found = (unknown *)user;
+  char word[80];
+  if (strncmp(key, "luna.", 5) != 0) return;
+  snprintf(word, sizeof word, " %.70s ", key + 5);
+  if (!strstr(known, word)) snprintf(found->key, sizeof found->key, "%.60s", key);
+  if (strcmp(key, "luna.horizon") != 0) return;
+  char *end;
+  horizon = strtol(value, &end, 10);
+  found->horizon = end == value || *end || horizon < 0 || horizon > UINT32_MAX;
+}
+static int check_model(luna_ctx *ctx, const char *path) {
+  luna_model found;
+  unknown about = { "", false };
+  params = luna_params_open(ctx);
+  const luna_inspection look = { .pair = look_at_pair, .user = &about };
+  if (luna_load_model(&found, params, path) != LUNA_OK || luna_inspect(ctx, path, &look) != LUNA_OK) return failed(ctx);
+  if (found.kind != LUNA_MODEL_LM)
+    return fail("%s is no causal model: only those see no later step, and stream (luna_lm; series --causal)", path);
+  model = found.lm;
+  const luna_lm_config *c = &model.config;
+  if (c->layer.attention != LUNA_ATTENTION_LUNA)
+    return fail("%s has another attention than Luna's, which alone streams in constant memory", path);
+  if (*about.key) return fail("%s has an option that export does not know: %s", path, about.key);
+  if (about.horizon) return fail("%s: luna.horizon is not a number of steps", path);
+  const int64_t widest = c->layer.ffn > c->layer.dim ? c->layer.ffn : c->layer.dim;
+  const int64_t rows = outputs() > c->layer.heads * c->memory ? outputs() : c->layer.heads * c->memory;
+  if (widest > LONGEST_ROW || c->features > LONGEST_ROW || rows > INT32_MAX / 4 / LONGEST_ROW * 1024 ||
+      luna_params_element_count(params) > INT32_MAX / 8)
+    return fail("%s is too large: rows of more than %d numbers, or more than a GB of weights", path, LONGEST_ROW);
+  return 0;
+}
+/* every parameter has been exported, and is finite */
+static int check_parameters(void) {
+  const char *parameter;
+  for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
+    const luna_tensor *t = luna_params_at(params, i, &parameter);
+    int64_t at = 0;
+    while (at < used_count && used[at] != t) at++;
+    if (at == used_count) return fail("the model has a parameter that export does not know: %s", parameter);
+    for (at = 0; at < luna_count(t); at++)
+      if (!isfinite(t->data[at])) return fail("%s has a number that is not finite", parameter);
+  }
+  return 0;
+}
+static int check_name(void) {
+  if (!own.out || !*own.out) return fail("--out NAME is missing: the files to write are NAME.h and NAME.c");
+  name = strrchr(own.out, '/') ? strrchr(own.out, '/') + 1 : own.out;
+  bool good = isalpha((unsigned char)*name) && strlen(name) < 64;
+  for (const char *s = name; *s; s++) good = good && (isalnum((unsigned char)*s) || *s == '_');
+  if (!good)
+    return fail("--out %s: '%s' is no name for C: up to 63 letters, digits and _, a letter first", own.out, name);
+  if (strcmp(name, "string") == 0 || strcmp(name, "stdint") == 0)
+    return fail("--out %s: a header of the C library is called %s.h", own.out, name);
+  return 0;
+}
+
+typedef struct paths { char end[4096], part[4096]; } paths; /* the file, and where it is written first */
+static int write_file(paths *p, const char *suffix, void (*write)(void)) {
+  snprintf(p->end, sizeof p->end, "%s%s", own.out, suffix);
+  snprintf(p->part, sizeof p->part, "%s%s.tmp", own.out, suffix);
+  if (strlen(own.out) > sizeof p->end - 8) return fail("--out is too long");
+  if (is_special(p->end)) return fail("cannot write %s: it is not a file", p->end);
+  out = fopen(p->part, "w");
+  if (!out) return fail("cannot write %s: %s", p->end, strerror(errno));
+  write();
+  const bool bad = ferror(out) != 0;
+  if (fclose(out) == 0 && !bad) return 0;
+  return fail("cannot write %s: %s", p->end, strerror(errno));
+}
+static int64_t state_bytes(void) {
+  const luna_lm_config *c = &model.config;
+  const int64_t d = c->layer.dim;
+  const bool kahan = horizon == 0 || horizon > LONGEST_FLOAT_HORIZON;
+  return 4 * (1 + c->layers * (c->memory * d * (is_tied() ? 1 : 2) * (kahan ? 2 : 1) +
+                               (c->layer.convolution ? (kernel_width() - 1) * d : 0)) +
+              (own.learn ? d + outputs() * (d + 1) : 0));
+}
+static int export_model_of(luna_ctx *ctx, const char **words) {
+  paths h, c;
+  if (own.bits == 1) own.floats = 1;
+  if (check_name() || check_model(ctx, words[0])) return 2;
+  find_facts();
+  int status = write_file(&h, ".h", write_h);
+  if (status == 0) {
+    status = write_file(&c, ".c", write_c);
+    if (status == 0) status = check_parameters();
+    if (status == 0 && (move(h.part, h.end) != 0 || move(c.part, c.end) != 0))
+      status = fail("cannot write %s: %s", own.out, strerror(errno));
+    if (status != 0) remove(c.part);
+  }
+  if (status != 0) remove(h.part);
+  while (made_count > 0) free(made[--made_count]);
+  free(made);
+  free((void *)used);
+  if (status == 0)
+    printf("%s.h, %s.c: %lld bytes of weights, %lld bytes of state\n", own.out, own.out, (long long)flash,
+           (long long)state_bytes());
+  return status;
+}
+
+static const command commands[] = {
+  { "", { "model" }, "a causal model becomes two files of C", export_model_of },
+  { 0 }
+};
+
+int main(int count, char **given) {
+  const char *words[4] = { NULL };
+  program = "export", program_commands = commands;
+  for (int i = 1; i < count; i++) if (asks_help(given[i])) return usage(stdout, commands, flags, commands), 0;
+  if (parse(commands, flags, count - 1, given + 1, words)) return 2;
+  luna_ctx *ctx = luna_open(&(luna_options){ .threads = 1 });
+  const int status = ctx ? export_model_of(ctx, words) : fail("out of memory");
+  luna_close(ctx);
+  return status;
+}

@@ -1,0 +1,213 @@
+#!/bin/sh
+# export.sh: examples/export.c from outside: what it writes compiles without a warning by gcc and clang, where they are
+# here, in C and C++, gives the same bits by all of them, and what luna_stream gives; what cannot be exported is refused.
+# Needs $BUILD/export and $BUILD/mcu/models. The same on microcontrollers: make mcu.
+cd "$(dirname "$0")/.." || exit 1
+root=$PWD
+mcu=$root/examples/mcu
+name=export_cli
+. tests/cli_checks.sh
+program=export
+cc=${CC:-cc}
+models=$build/mcu/models
+strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror"
+here() { [ -n "$1" ] && command -v "$1" >/dev/null 2>&1; }
+
+# model FOLDER STEPS FIELDS: a model, a series, what luna_stream makes of it
+model() {
+  folder=$1 steps=$2
+  shift 2
+  mkdir -p "$folder"
+  $models write "$folder/model" "$steps" "$@" && mv "$folder/model.csv" "$folder/series.csv"
+}
+# exported FOLDER FLAGS: detector.h, detector.c there
+exported() {
+  folder=$1
+  shift
+  run "$folder/model.safetensors" --out "$folder/detector" "$@"
+}
+# built FOLDER COMPILER FLAGS: runs it, outputs.txt is there
+built() {
+  folder=$1
+  shift
+  (cd "$folder" && "$@" $strict -I. -I"$mcu" "$mcu/main.c" "$mcu/host.c" detector.c -o main && ./main >main.log)
+}
+
+# --- the detector: all compilers, 10,000 steps
+detector="features=9 outputs=2 memory=16 dim=32 heads=4 ffn=64 convolution=4 pre_norm=1 missing=40"
+check "a detector" model float 10000 $detector
+mkdir -p eight
+cp float/model.safetensors float/series.csv float/model.out eight
+check "is exported in float" exported float --float
+check "and in 8 bits" exported eight
+sanitized=
+for kind in float eight; do
+  first=
+  for compiler in "$cc -std=c99 -Os" "gcc -std=gnu17 -O2 -march=native" "clang -std=c11 -O2 -march=native" \
+      "g++ -std=c++11 -O2 -x c++" "clang++ -std=c++11 -Os -x c++" "$sanitized"; do
+    here "${compiler%% *}" || continue
+    check "$kind: $compiler" built $kind $compiler
+    [ -n "$first" ] || mv $kind/outputs.txt $kind/first.txt
+    [ -z "$first" ] || check "$kind: the same bits by $compiler" same $kind/outputs.txt $kind/first.txt
+    first=done
+  done
+  # the 8-bit model has the float one's functions too
+  sanitized="$cc -std=c99 -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+done
+check "float: what luna_stream gives" $models compare float/model.out float/first.txt 1e-5
+check "8 bits: near it" $models compare eight/model.out eight/first.txt 0.1
+
+# --- every option: a small model each, in float as luna_stream and in 8 bits near it
+small="layers=2 memory=4 dim=16 heads=2 ffn=24"
+number=0
+while read -r fields; do
+  number=$((number + 1))
+  check "a model of $fields" model "m$number" 300 $small $fields
+  for flag in --float --bits=8; do
+    check "$fields: $flag" exported "m$number" $flag
+    check "$fields: $flag is built" built "m$number" $cc -std=c99 -O0
+    [ $flag = --float ] && bound=1e-5 || bound=0.2
+    check "$fields: $flag is near luna_stream" $models compare "m$number/model.out" "m$number/outputs.txt" $bound
+  done
+done <<'END'
+vocab=37
+vocab=37 positions=2 pre_norm=1 convolution=3 missing=0
+vocab=37 positions=3 max_length=300 outputs=5 norm=1
+features=3 outputs=3 sharing=1 gated=1 activation=7 pre_norm=1 convolution=4 missing=9
+features=3 outputs=1 omega=3 activation=2 memory=16
+features=17 outputs=5 omega=4 activation=8 norm=1 pre_norm=1 convolution=1
+features=3 outputs=2 dim=12 ffn=20 activation=6 gated=1 convolution=2
+features=2 outputs=2 dim=21 heads=3 ffn=15 memory=5 activation=3 positions=2
+features=2 outputs=2 dim=18 heads=1 ffn=19 memory=3 activation=4
+END
+
+# --- a horizon: within it nothing changes; at 1 a step is all there is
+check "a model with a horizon" model far 100 vocab=5 dim=16 heads=2 memory=4 horizon=100
+check "and of one step" model near 100 vocab=5 dim=16 heads=2 memory=4 horizon=1
+for kind in far near; do
+  sed 's/Luna.horizon/luna.horizon/' $kind/model.safetensors >horizon.safetensors
+  mv horizon.safetensors $kind/model.safetensors
+  [ $kind = near ] && awk 'BEGIN { for (i = 0; i < 100; i++) print i * i % 5 }' >near/series.csv
+  check "$kind is exported" exported $kind --float
+  check "$kind is built" built $kind $cc -std=c99 -O0
+done
+check "within the horizon it is what luna_stream gives" $models compare far/model.out far/outputs.txt 1e-5
+tail -n 40 near/outputs.txt >near/end.txt
+head -n 40 near/outputs.txt >near/begin.txt
+check "of one step, tokens alone say what comes out" $models compare near/begin.txt near/end.txt 1e-5
+
+# --- steps that are refused, learning, and two models in one program
+check "a model of tokens with 20 positions" model words 0 vocab=37 dim=16 heads=2 memory=4 positions=3 max_length=20
+check "and one of features" model learner 0 features=3 outputs=4 dim=16 heads=2 memory=4 convolution=3
+for kind in classes values; do
+  mkdir -p $kind
+  check "it learns $kind" run learner/model.safetensors --out $kind/learner --learn $kind --float
+  check "beside it, the model of tokens" run words/model.safetensors --out $kind/words
+  cat >$kind/check.c <<'END'
+#include "learner.h"
+#include "words.h"
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static learner_state a, kept;
+static words_state b, kept_b;
+static float x[3] = { 0.5f, -1, 2 }, y[4], first[4], z[37];
+static void step(void) { if (!learner_step(&a, x, y)) exit(1); }
+static double loss(void) { /* of the last step's outputs, for class 2 or values 0 1 . 3 */
+#ifdef CLASSES
+  double sum = 0;
+  for (int i = 0; i < 4; i++) sum += exp((double)y[i] - (double)y[2]);
+  return log(sum);
+#else
+  return pow((double)y[0], 2) + pow((double)y[1] - 1, 2) + pow((double)y[3] - 3, 2);
+#endif
+}
+static int learn(float rate) {
+#ifdef CLASSES
+  return learner_learn(&a, 2, rate);
+#else
+  const float target[4] = { 0, 1, NAN, 3 };
+  return learner_learn(&a, target, rate);
+#endif
+}
+int main(void) {
+  int bad = 0;
+#define CHECK(c) ((c) ? 0 : (bad++, printf("%s\n", #c)))
+  step();
+  memcpy(first, y, sizeof y);
+  const double before = loss();
+  kept = a;
+  CHECK(!learn(-1) && !learn(NAN) && !learn(INFINITY) && memcmp(&kept, &a, sizeof a) == 0);
+#ifdef CLASSES
+  CHECK(!learner_learn(&a, 4, 1) && !learner_learn(&a, -1, 1) && memcmp(&kept, &a, sizeof a) == 0);
+#endif
+  CHECK(learn(0.01f));
+  learner_restart(&a);
+  step();
+  CHECK(loss() < before && loss() > 0.5 * before); /* one small step down the slope */
+  for (int i = 0; i < 200; i++) learn(0.02f);
+  learner_restart(&a);
+  step();
+  CHECK(loss() < 0.1 * before);
+  learner_forget_learning(&a);
+  learner_restart(&a);
+  step();
+  CHECK(memcmp(first, y, sizeof y) == 0);
+  kept = a;
+  x[1] = INFINITY;
+  CHECK(!learner_step(&a, x, y) && memcmp(&kept, &a, sizeof a) == 0);
+  x[1] = -1e30f;
+  CHECK(!learner_step(&a, x, y) && memcmp(&kept, &a, sizeof a) == 0);
+  x[1] = NAN;
+  CHECK(learner_step(&a, x, y));
+  for (int i = 0; i < 20; i++) CHECK(words_step(&b, i, z));
+  kept_b = b;
+  CHECK(!words_step(&b, 0, z)); /* past the positions */
+  memset(&b, 0, sizeof b), kept_b = b;
+  CHECK(!words_step(&b, 37, z) && !words_step(&b, -1, z) && memcmp(&kept_b, &b, sizeof b) == 0);
+  return bad;
+}
+END
+  [ $kind = classes ] && define=-DCLASSES || define=
+  check "$kind: learning and refused steps" sh -c \
+    "cd $kind && $cc -std=c99 -O1 $strict $define -I. check.c learner.c words.c -o check -lm && ./check >../out"
+done
+
+# --- a detector of the walk of some subjects learns from 30 s of another one, and finds more of the 90 s after them
+mkdir -p walk
+check "a detector is trained" $models subjects walk/model 6000
+mv walk/model.csv walk/series.csv
+check "it is exported, to learn" exported walk --learn classes
+for rate in 0.0 0.003; do
+  check "it learns, at a rate of $rate" built walk $cc -std=c99 -O1 -DLEARN_STEPS=1500 -DLEARN_RATE="${rate}f"
+  cp walk/main.log "walk/$rate.log"
+done
+found() { sed -n 's/found of 1000 //p' "walk/$1.log"; }
+before=$(found 0.0) after=$(found 0.003)
+check "of 1000 steps, $before were found before and now $after" [ "$after" -gt $((before + 150)) ]
+
+# --- what is refused, without half a file
+check "a model with softmax attention" $models write softmax 0 features=2 attention=1
+refuses "another attention" softmax.safetensors --out x
+echo text >text
+refuses "safetensors" text --out x
+refuses "missing" nothing.safetensors
+refuses "nothing.safetensors" nothing.safetensors --out x
+refuses "is no name for C" float/model.safetensors --out 9x
+refuses "is no name for C" float/model.safetensors --out a-b
+refuses "is no name for C" float/model.safetensors --out folder/
+refuses "called string.h" float/model.safetensors --out string
+refuses "--out" float/model.safetensors
+refuses "cannot write" float/model.safetensors --out nowhere/x
+sed 's/luna.kind/Luna.kind/' float/model.safetensors >hook.safetensors
+refuses "attention hook" hook.safetensors --out x
+sed 's/luna.horizon/luna.horizen/' far/model.safetensors >option.safetensors
+refuses "does not know: luna.horizen" option.safetensors --out x
+sed 's/"100"/"1e2"/' far/model.safetensors >number.safetensors
+refuses "not a number" number.safetensors --out x
+mkdir folder.c 2>/dev/null; mkdir -p y.c
+refuses "cannot write" float/model.safetensors --out y
+check "no file is left of what was refused" sh -c '! ls x.* y.h ./*.tmp */*.tmp'
+
+finish
