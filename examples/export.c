@@ -148,6 +148,15 @@ static part kernel_of(const luna_causal_layer *layer) {
     kernel[i] = i % width < width - own_width ? 0 : from[i / width * own_width + i % width - (width - own_width)];
   return vector_of("kernel", kernel, d * width);
 }
+static bool forgets(luna_forget how) { return model.config.layer.forget == how; }
+/* constant forget gates less 1: e^g - 1, g = max(ln(sigmoid(x)) / 16, -1) */
+static part fade_of(const luna_tensor *logits) {
+  const int64_t count = luna_count(logits);
+  const float *x = values(logits);
+  float *fade = floats(count);
+  for (int64_t i = 0; i < count; i++) fade[i] = (float)expm1(fmax(-log1p(exp(-(double)x[i])) / 16, -1));
+  return vector_of("fade", fade, count);
+}
 static int layer_parts(const luna_causal_layer *layer, part *parts) {
   const luna_causal_attention_layer *a = &layer->attention;
   int count = 0;
@@ -158,6 +167,9 @@ static int layer_parts(const luna_causal_layer *layer, part *parts) {
   if (!is_tied()) parts[count++] = matrix_of("k", &a->k);
   parts[count++] = matrix_of("v", &a->v);
   count += score_parts(layer, parts + count);
+  if (forgets(LUNA_FORGET_GATED)) parts[count++] = matrix_of("forget", &a->forget);
+  if (forgets(LUNA_FORGET_CONSTANT)) parts[count++] = fade_of(a->forget.bias);
+  if (a->gate.weight) parts[count++] = matrix_of("gate", &a->gate);
   parts[count++] = matrix_of("out", &a->out);
   parts[count++] = norm_of("final_norm", &layer->feed_forward.norm);
   parts[count++] = matrix_of("fc1", &layer->feed_forward.fc1);
@@ -304,13 +316,18 @@ static fact facts[40];
 static number numbers[20];
 static bool eight_d, eight_f, eight_i;
 
+static luna_activation omega(void) {
+  return forgets(LUNA_FORGET_NONE) ? model.config.layer.omega : LUNA_ACTIVATION_EXP;
+}
 static bool needs(luna_activation kind) {
-  return model.config.layer.activation == kind || model.config.layer.omega == kind;
+  return model.config.layer.activation == kind || omega() == kind;
 }
 static void find_facts(void) {
   const luna_lm_config *c = &model.config;
   const int64_t k = c->features, d = c->layer.dim;
-  const bool log = needs(LUNA_ACTIVATION_SOFTPLUS) || needs(LUNA_ACTIVATION_SOFTPLUS2);
+  const bool memory_forgets = !forgets(LUNA_FORGET_NONE);
+  const bool log = needs(LUNA_ACTIVATION_SOFTPLUS) || needs(LUNA_ACTIVATION_SOFTPLUS2) || forgets(LUNA_FORGET_GATED);
+  if (memory_forgets) horizon = 0;
   eight_d = is_eight(d), eight_f = is_eight(c->layer.ffn), eight_i = k && is_eight(k);
   const int64_t widest = eight_f && c->layer.ffn > d ? c->layer.ffn : d;
   const fact all[] = {
@@ -319,7 +336,10 @@ static void find_facts(void) {
     { "layernorm", c->layer.norm == LUNA_NORM_LAYER }, { "gated", c->layer.gated }, { "tied", is_tied() },
     { "full", !is_tied() }, { "folded", is_folded() }, { "unfolded", !is_folded() },
     { "learned", c->positions == LUNA_POSITIONS_LEARNED }, { "sinusoidal", c->positions == LUNA_POSITIONS_SINUSOIDAL },
-    { "horizon", horizon != 0 }, { "kahan", horizon == 0 || horizon > LONGEST_FLOAT_HORIZON }, { "log", log },
+    { "horizon", horizon != 0 }, { "log", log },
+    { "kahan", !memory_forgets && (horizon == 0 || horizon > LONGEST_FLOAT_HORIZON) }, { "forgets", memory_forgets },
+    { "constant", forgets(LUNA_FORGET_CONSTANT) }, { "data", forgets(LUNA_FORGET_GATED) },
+    { "opens", c->layer.output_gate },
     { "exp2", needs(LUNA_ACTIVATION_SOFTPLUS2) }, { "gelu", needs(LUNA_ACTIVATION_GELU) },
     { "learn", own.learn != LEARN_NOTHING }, { "classes", own.learn == LEARN_CLASSES },
     { "values", own.learn == LEARN_VALUES }, { "d8", eight_d }, { "f8", eight_f }, { "i8", eight_i },
@@ -398,7 +418,7 @@ static void write_c(void) {
   write_weights();
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
-  write_function("omega", model.config.layer.omega);
+  write_function("omega", omega());
   fputc('\n', out);
   write_code(export_vectors);
   write_code(export_model);
@@ -411,7 +431,7 @@ typedef struct unknown { char key[64]; bool horizon; } unknown;
 static void look_at_pair(void *user, const char *key, const char *value) {
   static const char known[] = " kind vocab layers memory dim heads ffn convolution sharing activation gated omega"
       " pre_norm attention positions max_length features outputs norm dropout attention_dropout activation_dropout"
-      " optimizer attempts updates skipped skipped_in_row lr step seed horizon ";
+      " optimizer attempts updates skipped skipped_in_row lr step seed horizon fixed_horizon forget output_gate format ";
   unknown *found = (unknown *)user;
   char word[80];
   if (strncmp(key, "luna.", 5) != 0) return;
