@@ -211,7 +211,7 @@ sed 's/luna.kind/Luna.kind/' float/model.safetensors >hook.safetensors
 refuses "attention hook" hook.safetensors --out x
 sed 's/luna.horizon/luna.horizen/' near/model.safetensors >option.safetensors
 refuses "does not know: luna.horizen" option.safetensors --out x
-sed 's/"100"/"1e2"/' near/model.safetensors >number.safetensors
+sed 's/"100"/"1e2"/' long/model.safetensors >number.safetensors
 refuses "not a number" number.safetensors --out x
 mkdir folder.c 2>/dev/null; mkdir -p y.c
 refuses "cannot write" float/model.safetensors --out y
