@@ -4,7 +4,8 @@
 #   make examples            builds examples/*.c
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc;
 #                            DESTDIR before it
-#   make test                everything that is checked; last line: N passed, N failed
+#   make test                what finds most, in two minutes; last line: N passed, N failed
+#   make test-all            everything that is checked: every case of every test
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
 #   make golden DIR=folder   compares with a folder of golden files
@@ -40,18 +41,20 @@ FUZZ_SECONDS ?= 60
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 
 WARN = -Wall -Wextra
-NAMES = $(filter-out bench_% cuda mpi%,$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+# tests/private.c includes these: they are no programs of their own
+CHAPTERS = $(shell sed -n 's/^\#include "\(.*\)\.c".*/\1/p' tests/private.c)
+NAMES = $(filter-out bench_% cuda mpi% $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
   tests/export.sh
-PUBLIC_C = $(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)
+PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
 CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
-HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && echo cuda cuda_host_check)
+HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && echo $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # the longest tests, which need not run again with a second compiler: compile.sh itself takes all that are here
 ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
@@ -117,6 +120,12 @@ $(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c 
 	@mkdir -p $(BUILD)/tests
 	$(CC) $(CFLAGS) $(WARN) -I. -c $< -o $@
 
+$(BUILD)/tests/cuda_small.o: tests/cuda.c $(wildcard tests/*.h) tests/golden.c tests/features.c $(BUILD)/luna.o
+	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $< -o $@
+
+$(BUILD)/tests/cuda_small: $(BUILD)/tests/cuda_small.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
+	$(CXX_HERE) $(CFLAGS) $^ -o $@ $(LIBS)
+
 $(BUILD)/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_device.o
 	$(CXX_HERE) $(CFLAGS) $^ -o $@ $(LIBS)
 
@@ -124,6 +133,10 @@ $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h test
 	@mkdir -p $(BUILD)/tests
 	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -I. -Itests $< $(BUILD)/luna.o -o $@ $(LIBS)
 
+test-all:
+	@$(MAKE) --no-print-directory TEST_FULL=1 test
+
+export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
@@ -146,7 +159,7 @@ golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
 
 headers:
-	@BUILD=$(BUILD) CC='$(CC)' sh tests/compile.sh
+	@BUILD=$(BUILD) CC='$(CC)' TEST_FULL=1 sh tests/compile.sh
 
 $(BUILD)/fuzz/fuzz_safetensors: tests/fuzz_safetensors.c luna.h $(wildcard tests/*.h)
 	@mkdir -p $(BUILD)/fuzz
@@ -249,5 +262,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test mcu sanitize cross golden headers fuzz size bench arena compare cuda \
-  cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples install programs test test-all mcu sanitize cross golden headers fuzz size bench arena compare \
+  cuda cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean

@@ -332,7 +332,7 @@ static void causality_try(causality *c, int factor, int64_t t, float odd, bool a
   release(before);
 }
 /* tiny: values so small that products of them vanish, where a zero's sign could change */
-static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
+static void causality_check(int64_t n, int64_t d, int64_t l, bool tiny) {
   const float odd[6] = {0.625f, 1e38f, -3e38f, (float)INFINITY, -(float)INFINITY, (float)NAN};
   const int64_t rows[5] = {0, 1, 40, 63, 70};
   causality c;
@@ -370,6 +370,44 @@ static void check_causality(int64_t n, int64_t d, int64_t l, bool tiny) {
       luna_close_call(&c.u);
 }
 
+/* the same where the kernel goes on from a state of two sequences: nothing before the token, nothing of the other
+   sequence and none of its state changes */
+static void causality_check_state(int64_t rows, int64_t position) {
+  enum { DIM = 24, HEADS = 2, SLOTS = 5, STATE = DIM * SLOTS };
+  const float odd[4] = {0.625f, 1e38f, (float)INFINITY, (float)NAN};
+  const int64_t row[4] = {DIM, DIM, DIM, HEADS * SLOTS}, size = rows * DIM;
+  float *in[4], *changed[4], *before = zeros(2 * size), *after = zeros(2 * size);
+  double *state = doubles(8 * STATE), *start = state + 4 * STATE; /* means of k a and of a v, of two sequences each */
+  lunai_causal_luna c;
+  memset(&c, 0, sizeof c);
+  c.batch = 2, c.rows = rows, c.heads = HEADS, c.head_dim = DIM / HEADS, c.slots = SLOTS, c.scale = 0.4f;
+  c.activation = LUNA_ACTIVATION_SOFTPLUS2, c.position = position;
+  c.mean_ka = state, c.mean_av = state + 2 * STATE;
+  for (int i = 0; i < 4; i++) in[i] = random_floats(2 * rows * row[i], 1), changed[i] = zeros(2 * rows * row[i]);
+  for (int i = 0; i < 4 * STATE; i++) start[i] = position ? common_number(30, (uint64_t)i) : 0;
+  for (int64_t t = -1; t < rows; t += t == 1 && rows > 66 ? 61 : 1)
+    for (int kind = 0; kind < (t < 0 ? 1 : 5); kind++) {
+      bool kept = true;
+      for (int i = 0; i < 4; i++) {
+        float *token = changed[i] + (rows + t) * row[i];
+        memcpy(changed[i], in[i], (size_t)(2 * rows * row[i]) * sizeof(float));
+        if (t >= 0 && kind < 4) fill(token, row[i], odd[kind]);
+        else if (t >= 0) token[row[i] / 2] = (float)NAN;
+      }
+      memcpy(state, start, 4 * STATE * sizeof(double));
+      c.q = changed[0], c.k = changed[1], c.v = changed[2], c.s = changed[3], c.out = t < 0 ? before : after;
+      run_luna(&c, kernels, 1, false);
+      if (t < 0) continue;
+      for (int i = 0; i < STATE; i++) kept = kept && isfinite(c.mean_ka[i]) && isfinite(c.mean_av[i]);
+      CHECK(same(before, after, size) && kept, "%s: from token %lld on, %d rows: token %d of one sequence, odd in way %d, "
+            "reached another", kernels_name, (long long)position, (int)rows, (int)t, kind);
+      CHECK(same(before + size, after + size, t * DIM), "%s: from token %lld on, %d rows: token %d, odd in way %d, "
+            "reached an earlier one", kernels_name, (long long)position, (int)rows, (int)t, kind);
+    }
+  for (int i = 0; i < 4; i++) release(in[i]), release(changed[i]);
+  release(before), release(after), free(state);
+}
+
 int main(void) {
   const int64_t rows[9] = {0, 1, 2, 63, 64, 65, 129, 200, 515}, positions[3] = {1000, 1000000000, (int64_t)1 << 40},
       one[1] = {1},
@@ -393,9 +431,10 @@ int main(void) {
     check_stream(300, 2, 16, 8, 0), check_stream(300, 3, 17, 9, 5);
     for (int i = 0; i < 3; i++)
       check_far(one, 1, positions[i]), check_far(mixed, 4, positions[i]), check_far(whole, 1, positions[i]);
-    check_causality(100, 16, 8, false), check_causality(100, 7, 1, false), check_causality(130, 20, 17, false),
-      check_causality(64, 33, 16, false);
-    check_causality(100, 16, 8, true), check_causality(5, 3, 2, true);
+    causality_check(100, 16, 8, false), causality_check(100, 7, 1, false), causality_check(130, 20, 17, false),
+      causality_check(64, 33, 16, false);
+    causality_check(100, 16, 8, true), causality_check(5, 3, 2, true);
+    causality_check_state(5, 0), causality_check_state(66, 1000), causality_check_state(130, 1000000000);
   }
   return test_report("causal");
 }

@@ -1,6 +1,7 @@
 #!/bin/sh
 # compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects,
-# and compiles the README's programs. Only $CC is needed; other compilers are used where they are there.
+# and compiles the README's programs. Only $CC is needed; other compilers are used where they are there. Without
+# TEST_FULL it compiles the six cases that find most, by $CC and g++ alone.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 work=${BUILD:-build}/compile
@@ -37,35 +38,46 @@ awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
      }
      kind != "" { text = text $0 "\n" }' "$root/README.md"
 
-# ---- cases: one a line, "name<TAB>command"
-add() { printf '%s\t%s\n' "$1" "$2" >>cases; }
+# ---- cases: one a line, "name<TAB>command"; `few` are those that run without TEST_FULL
+: >cases
+add() { [ -z "$TEST_FULL" ] || few "$@"; }
+few() { printf '%s\t%s\n' "$1" "$2" >>cases; }
+# skipped NAME: in the full form, a line that says so
+skipped() { [ -z "$TEST_FULL" ] || echo "skipped: $1 is not here"; }
 
 version=$($cc --version 2>/dev/null | head -n 1 | cut -d ' ' -f 2-)
-for c in "$cc" gcc clang; do
-  have "$c" || { echo "skipped: $c is not here"; continue; }
+opt=-O0
+set -- "$cc"
+[ -z "$TEST_FULL" ] || { opt=-O2; set -- "$cc" gcc clang; }
+for c; do
+  have "$c" || { skipped "$c"; continue; }
   [ "$c" = "$cc" ] || [ "$($c --version | head -n 1 | cut -d ' ' -f 2-)" != "$version" ] || continue # gcc is cc
   [ ! -e "$(id_of "$c").c99" ] || continue
   id=$(id_of "$c")
   : >"$id.c99"
-  add "$c -std=c99 -O2" "$c -std=c99 -O2 $c_strict -c implementation.c -o $id-c99.o"
+  few "$c -std=c99 $opt" "$c -std=c99 $opt $c_strict -c implementation.c -o $id-c99.o"
   add "$c -std=c11" "$c -std=c11 $c_strict -fsyntax-only implementation.c"
   add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c99 $c_strict -c after.c -o $id-after.o"
-  add "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
-  add "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
+  few "$c: LUNA_STATIC" "$c -std=c99 $c_strict static.c -o $id-static -lm -lpthread && ./$id-static"
+  few "$c: declarations alone" "$c -std=c99 $c_strict -c declarations.c -o $id-declarations.o"
   add "$c: implementation twice in one unit" "$c -std=c99 $c_strict -fsyntax-only twice.c"
-  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD \
-    "LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD" "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
+  switches="LUNA_NO_TRAIN -DLUNA_NO_STDIO -DLUNA_NO_THREADS -DLUNA_NO_SIMD"
+  few "$c: $switches" "$c -std=c99 $c_strict -D$switches -fsyntax-only implementation.c"
+  for switch in LUNA_NO_TRAIN LUNA_NO_STDIO LUNA_NO_THREADS LUNA_NO_SIMD "LUNA_ONLY_STREAM -DLUNA_NO_SIMD"; do
     add "$c: $switch" "$c -std=c99 $c_strict -D$switch -fsyntax-only implementation.c"
   done
-  add "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"
+  few "$c: LUNA_ONLY_STREAM" "$c -std=c99 -O1 $c_strict -DLUNA_ONLY_STREAM -c implementation.c -o $id-stream.o"
   add "$c: LUNA_ONLY_STREAM, LUNA_STATIC" \
     "$c -std=c99 $c_strict -DLUNA_ONLY_STREAM -DLUNA_STATIC -fsyntax-only implementation.c"
   for example in "$root"/examples/*.c; do
     add "$c: $(basename "$example")" "$c -std=c99 $c_strict -fsyntax-only $example"
   done
 done
+if [ -z "$TEST_FULL" ] && have g++; then
+  few "g++ -std=c++11" "g++ -std=c++11 $cpp_strict -fsyntax-only implementation.cpp"
+fi
 for c in g++ clang++; do
-  have "$c" || { echo "skipped: $c is not here"; continue; }
+  have "$c" || { skipped "$c"; continue; }
   add "$c -std=c++11" "$c -std=c++11 -O1 $cpp_strict -c implementation.cpp -o $c-cpp11.o"
   add "$c -std=c++17 -Wold-style-cast" "$c -std=c++17 $cpp_strict -Wold-style-cast -fsyntax-only implementation.cpp"
   add "$c: stdio.h, stdlib.h, time.h before it" "$c -std=c++11 $cpp_strict -fsyntax-only after.cpp"
@@ -82,7 +94,7 @@ if have arm-none-eabi-gcc; then
   add "arm-none-eabi-gcc, Cortex-M4: LUNA_NO_THREADS" \
     "arm-none-eabi-gcc -std=c99 $c_strict ${m4% -ff*} -DLUNA_NO_THREADS -fsyntax-only implementation.c"
 else
-  echo "skipped: arm-none-eabi-gcc is not here"
+  skipped arm-none-eabi-gcc
 fi
 if have aarch64-linux-gnu-gcc; then
   add "aarch64-linux-gnu-gcc -std=c99" "aarch64-linux-gnu-gcc -std=c99 $c_strict -fsyntax-only implementation.c"
@@ -99,17 +111,17 @@ if have i686-linux-gnu-gcc; then
     add "i686 with SSE2 $switch" "$i686 -std=c99 -msse2 -mfpmath=sse $c_strict $switch"
   done
 else
-  echo "skipped: i686-linux-gnu-gcc is not here"
+  skipped i686-linux-gnu-gcc
 fi
 if have s390x-linux-gnu-gcc; then
   s390x="s390x-linux-gnu-gcc -std=c99 -I$root -fsyntax-only implementation.c"
   add "s390x -std=c99: refused" "$s390x 2>&1 | grep -- '#error.*-fexcess-precision=fast'"
   add "s390x -std=c99 -fexcess-precision=fast" "$s390x -fexcess-precision=fast $c_strict"
 else
-  echo "skipped: s390x-linux-gnu-gcc is not here"
+  skipped s390x-linux-gnu-gcc
 fi
 for c in x86_64-w64-mingw32-gcc; do
-  have "$c" || { echo "skipped: $c is not here"; continue; }
+  have "$c" || { skipped "$c"; continue; }
   simd="-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave"
   add "$c: the way of Visual C++" \
     "$c -std=c99 -O1 -Wall -Wextra -Werror -DLUNAI_MSVC -D_M_X64 $simd -I$root -fsyntax-only implementation.c"

@@ -8,8 +8,9 @@ build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 work=$build/convert
 python=${PYTHON:-python3}
-"$python" -c 'import torch, numpy' 2>/dev/null || python=/usr/bin/python3
-if ! "$python" -c 'import torch, numpy' 2>/dev/null; then
+has='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
+"$python" -c "$has" torch numpy 2>/dev/null || python=/usr/bin/python3
+if ! "$python" -c "$has" torch numpy 2>/dev/null; then
   echo "no Python with torch here: nothing to convert with"
   echo "convert: 0 passed, 0 failed"
   exit 0
@@ -26,18 +27,45 @@ check() {                                                # a sentence, then a co
   echo "failed: $sentence"
   sed 's/^/    /' "$work/out" | tail -n 5
 }
+
+# ---- one interpreter, which knows torch, runs each script in a child of its own
+cat >"$work/server.py" <<'END'
+import os, runpy, sys
+import numpy, torch
+
+for line in iter(sys.stdin.readline, ""):
+    child = os.fork()
+    if child == 0:
+        sys.argv = line.rstrip("\n").split("\t")
+        for number, name in enumerate(("out", "err"), 1):
+            os.dup2(os.open(os.environ["WORK"] + "/script." + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit(0)
+    print(os.WEXITSTATUS(os.waitpid(child, 0)[1]), flush=True)
+END
+mkfifo "$work/requests" "$work/answers"
+WORK=$work "$python" "$work/server.py" <"$work/requests" >"$work/answers" &
+exec 3>"$work/requests" 4<"$work/answers"
+script() {                                               # SCRIPT ARGUMENTS...
+  (IFS=$(printf '\t'); printf '%s\n' "$*") >&3
+  read -r status <&4
+  cat "$work/script.out"
+  cat "$work/script.err" >&2
+  return "$status"
+}
+converter() { script examples/convert_fairseq.py "$@"; }
+
 # words the sentence must have, then arguments of the converter: exit 2, one sentence
 refuses() {
   words=$1
   shift
-  "$python" examples/convert_fairseq.py "$@" >"$work/out" 2>"$work/err"
+  converter "$@" >"$work/out" 2>"$work/err"
   status=$?
   check "convert_fairseq $* ends with 2, not $status" [ "$status" = 2 ]
   check "convert_fairseq $* says: $words" grep -q -- "$words" "$work/err"
   check "convert_fairseq $* says it in one line" [ "$(wc -l <"$work/err")" = 1 ]
 }
-convert() { "$python" examples/convert_fairseq.py "$@" 2>&1 | tee "$work/log" \
-  && ! grep -q '^convert_fairseq: ' "$work/log"; }
+convert() { converter "$@" >"$work/log" 2>&1 && ! grep -q '^convert_fairseq: ' "$work/log"; }
 
 # ---- state dicts as fairseq saves them
 cat >"$work/make.py" <<'END'
@@ -109,24 +137,23 @@ for name in ("classifier_listops", "classifier_pool_p", "classifier_dual", "seq2
                      "encoder.lm_head.weight": bert["encoder.sentence_encoder.embed_tokens.weight"]})
         save(sys.argv[1] + "/bert.pt", bert, argparse.Namespace(**dict(args, activation_fn="gelu")))
 END
-check "state dicts are made" "$python" "$work/make.py" "$work"
+check "state dicts are made" script "$work/make.py" "$work"
 
 # ---- a program that loads a model and compares its logits with a golden file's
 cat >"$work/same.c" <<'END'
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
-#include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "tests/test.h"
+#include "tests/common.h"
+#include "tests/st.h"
 
-typedef struct golden { uint8_t *bytes; lunai_st st; } golden;
+typedef struct golden { uint8_t *bytes; st_file st; } golden;
 
 static int32_t *whole(const golden *g, const char *name, int64_t *n) { /* the last axis in n */
-  lunai_st_tensor t;
-  if (!lunai_st_find(&g->st, name, &t)) return NULL;
+  st_item t;
+  if (!st_find(&g->st, name, &t)) return NULL;
   int32_t *out = (int32_t *)malloc((size_t)t.count * 4);
-  memcpy(out, t.data, (size_t)t.count * 4);
+  st_integers(&t, out);
   *n = t.shape[t.rank - 1];
   return out;
 }
@@ -136,9 +163,9 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
   luna_model model;
   if (luna_load_model(&model, luna_params_open(ctx), given[1]) != LUNA_OK) return puts(luna_error(ctx)), 1;
   if (count == 2) return printf("kind %d\n", (int)model.kind), luna_close(ctx), 0;
-  golden g = { (uint8_t *)malloc(1 << 22), { 0 } };
+  golden g = { (uint8_t *)malloc(1 << 22), { NULL, NULL, NULL, 0 } };
   FILE *file = fopen(given[2], "rb");
-  if (lunai_st_open(&g.st, g.bytes, fread(g.bytes, 1, 1 << 22, file))) return puts("golden file?"), 1;
+  if (!file || st_open(&g.st, g.bytes, fread(g.bytes, 1, 1 << 22, file))) return puts("golden file?"), 1;
   fclose(file);
 
   int64_t n = 0, m = 0, batch = 0, classes = 0;
@@ -161,11 +188,11 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
     free(source), free(lengths), free(target), free(target_lengths);
   }
   if (!logits) return puts(luna_error(ctx)), 1;
-  lunai_st_tensor t;
-  if (!lunai_st_find(&g.st, "logits", &t) || t.count != luna_count(logits)) return puts("no such logits"), 1;
+  st_item t;
+  if (!st_find(&g.st, "logits", &t) || t.count != luna_count(logits)) return puts("no such logits"), 1;
   classes = t.count;
   float *want = (float *)malloc((size_t)classes * 4), *got = (float *)malloc((size_t)classes * 4);
-  lunai_st_floats(&t, want);
+  st_floats(&t, want);
   luna_read(logits, got);
   double off = 0, all = 0;
   for (int64_t i = 0; i < classes; i++) off += pow((double)got[i] - (double)want[i], 2), all += pow((double)want[i], 2);
@@ -174,7 +201,9 @@ int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MOD
   return sqrt(off / all) <= 2e-6 ? 0 : 1;
 }
 END
-check "the program compiles" ${CC:-cc} -O1 -I. "$work/same.c" -o "$work/same" -lm -lpthread
+have=$build/luna.o                                       # where it is built already
+if [ -e "$have" ]; then flags="-DLUNAI_IMPLEMENTED $have"; else flags=; fi
+check "the program compiles" ${CC:-cc} -O1 -I. "$work/same.c" $flags -o "$work/same" -lm -lpthread
 
 # ---- converted models compute what the authors' computed
 for name in classifier_listops classifier_pool_p classifier_dual seq2seq_shared seq2seq_pre; do
@@ -184,7 +213,8 @@ for name in classifier_listops classifier_pool_p classifier_dual seq2seq_shared 
 done
 check "a masked language model is converted" convert "$work/bert.pt" "$work/bert.safetensors"
 check "it loads as one" sh -c "'$work/same' '$work/bert.safetensors' | grep -q 'kind 3'"
-check "arguments as a dictionary in cfg, old file format" convert "$work/dict.pt" "$work/dict.safetensors"
+check "arguments as a dictionary in cfg, old file format; the script by itself" \
+  "$python" examples/convert_fairseq.py "$work/dict.pt" "$work/dict.safetensors"
 check "it is the same model" cmp "$work/dict.safetensors" "$work/classifier_listops.safetensors"
 check "what the checkpoint does not say, flags do" convert "$work/unsaid.pt" "$work/unsaid.safetensors" --heads 4 \
   --activation gelu --pooling cls --max_length 100
@@ -229,7 +259,7 @@ int main(int count, char **given) { /* loads a model and saves it */
   return good ? 0 : 1;
 }
 END
-  check "a program that saves compiles" ${CC:-cc} -O0 -I. "$work/save.c" -o "$work/save" -lm -lpthread
+  check "a program that saves compiles" ${CC:-cc} -O0 -I. "$work/save.c" $flags -o "$work/save" -lm -lpthread
   check "luna.h saves it" "$work/save" "$work/again.safetensors" "$work/luna.safetensors"
   check "safetensors opens what luna.h wrote" \
     sh -c "'$other' '$work/again.py' '$work/luna.safetensors' '$work/third.safetensors' | grep seq2seq"
@@ -238,5 +268,7 @@ else
   echo "no Python with safetensors here: its two checks are left out"
 fi
 
+exec 3>&-
+wait
 echo "convert: $passed passed, $failed failed"
 [ "$failed" = 0 ]

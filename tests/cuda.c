@@ -1,7 +1,8 @@
 /* luna_cuda.cuh against the CPU: every op, layer and model with its gradients, the authors' golden files, training,
    checkpoints, a step as a graph, the rounded modes, failures, also of streams. Links with cuda_device.cu: on a machine
    without a GPU (make test) kernels run through cuda_host.h, in three orders, and whatever it finds is a failure; make
-   cuda-test is the same on a GPU. */
+   cuda-test is the same on a GPU. With CUDA_SMALL, linked with build/luna.o: one variant of each op and layer in
+   one order, graphs of streams, memory, refusals. */
 #include "test.h"
 #include <stdbool.h>
 static bool cuda_separate; /* each tensor on the device in an allocation of its own */
@@ -22,6 +23,9 @@ static bool cuda_separate; /* each tensor on the device in an allocation of its 
 #define CUDA_SANITIZED __has_feature(address_sanitizer)
 #else
 #define CUDA_SANITIZED 0
+#endif
+#ifndef CUDA_SMALL
+#define CUDA_SMALL 0
 #endif
 
 static device cuda;
@@ -620,13 +624,34 @@ static void check_stream_failures(void) {
   }
 }
 
+static void check_findings(void) {
+  const char *message = "";
+  CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
+  CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
+}
+static void check_small(void) {
+  cuda.seed = NULL;
+  for (int i = 0; i < OP_CASES; i++)
+    if (strcmp(op_cases[i].name, cuda.skip) != 0 && op_case_applies(&op_cases[i], cuda.backend))
+      device_case(&cuda, &op_cases[i], 0, false);
+  device_refusals(&cuda);
+  check_custom();
+  check_shared_graph();
+  check_stream_graphs();
+  check_graph_logits();
+  check_graph_reasons();
+  check_memory();
+  check_foreign_errors();
+  check_findings();
+}
+
 int main(int argc, char **argv) {
-  const char *message;
   cuda.backend = cuda_backend(0, CUDA_F32);
   cuda.output_limit = cuda.gradient_limit = 1e-5;
   cuda.skip = "custom_op";
   cuda.seed = cuda_seed;
   if (CUDA_SANITIZED) cuda.seed = NULL; /* slow, and the order is not its matter */
+  if (CUDA_SMALL) return check_small(), test_report("cuda_small");
   device_all(&cuda, argc > 1 ? argv[1] : NULL);
   if (argc <= 1) {
     cuda.seed = NULL;
@@ -649,8 +674,7 @@ int main(int argc, char **argv) {
     golden_folder("tests/data");
     features_files(cuda.backend);
   }
-  CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
-  CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
+  check_findings();
   if (argc <= 1) check_overrun();
   if (argc <= 1) check_failures();
   if (argc <= 1) check_stream_failures();

@@ -68,7 +68,7 @@ static void trial_close(trial *t) {
   free(t->want), free(t->want_pre), free(t->scale);
 }
 
-static void reference(trial *t) {
+static void gemm_reference(trial *t) {
   const lunai_gemm *g = &t->g;
   for (int64_t i = 0; i < t->c_size; i++) { /* what lies between rows stays */
     t->want[i] = t->want_pre[i] = (double)t->before[i];
@@ -103,7 +103,7 @@ static double trial_error(const trial *t, const float *c, const double *want) {
   return worst;
 }
 
-static void run(const lunai_kernels *table, const lunai_gemm *g, int64_t threads) {
+static void gemm_run(const lunai_kernels *table, const lunai_gemm *g, int64_t threads) {
   const lunai_parallel parallel = kernels_parallel(threads);
   kernels_scratch s = kernels_scratch_open(table->gemm_scratch(g, threads));
   table->gemm(g, threads > 1 ? &parallel : NULL, s.at);
@@ -124,14 +124,14 @@ static void check_alone(const trial *t, const float *c, bool column) {
   if (g.bias) g.bias += j;
   g.c = own + i * g.c_row + j;
   g.pre = g.pre ? pre + i * g.c_row + j : NULL;
-  run(kernels, &g, 1);
+  gemm_run(kernels, &g, 1);
   for (int64_t r = 0; r < g.m; r++) equal = equal && same(g.c + r * g.c_row, c + (i + r) * g.c_row + j, g.n);
   CHECK(equal, "%s: a %s of [%d,%d] x [%d,%d] alone has other bits", kernels_name, column ? "column" : "row",
         (int)t->g.m, (int)g.k,
         (int)g.k, (int)t->g.n);
   release(own), release(pre);
 }
-static void check_product(const trial *t, const float *c) {
+static void check_trial(const trial *t, const float *c) {
   const lunai_gemm *g = &t->g;
   float *panels = zeros(lunai_panels_size(kernels, g->n, g->k)), *own = copied(t->before, t->c_size);
   const lunai_matrix a = {g->a, g->m, g->k, g->a_row, g->a_column}, b = {g->b, g->k, g->n, g->b_row, g->b_column};
@@ -147,12 +147,12 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   float *c = zeros(t.c_size), *pre = zeros(t.c_size), *first = zeros(t.c_size);
   const size_t bytes = (size_t)t.c_size * sizeof(float);
   double error[2];
-  reference(&t);
+  gemm_reference(&t);
   t.g.c = c;
   t.g.pre = mode & PRE ? pre : NULL;
   for (int s = 0; s <= KERNELS_THREADS; s++) { /* the last time: the reference */
     memcpy(c, t.before, bytes), memcpy(pre, t.before, bytes);
-    run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_REFERENCE), &t.g,
+    gemm_run(s < KERNELS_THREADS ? kernels : lunai_kernels_of(LUNA_ISA_REFERENCE), &t.g,
         s < KERNELS_THREADS ? kernels_threads[s] : 1);
     if (s == 0) {
       memcpy(first, c, bytes);
@@ -175,7 +175,7 @@ static void check(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1, int m
   if (m > 0 && n > 0 && b0 > 0 && b1 > 0) {
     check_alone(&t, first, false);
     check_alone(&t, first, true);
-    if (kernels->panels && !(mode & (BIAS | ACTIVATION | PRE | DOTS))) check_product(&t, first);
+    if (kernels->panels && !(mode & (BIAS | ACTIVATION | PRE | DOTS))) check_trial(&t, first);
   }
   release(c), release(pre), release(first), trial_close(&t);
 }
@@ -188,13 +188,13 @@ static void check_not_finite(float odd) {
   memset(&g, 0, sizeof g);
   g.a = a, g.b = b, g.c = clean, g.m = M, g.n = N, g.k = K, g.alpha = 1;
   g.a_row = K, g.b_row = g.c_row = N, g.a_column = g.b_column = g.batch[0] = g.batch[1] = 1;
-  run(kernels, &g, 1);
+  gemm_run(kernels, &g, 1);
   for (int side = 0; side < 2; side++) {
     float *at = side ? b + 290 * N + 44 : a + 36 * K + 3, was = *at;
     int wrong = 0, lost = 0;
     *at = odd;
     g.c = c;
-    run(kernels, &g, 2);
+    gemm_run(kernels, &g, 2);
     for (int64_t i = 0; i < M; i++)
       for (int64_t j = 0; j < N; j++) {
         const bool touched = side ? j == 44 : i == 36;

@@ -12,6 +12,7 @@
 #include "luna.h"
 #include "../examples/attentions/attentions.h"
 #include "common.h"
+#include "st.h"
 #include <dirent.h>
 
 #define OUTPUT_LIMIT 2e-6
@@ -30,7 +31,7 @@ typedef struct golden {
   const char *path, *name;
   uint8_t *bytes;
   size_t size;
-  lunai_st st;
+  st_file st;
   char kind[32];
   int64_t dim, heads, pack_heads, ffn;
   bool tied, pre_norm;
@@ -44,33 +45,30 @@ typedef struct golden {
 static const luna_backend *golden_backend; /* null: the CPU, on every instruction set */
 
 static int64_t golden_number(const golden *g, const char *key) {
-  lunai_st_text value;
-  char text[32];
-  if (!lunai_st_meta(&g->st, key, &value)) return 0;
-  lunai_st_decode(value, text, sizeof text);
-  return strtol(text, NULL, 10);
+  st_item pair;
+  return st_meta(&g->st, key, &pair) ? strtol(pair.text, NULL, 10) : 0;
 }
 static bool golden_is(const golden *g, const char *key, const char *value) {
-  lunai_st_text text;
-  return lunai_st_meta(&g->st, key, &text) && lunai_st_equal(text, value);
+  st_item pair;
+  return st_meta(&g->st, key, &pair) && strcmp(pair.text, value) == 0;
 }
 
-static int32_t golden_integer(const uint8_t *at) {
-  return (int32_t)((uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24);
-}
 /* a file's array as floats, to be freed; null when it is not there */
-static float *golden_floats(const golden *g, const char *name, lunai_st_tensor *t) {
+static float *golden_floats(const golden *g, const char *name, st_item *t) {
   float *out;
-  if (!lunai_st_find(&g->st, name, t)) return NULL;
+  if (!st_find(&g->st, name, t)) return NULL;
   out = common_floats(t->count);
-  if (lunai_st_floats(t, out)) return out;
-  for (int64_t i = 0; t->dtype == LUNAI_ST_I32 && i < t->count; i++) out[i] = (float)golden_integer(t->data + 4 * i);
-  if (t->dtype == LUNAI_ST_I32) return out;
+  if (st_floats(t, out)) return out;
+  int32_t *numbers = (int32_t *)common_alloc((size_t)t->count * sizeof(int32_t));
+  const bool whole = st_integers(t, numbers);
+  for (int64_t i = 0; whole && i < t->count; i++) out[i] = (float)numbers[i];
+  free(numbers);
+  if (whole) return out;
   free(out);
   return NULL;
 }
 static luna_tensor *golden_tensor(const golden *g, luna_ctx *ctx, const char *name) {
-  lunai_st_tensor t;
+  st_item t;
   float *values = golden_floats(g, name, &t);
   luna_tensor *made = values ? luna_require_grad(luna_tensor_new(ctx, values, t.rank, t.shape)) : NULL;
   free(values);
@@ -78,18 +76,19 @@ static luna_tensor *golden_tensor(const golden *g, luna_ctx *ctx, const char *na
 }
 /* to be freed; null when not there */
 static int32_t *golden_numbers(const golden *g, const char *name, int64_t *columns) {
-  lunai_st_tensor t;
+  st_item t;
   int32_t *out;
-  if (!lunai_st_find(&g->st, name, &t) || t.dtype != LUNAI_ST_I32) return NULL;
+  if (!st_find(&g->st, name, &t)) return NULL;
   if (columns) *columns = t.shape[t.rank - 1];
   out = (int32_t *)common_alloc((size_t)t.count * sizeof(int32_t));
-  for (int64_t i = 0; i < t.count; i++) out[i] = golden_integer(t.data + 4 * i);
-  return out;
+  if (st_integers(&t, out)) return out;
+  free(out);
+  return NULL;
 }
 
 static bool golden_open(golden *g) {
   FILE *file = fopen(g->path, "rb");
-  lunai_st_text kind;
+  st_item kind;
   const char *wrong;
   long size = 0;
   if (file && fseek(file, 0, SEEK_END) == 0) size = ftell(file);
@@ -99,11 +98,11 @@ static bool golden_open(golden *g) {
   rewind(file);
   const size_t got = fread(g->bytes, 1, g->size, file);
   fclose(file);
-  wrong = got == g->size ? lunai_st_open(&g->st, g->bytes, g->size) : "it is cut short";
-  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(lunai_st_meta(&g->st, "kind", &kind),
+  wrong = got == g->size ? st_open(&g->st, g->bytes, g->size) : "it is cut short";
+  if (!CHECK(!wrong, "%s: %s", g->name, wrong) || !CHECK(st_meta(&g->st, "kind", &kind),
                                                          "%s does not say its kind", g->name))
     return false;
-  lunai_st_decode(kind, g->kind, sizeof g->kind);
+  snprintf(g->kind, sizeof g->kind, "%.31s", kind.text);
   g->dim = golden_number(g, "dim");
   g->heads = golden_number(g, "heads");
   g->pack_heads = golden_number(g, "pack_heads");
@@ -138,12 +137,12 @@ static double golden_gradient_error(const float *got, const float *expected, int
   return max > 0 ? max / largest : 0; /* a file may have no gradient but zeros */
 }
 static double golden_largest(const golden *g) {
-  lunai_st_tensor t;
+  st_item t;
   size_t cursor = 0;
   double largest = 0;
-  while (lunai_st_next(&g->st, &cursor, &t)) {
-    float *values = t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0 ? common_floats(t.count) : NULL;
-    if (values && lunai_st_floats(&t, values)) largest = fmax(largest, golden_rms(values, t.count));
+  while (st_next(&g->st, &cursor, &t)) {
+    float *values = !t.is_pair && strncmp(t.name, "grad.", 5) == 0 ? common_floats(t.count) : NULL;
+    if (values && st_floats(&t, values)) largest = fmax(largest, golden_rms(values, t.count));
     free(values);
   }
   return largest;
@@ -192,7 +191,7 @@ static void golden_set(const golden *g, luna_params *params) {
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const char *name;
     luna_tensor *parameter = luna_params_at(params, i, &name);
-    lunai_st_tensor t;
+    st_item t;
     float *values = golden_floats(g, name, &t);
     bool fits = values && t.rank == parameter->rank;
     for (int a = 0; fits && a < t.rank; a++) fits = t.shape[a] == parameter->shape[a];
@@ -211,7 +210,7 @@ static void golden_note(golden *g, golden_worst *worst, const char *name, double
 }
 /* lengths: rows [batch, n, d] beyond them are not compared; null: all are */
 static void golden_output(golden *g, const char *name, const luna_tensor *t, const int32_t *lengths) {
-  lunai_st_tensor found;
+  st_item found;
   float *expected = golden_floats(g, name, &found);
   if (!expected) return;
   if (CHECK(t && luna_count(t) == found.count, "%s: %s was not computed (%s)", g->name, name, g->how)) {
@@ -229,7 +228,7 @@ static void golden_output(golden *g, const char *name, const luna_tensor *t, con
 }
 static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
   char full[128] = "grad.";
-  lunai_st_tensor found;
+  st_item found;
   float *expected, *got;
   strncat(full, name, sizeof full - strlen(full) - 1);
   expected = golden_floats(g, full, &found);
@@ -252,7 +251,7 @@ static int golden_gradient(golden *g, const char *name, const luna_tensor *t) {
 }
 /* every parameter's; with the `compared` ones that is all the file has */
 static void golden_gradients(golden *g, const luna_params *params, int compared) {
-  lunai_st_tensor t;
+  st_item t;
   size_t cursor = 0;
   int count = 0;
   char full[128];
@@ -261,10 +260,10 @@ static void golden_gradients(golden *g, const luna_params *params, int compared)
     const luna_tensor *parameter = luna_params_at(params, i, &name);
     snprintf(full, sizeof full, "grad.%s", name);
     /* an array that is not trained */
-    if (g->system && !parameter->has_grad && !lunai_st_find(&g->st, full, &t)) continue;
+    if (g->system && !parameter->has_grad && !st_find(&g->st, full, &t)) continue;
     compared += golden_gradient(g, name, parameter);
   }
-  while (lunai_st_next(&g->st, &cursor, &t)) count += t.name.size > 5 && memcmp(t.name.at, "grad.", 5) == 0;
+  while (st_next(&g->st, &cursor, &t)) count += !t.is_pair && strncmp(t.name, "grad.", 5) == 0;
   CHECK(compared == count, "%s (%s): %d gradients of the file's %d were compared", g->name, g->how, compared, count);
 }
 
@@ -320,12 +319,12 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
 /* ---- models ---- */
 static luna_encoder_config golden_encoder(const golden *g) {
   luna_encoder_config c = {0};
-  lunai_st_tensor t;
+  st_item t;
   c.layers = golden_number(g, "layers"), c.dim = g->dim, c.heads = g->heads, c.ffn = g->ffn,
       c.memory = golden_number(g, "memory");
   c.positions = golden_is(g, "learned_positions", "true") ? LUNA_POSITIONS_LEARNED : LUNA_POSITIONS_SINUSOIDAL;
   c.first_position = golden_number(g, "padding_idx") + 1;
-  if (lunai_st_find(&g->st, "encoder.embed_positions.weight", &t)) c.max_length = t.shape[0] - c.first_position;
+  if (st_find(&g->st, "encoder.embed_positions.weight", &t)) c.max_length = t.shape[0] - c.first_position;
   c.norm_embedding = golden_is(g, "layernorm_embedding", "true");
   c.tied_layers = golden_is(g, "tied_layers", "true");
   c.layer.sharing = g->tied ? LUNA_SHARING_TIED : LUNA_SHARING_FULL;
@@ -334,14 +333,14 @@ static luna_encoder_config golden_encoder(const golden *g) {
   return c;
 }
 static luna_status golden_model_init(const golden *g, luna_model *model, luna_params *params) {
-  lunai_st_tensor t;
+  st_item t;
   if (strcmp(g->kind, "classifier") == 0) {
     luna_classifier_config c = {0};
     c.vocab = golden_number(g, "vocab"), c.classes = golden_number(g, "classes");
     c.pooling = golden_is(g, "pooling", "cls") ? LUNA_POOLING_CLS : golden_is(g, "pooling", "mean") ?
         LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY_BATCH;
     c.pair = golden_is(g, "dual", "true");
-    c.pre_logits = lunai_st_find(&g->st, "pre_logits.0.bias", &t) ? t.shape[0] : 0;
+    c.pre_logits = st_find(&g->st, "pre_logits.0.bias", &t) ? t.shape[0] : 0;
     c.encoder = golden_encoder(g);
     return luna_classifier_init(&model->classifier, params, &c);
   }
@@ -350,7 +349,7 @@ static luna_status golden_model_init(const golden *g, luna_model *model, luna_pa
   c.share_embeddings = golden_is(g, "share_all_embeddings", "true");
   c.encoder = golden_encoder(g);
   c.encoder.keep_padding = true;
-  if (lunai_st_find(&g->st, "decoder.embed_positions.weight", &t))
+  if (st_find(&g->st, "decoder.embed_positions.weight", &t))
     c.max_target_length = t.shape[0] - c.encoder.first_position;
   return luna_seq2seq_init(&model->seq2seq, params, &c);
 }
@@ -367,8 +366,8 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   int32_t *other = golden_numbers(g, classifier ? "tokens2" : "prev_output_tokens", &m),
       *other_lengths = golden_numbers(g, "lengths2", NULL);
   int32_t *labels = golden_numbers(g, classifier ? "labels" : "targets", NULL);
-  lunai_st_tensor t;
-  lunai_st_find(&g->st, "logits", &t);
+  st_item t;
+  st_find(&g->st, "logits", &t);
   const int64_t batch = t.shape[0];
   snprintf(how, sizeof how, "%s %s%s", luna_isa_name(isa), form == LUNA_FORM_FOLDED ? "folded" : "unfolded",
            training ? "" : " inference");
@@ -425,8 +424,8 @@ static void golden_shapes(golden_attention *a) {
   };
   for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
     char text[32] = "true";
-    lunai_st_tensor t;
-    if (strcmp(a->g->kind, shapes[i].system) != 0 || !lunai_st_find(&a->g->st, shapes[i].tensor, &t)) continue;
+    st_item t;
+    if (strcmp(a->g->kind, shapes[i].system) != 0 || !st_find(&a->g->st, shapes[i].tensor, &t)) continue;
     if (shapes[i].axis >= 0) snprintf(text, sizeof text, "%d", (int)t.shape[shapes[i].axis] + shapes[i].more);
     golden_option(a, shapes[i].option, text);
   }
@@ -435,10 +434,10 @@ static void golden_shapes(golden_attention *a) {
 static void golden_lists(golden_attention *a) {
   for (const attention_option *o = a->choice.system->options; o->name; o++) {
     char text[ATTENTION_LIST_SIZE * 12] = "";
-    lunai_st_tensor t;
+    st_item t;
     if (o->kind != ATTENTION_LIST) continue;
     int32_t *values = golden_numbers(a->g, o->name, NULL);
-    for (int64_t i = 0; values && lunai_st_find(&a->g->st, o->name, &t) && i < t.count && i < ATTENTION_LIST_SIZE; i++)
+    for (int64_t i = 0; values && st_find(&a->g->st, o->name, &t) && i < t.count && i < ATTENTION_LIST_SIZE; i++)
       snprintf(text + strlen(text), sizeof text - strlen(text), "%s%d", i ? "," : "", (int)values[i]);
     free(values);
     golden_option(a, o->name, text);
@@ -446,7 +445,7 @@ static void golden_lists(golden_attention *a) {
 }
 /* x beyond the lengths is never read: there, NaN */
 static luna_tensor *golden_padded(const golden *g, luna_ctx *ctx, const int32_t *lengths, float change, int64_t from) {
-  lunai_st_tensor t;
+  st_item t;
   float *x = golden_floats(g, "x", &t);
   for (int64_t i = 0; x && i < t.count; i++) {
     const int64_t b = i / (t.shape[1] * t.shape[2]), row = i / t.shape[2] % t.shape[1];

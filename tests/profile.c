@@ -1,8 +1,6 @@
 /* luna_profile: what it counts, in which scopes, as a table and as JSON; off and on give the same bits; its errors. */
 #include "test.h"
-#ifndef LUNAI_IMPLEMENTED
 #define LUNA_IMPLEMENTATION
-#endif
 #include "luna.h"
 #include "common.h"
 

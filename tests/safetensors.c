@@ -8,9 +8,9 @@
 #include <time.h>
 
 /* ---- a file being written; limit: the byte at which writing fails, 0 = never ---- */
-typedef struct buffer { uint8_t *at; size_t size, room, limit; } buffer;
+typedef struct output_file { uint8_t *at; size_t size, room, limit; } output_file;
 static bool put(void *user, const void *bytes, size_t size) {
-  buffer *b = (buffer *)user;
+  output_file *b = (output_file *)user;
   if (b->limit && b->size + size > b->limit) return false;
   if (b->size + size > b->room) {
     b->room = 2 * (b->size + size);
@@ -21,7 +21,7 @@ static bool put(void *user, const void *bytes, size_t size) {
   b->size += size;
   return true;
 }
-static lunai_st_writer writer_to(buffer *b) {
+static lunai_st_writer writer_to(output_file *b) {
   lunai_st_writer w;
   memset(&w, 0, sizeof w);
   w.write = put, w.user = b;
@@ -294,9 +294,9 @@ static void check_dtypes(void) {
 
 /* ---- writing ---- */
 enum { PAIRS = 3, SOURCES = 4 };
-typedef struct pair { const char *key, *value; } pair;
+typedef struct metadata { const char *key, *value; } metadata;
 typedef struct source { const char *name; int rank; const int64_t *shape; const float *data; } source;
-typedef struct contents { const pair *pairs; const source *sources; int pair_count, source_count; } contents;
+typedef struct contents { const metadata *pairs; const source *sources; int pair_count, source_count; } contents;
 static void put_contents(lunai_st_writer *w, const void *what) {
   const contents *c = (const contents *)what;
   for (int i = 0; i < c->pair_count; i++) lunai_st_put_pair(w, c->pairs[i].key, c->pairs[i].value);
@@ -308,7 +308,7 @@ static void put_contents(lunai_st_writer *w, const void *what) {
     lunai_st_put_tensor(w, s->name, &like, s->data);
   }
 }
-static const pair pairs[PAIRS] = {{"format", "pt"},
+static const metadata pairs[PAIRS] = {{"format", "pt"},
                                            {"odd \"\\\n\x01\x1f\x7f \xc3\xa9 \xf0\x9f\x98\x80", "tab\there"}, {"", ""}};
 static const int64_t matrix[2] = {2, 3}, one[1] = {1}, empty[2] = {0, 5},
     huge[2] = {(int64_t)1 << 40, (int64_t)1 << 40};
@@ -319,7 +319,7 @@ static const source sources[SOURCES] = {
   {"scalar", 0, NULL, scalar_data}};
 static const contents all = {pairs, sources, PAIRS, SOURCES};
 
-static void check_round_trip(buffer *b) {
+static void check_round_trip(output_file *b) {
   lunai_st_writer w = writer_to(b);
   lunai_st st;
   lunai_st_tensor t;
@@ -347,7 +347,7 @@ static void check_round_trip(buffer *b) {
 }
 static void check_failing_writer(size_t size) {
   for (size_t limit = 1; limit < size; limit++) {
-    buffer b = {NULL, 0, 0, limit};
+    output_file b = {NULL, 0, 0, limit};
     lunai_st_writer w = writer_to(&b);
     CHECK(!lunai_st_write(&w, put_contents, &all) && w.failed && b.size <= limit && w.written == b.size,
           "a writer that fails at byte %d: %d written", (int)limit, (int)b.size);
@@ -357,10 +357,10 @@ static void check_failing_writer(size_t size) {
 /* nothing is written when the header cannot be */
 static void check_unwritable(void) {
   for (int i = 0; i < 6; i++) {
-    buffer b = {NULL, 0, 0, 0};
+    output_file b = {NULL, 0, 0, 0};
     lunai_st_writer w = writer_to(&b);
     source tensor = sources[0];
-    pair text = pairs[0];
+    metadata text = pairs[0];
     const contents one_each = {&text, &tensor, 1, 1};
     if (i == 0) tensor.name = "\xff";
     if (i == 1) tensor.rank = 9;
@@ -372,7 +372,7 @@ static void check_unwritable(void) {
           (int)b.size);
     free(b.at);
   }
-  buffer b = {NULL, 0, 0, 0};
+  output_file b = {NULL, 0, 0, 0};
   lunai_st_writer w = writer_to(&b);
   const contents nothing = {NULL, NULL, 0, 0};
   CHECK(lunai_st_write(&w, put_contents, &nothing) && b.size == 64 && !open_copy(b.at, b.size),
@@ -382,7 +382,7 @@ static void check_unwritable(void) {
 
 /* ---- hostile files: whatever they say, nothing outside them is read. How many open is counted only to show that some
    do. ---- */
-static void check_mutations(const buffer *b) {
+static void check_mutations(const output_file *b) {
   uint8_t *copy = (uint8_t *)common_alloc(b->size);
   long opened = 0, refused = 0, sound = 0;
   for (size_t i = 0; i < b->size; i++) CHECK(open_copy(b->at, i) != NULL, "cut at byte %d, it opens", (int)i);
@@ -503,7 +503,7 @@ static void check_pairs(void) {
 }
 
 int main(void) {
-  buffer b = {NULL, 0, 0, 0};
+  output_file b = {NULL, 0, 0, 0};
   check_headers();
   check_short();
   check_text();

@@ -346,7 +346,7 @@ static void check_no_keys(void) {
   CHECK(luna_softmax_attention_f32(&a) == LUNA_OK, "attention over no keys fails");
   for (int i = 0; i < 8; i++) CHECK(out[i] == 0, "attention over no keys: %g", (double)out[i]);
 }
-/* scores below LUNAI_HIDDEN are scores, and Inf times -1 is no hidden key: as the reference has them */
+/* scores below -3e38, that of a hidden key, are scores, and Inf times -1 is no hidden key: as the reference has them */
 static void check_low_scores(void) {
   const luna_attention_pattern self = {.window = true};
   for (int i = 0; i < COMMON_ISAS * 2; i++) {

@@ -12,6 +12,7 @@
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 /* 1: fewer repetitions of what is alike, for emulators (tests/cross.sh) */
 #ifndef TEST_QUICK
@@ -32,6 +33,14 @@ static int test_passed, test_failed;
 #define TEST_FORMAT(at)
 #define TEST_UNUSED
 #endif
+
+/* whether everything runs, as make test-all wants it */
+TEST_UNUSED static int test_full(void) {
+  const char *full = getenv("TEST_FULL");
+  return full && *full;
+}
+/* whether case n of many alike is due: each, or one in four, in no step with anything that goes by n modulo 2, 4 or 16 */
+TEST_UNUSED static int test_due(int n) { return test_full() || (n + n / 4 + n / 16) % 4 == 0; }
 
 /* Counts one check; prints file:line and the sentence when it failed. Returns `passed`. */
 TEST_FORMAT(4) static int test_check(int passed, const char *file, int line, const char *format, ...) {

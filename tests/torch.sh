@@ -7,7 +7,7 @@ build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
 work=$build/torch
 python=${PYTHON:-python3}
-if ! "$python" -c 'import torch' 2>/dev/null; then
+if ! "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))'; then
   echo "no Python with torch here: examples/luna_torch.py is not checked (pip install torch; PYTHON=... make test)"
   echo "torch: 0 passed, 0 failed"
   exit 0

@@ -4,6 +4,7 @@
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
+#include "st.h"
 #include "naive.h"
 #include <float.h>
 
@@ -190,16 +191,17 @@ typedef struct fit {
 
 static double fit_weight(int part, int64_t i) { return (double)(float)common_number(50 + (uint64_t)part, (uint64_t)i); }
 
-static void fit_open(fit *f) {
+static void fit_open_in(fit *f, luna_ctx *ctx) {
   static const char *const names[PARTS] = {"a", "b", "c"};
   memset(f, 0, sizeof *f);
-  f->ctx = open_seeded(1, LUNA_ISA_BEST);
+  f->ctx = ctx;
   f->params = luna_params_open(f->ctx);
   for (int k = 0; k < PARTS; k++) {
     luna_tensor *p = luna_param(f->params, names[k], 1, &part_size[k], init_of(LUNA_INIT_NORMAL, 1));
     for (int64_t i = 0; p && i < part_size[k]; i++) f->w[k][i] = (double)p->data[i];
   }
 }
+static void fit_open(fit *f) { fit_open_in(f, open_seeded(1, LUNA_ISA_BEST)); }
 static luna_tensor *fit_loss(fit *f) {
   luna_tensor *loss = NULL;
   for (int k = 0; k < PARTS; k++) {
@@ -604,7 +606,7 @@ enum { STORED_STEPS = 10 };
 #define STORED_LIMIT 1e-6
 typedef struct stored {
   uint8_t *bytes;
-  lunai_st st;
+  st_file st;
 } stored;
 
 static void stored_open(stored *s) {
@@ -618,26 +620,26 @@ static void stored_open(stored *s) {
     if (fread(s->bytes, 1, (size_t)size, file) != (size_t)size) size = -1;
   }
   if (file) fclose(file);
-  const char *wrong = size > 0 ? lunai_st_open(&s->st, s->bytes, (size_t)size) : "it cannot be read";
+  const char *wrong = size > 0 ? st_open(&s->st, s->bytes, (size_t)size) : "it cannot be read";
   CHECK(!wrong, STORED ": %s", wrong);
 }
 /* the n numbers of tensor "kind.a", or "kind.a.b"; null when there is none */
 static float *stored_floats(const stored *s, const char *kind, int a, int b, int64_t *n) {
   char name[64];
-  lunai_st_tensor t;
+  st_item t;
   if (b < 0) snprintf(name, sizeof name, "%s.%d", kind, a);
   else snprintf(name, sizeof name, "%s.%d.%d", kind, a, b);
-  if (!s->bytes || !lunai_st_find(&s->st, name, &t)) return NULL;
+  if (!st_find(&s->st, name, &t)) return NULL;
   float *values = common_floats(t.count);
-  lunai_st_floats(&t, values);
+  st_floats(&t, values);
   *n = t.count;
   return values;
 }
 static bool stored_text(const stored *s, const char *kind, int at, char *out, size_t room) {
   char key[32];
-  lunai_st_text text;
+  st_item pair;
   snprintf(key, sizeof key, "%s.%d", kind, at);
-  return s->bytes && lunai_st_meta(&s->st, key, &text) && lunai_st_decode(text, out, room) < room;
+  return st_meta(&s->st, key, &pair) && (size_t)snprintf(out, room, "%s", pair.text) < room;
 }
 /* "adam lr=0.1 milestone=2 milestone=5": the number after the given occurrence of " key="; 0 when there is none */
 static float stored_option(const char *text, const char *key, int occurrence) {
@@ -914,9 +916,10 @@ static void tell(void *user, luna_status status, const char *sentence) {
   snprintf(t->sentence, sizeof t->sentence, "%s", sentence);
 }
 static void fit_open_logged(fit *f, reports *t) {
-  fit_open(f);
+  luna_options options = {0};
+  options.threads = 1, options.seed = 1, options.log = tell, options.log_user = t;
   memset(t, 0, sizeof *t);
-  f->ctx->options.log = tell, f->ctx->options.log_user = t;
+  fit_open_in(f, luna_open(&options));
 }
 static luna_optimizer *optimizer_of(luna_params *params, int kind) {
   luna_optimizer_config sgd = {0};
@@ -924,14 +927,27 @@ static luna_optimizer *optimizer_of(luna_params *params, int kind) {
   return kind == LUNA_OPTIMIZER_SGD ? luna_sgd(params, &sgd) : kind == LUNA_OPTIMIZER_ADAM ? luna_adam(params, NULL) :
       kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, NULL) : luna_apollo(params, NULL);
 }
-/* parameters, then moments */
+/* parameters and moments, as a checkpoint has them */
+typedef struct saved { uint8_t at[1 << 14]; size_t size; } saved;
+static bool saved_write(void *user, const void *bytes, size_t size) {
+  saved *s = (saved *)user;
+  if (s->size + size > sizeof s->at) return false;
+  memcpy(s->at + s->size, bytes, size);
+  s->size += size;
+  return true;
+}
 static int fit_read(const fit *f, float *out) {
+  saved s;
+  luna_io io = {0};
+  st_file file;
+  st_item t;
   int n = 0;
-  for (int k = 0; k < PARTS; k++)
-    for (int m = -1; m < f->optimizer->moments; m++) {
-      const float *from = m < 0 ? luna_params_at(f->params, k, NULL)->data : f->optimizer->trained[k].moment[m];
-      for (int64_t i = 0; i < part_size[k]; i++) out[n++] = from[i];
-    }
+  io.write = saved_write, io.user = &s, s.size = 0;
+  if (!CHECK(luna_save_training_io(f->optimizer, &io) == LUNA_OK && !st_open(&file, s.at, s.size), "moments: %s",
+             luna_error(f->ctx)))
+    return 0;
+  for (size_t cursor = 0; st_next(&file, &cursor, &t);)
+    if (!t.is_pair && st_floats(&t, out + n)) n += (int)t.count;
   return n;
 }
 static void check_nonfinite(int kind) {

@@ -1,0 +1,40 @@
+/* The chapters that look at luna.h's private parts, over one compiled implementation of it. Each is a program by itself,
+   too: build/tests/gemm.
+     private [CHAPTER]     runs them all, or one */
+#define main vectors_main
+#include "vectors.c"                 /* first: it adds to every pass */
+#undef main
+#define main attention_main
+#include "attention.c"
+#undef main
+#define main causal_main
+#include "causal.c"
+#undef main
+#define main elementwise_main
+#include "elementwise.c"
+#undef main
+#define main gemm_main
+#include "gemm.c"
+#undef main
+#define main safetensors_main
+#include "safetensors.c"
+#undef main
+#define main stream_main
+#include "stream.c"
+#undef main
+
+int main(int argc, char **argv) {
+  static const struct { const char *name; int (*run)(void); } chapters[] = {
+    {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main}, {"elementwise", elementwise_main},
+    {"gemm", gemm_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
+  };
+  int passed = 0, failed = 0;
+  for (size_t i = 0; i < sizeof chapters / sizeof chapters[0]; i++) {
+    if (argc > 1 && strcmp(argv[1], chapters[i].name) != 0) continue;
+    test_passed = test_failed = 0;
+    (void)chapters[i].run();
+    passed += test_passed, failed += test_failed;
+  }
+  test_passed = passed, test_failed = failed;
+  return test_report("private");
+}
