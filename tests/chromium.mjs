@@ -5,7 +5,8 @@
      await page.go('file:///...');
      await page.run('1 + 1');                              a value of the page; promises are awaited
      page.errors                                           what the console had of them
-     browser.close(); */
+     await browser.tasks(work);                            milliseconds of CPU of the pages' tasks while work() goes on
+     await browser.close(); */
 import { spawn, spawnSync } from 'node:child_process';
 import { mkdirSync, rmSync, writeFileSync } from 'node:fs';
 import { resolve } from 'node:path';
@@ -127,10 +128,28 @@ export class Browser {
     await page.look({ width, height, dark });
     return page;
   }
-  close() {
-    this.process.removeAllListeners('exit');
+  /* Of the pages' main threads: what other programs do on this machine does not count, as it does in long tasks. */
+  async tasks(work) {
+    const events = [], categories = ['toplevel', 'disabled-by-default-devtools.timeline', 'devtools.timeline'];
+    const complete = new Promise((done) => this.heard.set(undefined, (method, { value }) => {
+      if (method === 'Tracing.dataCollected') for (const event of value) events.push(event);
+      if (method === 'Tracing.tracingComplete') done();
+    }));
+    await this.ask('Tracing.start', { traceConfig: { includedCategories: categories } });
+    try { await work(); } finally {
+      await this.ask('Tracing.end');
+      await complete;
+    }
+    const thread = (event) => event.pid + '/' + event.tid;
+    const main = new Set(events.filter((event) => event.name === 'thread_name' &&
+      event.args.name === 'CrRendererMain').map(thread));
+    return events.filter((event) => event.name.endsWith('RunTask') && main.has(thread(event)))
+      .map((event) => (event.tdur || 0) / 1000);
+  }
+  async close() {
+    const ended = new Promise((done) => this.process.once('exit', done));
     this.process.kill();
-    this.process.stdio[3].destroy(), this.process.stdio[4].destroy();
+    await ended;
     rmSync(this.profile, { recursive: true, force: true, maxRetries: 5, retryDelay: 200 });
   }
 }

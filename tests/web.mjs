@@ -73,10 +73,11 @@ const watch = `window.longTasks = [], window.shift = 0;
     .observe({ type: 'longtask', buffered: true });
   new PerformanceObserver((list) => list.getEntries().forEach((e) => { if (!e.hadRecentInput) shift += e.value; }))
     .observe({ type: 'layout-shift', buffered: true });`;
+/* [how many, a mark of what they show] of a thirteenth of a canvas's pixels */
 const paint = (id) => `(() => { const c = $('${id}');
   const all = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
   let count = 0, sum = 0;
-  for (let i = 3; i < all.length; i += 4) if (all[i]) count++, sum = (sum * 31 + all[i - 1] + i) % 1000003;
+  for (let i = 3; i < all.length; i += 52) if (all[i]) count++, sum = (sum * 31 + all[i - 1] + i) % 1000003;
   return [count, sum]; })()`;
 const text = (page, id) => page.run(`$('${id}').textContent`);
 const ready = (page) => page.until(`$('state').textContent.startsWith('Ready') && !$('go').disabled`, 60);
@@ -155,12 +156,12 @@ async function trains(browser, page, node) {
   const long = await page.run('longTasks'), shift = await page.run('shift');
   console.log(`long tasks while training: ${long.length}` + (long.length ? `, the longest ${Math.round(Math.max(
     ...long.map((each) => each[1])))} ms` : '') + `; layout shift ${shift.toFixed(4)}`);
-  checkTime(long.length === 0, `tasks above 50 ms: ${JSON.stringify(long)}`);
+  checkTime(long.length === 0, `${long.length} tasks above 50 ms`);
   check(shift < 0.01, `the layout shifts by ${shift}`);
   const now = await page.run(paint('loss'));
   check(now[0] > blank[0] && now[1] !== blank[1], 'the loss is drawn');
   const mapNow = await page.run(paint('maps'));
-  check(mapNow[0] > 1000 && mapNow[1] !== map[1], 'the heat maps are drawn, and change');
+  check(mapNow[0] > 100 && mapNow[1] !== map[1], 'the heat maps are drawn, and change');
   const losses = await page.run('curves.luna.map((point) => point[2])');
   check(losses.length === 200 && losses.every((loss, i) => loss === node.losses[i]), 'the losses are those of node');
   check((await text(page, 'sample')).length > 100, 'it shows what it writes');
@@ -192,7 +193,7 @@ async function takesTexts(page) {
   await paste(`'All work and no play. '.repeat(476190)`);
   const says = await text(page, 'text-says');
   check(says.includes('10,476,180 characters'), 'a paste of 10 MB: ' + says);
-  check(await page.run(`$('text').value.length`) === 20000, 'of which the box has the beginning');
+  check(await page.run(`$('text').value.length`) === 10000, 'of which the box has the beginning');
   await set(page, 'steps', 230);
   await page.run(`$('go').click()`);
   check(await page.until('!lm.running && lm.step === 230', 60), 'which is learnt: ' + await text(page, 'train-says'));
@@ -219,9 +220,15 @@ async function streams(page) {
 }
 
 async function inChromium(browser, node) {
-  const page = await opens(browser);
-  await follows(page);
-  await trains(browser, page, node);
+  let page;
+  const tasks = await browser.tasks(async () => {
+    page = await opens(browser);
+    await follows(page);
+    await trains(browser, page, node);
+  });
+  const worst = Math.max(...tasks);
+  console.log(`the page's longest task: ${worst.toFixed(1)} ms of the CPU, of ${tasks.length} tasks`);
+  check(tasks.length > 100 && worst < 50, `a task of ${worst} ms of the CPU`);
   await page.run(`$('beside').click(); $('steps').value = 240; $('go').click()`);
   check(await page.until(`!lm.otherRunning && curves.other.length >= 200`, 120), 'a softmax model learns beside it');
   const later = await goesOn(browser, node);
@@ -253,6 +260,9 @@ check(header.startsWith(own), 'its text is the beginning of luna.h');
 const node = await underNode(Buffer.from(own));
 const browser = await Browser.open(folder);
 if (!browser) console.log('skipped: chromium is not here: the page itself is not looked at');
-else try { await inChromium(browser, node); } catch (error) { check(false, error.stack); } finally { browser.close(); }
+else {
+  try { await inChromium(browser, node); } catch (error) { check(false, error.stack); }
+  await browser.close();
+}
 console.log(`${passed} passed, ${failed} failed`);
 process.exit(failed ? 1 : 0);

@@ -388,7 +388,7 @@ function ended(isOther, text, bad) {
   say('train-says', text, bad);
 }
 
-const limit = 64e6, visible = 20000;
+const limit = 64e6, visible = 10000;
 const tooLarge = (what, size, unit) => `${what} has ${whole(size)} ${unit}, which is too much for a page; ` +
   'what was there before has stayed.';
 /* The text to learn, of which the box shows the beginning. */
@@ -828,9 +828,11 @@ function listen() {
 }
 
 async function begin() {
-  see(), makeMatrices(), showValues(), clearTimes(), firstSignal();
-  listen();
-  setText($('own').textContent.slice(1), 'The piece of luna.h');
+  const own = () => setText($('own').textContent.slice(1), 'The piece of luna.h');
+  for (const part of [see, makeMatrices, clearTimes, firstSignal, own, listen]) {
+    part();
+    await new Promise((done) => setTimeout(done));         /* each a task of its own: none is long */
+  }
   redraw(...drawings.keys());
   if (typeof WebAssembly !== 'object' || !simd())
     return say('state', 'This browser has no WebAssembly SIMD, which luna.h is compiled for here: any browser since ' +
