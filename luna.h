@@ -15253,7 +15253,7 @@ LUNAI_FN luna_init lunai_init(luna_init_kind kind, float scale) {
 /* A row of a table of parameters: name [rows, columns] by init, or a vector [rows]. With a bias the name ends in
    ".weight", and beside it is ".bias" [rows], zeros. */
 #define LUNAI_VECTOR INT32_MIN          /* columns of a vector */
-#define LUNAI_MAX_PARTS 16
+#define LUNAI_MAX_PARTS 24
 typedef struct lunai_part {
   bool has;                          /* whether this layer has it */
   luna_tensor **weight, **bias;      /* where they go; bias may be null */
@@ -18820,8 +18820,11 @@ LUNAI_FN int lunai_decoder_parts(luna_decoder_layer *layer, lunai_part *parts) {
   int count = lunai_causal_attention_parts(&layer->self_attention, parts);
   const lunai_part q = { true, LUNAI_BOTH(layer->cross_attention.q), "", 1, 1, parts[0].init };
   const lunai_part out = { true, LUNAI_BOTH(layer->cross_attention.out), "", 1, 1, parts[0].init };
+  const lunai_part gate = { layer->config.output_gate, LUNAI_BOTH(layer->cross_attention.gate), "", 1, 1,
+                            parts[0].init };
   parts[count++] = q;
   parts[count++] = out;
+  parts[count++] = gate;
   parts[count++] = lunai_norm_part(true, &layer->self_norm, "", &layer->config);
   parts[count++] = lunai_norm_part(true, &layer->cross_norm, "", &layer->config);
   return count + lunai_feed_forward_parts(&layer->feed_forward, &layer->config, parts + count);

@@ -1833,6 +1833,41 @@ static void case_luna_stream_state_load(void) {
   got_stream(luna_stream_state_load(s, turn() ? NULL : state, n) == LUNA_OK, s);
   luna_stream_step(w->stream, words(2, 1));
 }
+/* a state of the model, or none; the context may not be able to hold one */
+static luna_lm_state *a_state(void) {
+  luna_lm_state *s = turn() ? NULL : luna_lm_state_open(&w->lm, size(1 + pick(2)));
+  if (!s) hostile++;
+  return s;
+}
+static void case_luna_lm_state_open(void) {
+  luna_lm_state *s = luna_lm_state_open(turn() ? NULL : &w->lm, size(1 + pick(3)));
+  expect((s != NULL) || hostile || w->measure || *luna_error(w->ctx), "no state, and no sentence");
+}
+static void case_luna_lm_state_continue(void) {
+  luna_lm_state *s = a_state();
+  const int64_t n = small();
+  luna_lm_state_continue(s);
+  luna_lm_forward(&w->lm, input_of(words(2, n), NULL, 2, n));
+  luna_lm_state_continue(s);
+}
+static void case_luna_lm_state_restart(void) {
+  int32_t which[3] = {number(0), number(1), number(0)};
+  luna_lm_state_restart(a_state(), turn() ? NULL : which, pick(4));
+}
+static void case_luna_lm_state_size(void) { luna_lm_state_size(a_state()); }
+static void case_luna_lm_state_save(void) {
+  luna_lm_state *s = a_state();
+  expect((luna_lm_state_save(s, turn() ? NULL : state, turn() ? pick(2000) : sizeof state) == LUNA_OK) || hostile,
+         "the carried state is not saved");
+}
+static void case_luna_lm_state_load(void) {
+  luna_lm_state *s = a_state();
+  size_t n = luna_lm_state_size(s);
+  luna_lm_state_save(s, state, sizeof state);
+  if (turn()) state[pick(300)] ^= (char)(1 + pick(255));
+  if (turn()) n = pick(2000);
+  luna_lm_state_load(s, turn() ? NULL : state, n);
+}
 static void case_luna_sample(void) {
   luna_sampling s = {0};
   const int64_t vocab = size(VOCAB);
@@ -1959,7 +1994,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) F(luna_ctx_error_id) F(luna_stream_error_id) \
   F(luna_scope_end) F(luna_keep) F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) \
   F(luna_binary_cross_entropy) F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward) \
-  F(luna_stream_step_features)
+  F(luna_stream_step_features) F(luna_lm_state_open) F(luna_lm_state_continue) F(luna_lm_state_restart) \
+  F(luna_lm_state_size) F(luna_lm_state_save) F(luna_lm_state_load)
 typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define ROW(name) {#name, case_##name, 0},
 #define BINARY_ROW(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) ROW(luna_##name)

@@ -273,6 +273,33 @@ static void horizon(int64_t asked, const char *wanted) {
   free(memory);
   luna_close(ctx), luna_close(again);
 }
+/* a decoder whose memory forgets, with output gates: its stream gives what the whole forward pass gives; sources shorter
+   than the memory too */
+static void decoder(luna_forget forget) {
+  enum { N = 9, M = 40 };
+  static const int32_t lengths[BATCH] = {N, 3};
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_seq2seq model;
+  luna_seq2seq_config config = {.vocab = VOCAB, .encoder = {.layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = 5}};
+  float whole[BATCH * M * VOCAB];
+  config.encoder.layer.forget = forget, config.encoder.layer.output_gate = true;
+  CHECK(luna_seq2seq_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
+  const luna_input source = {.tokens = tokens, .lengths = lengths, .batch = BATCH, .n = N};
+  luna_begin_inference(ctx);
+  luna_tensor *y = luna_seq2seq_forward(&model, &source, &(luna_input){.tokens = labels, .batch = BATCH, .n = M});
+  CHECK(luna_read(y, whole) == LUNA_OK, "%s", luna_error(ctx));
+  luna_stream *stream = luna_seq2seq_stream_open(&model, &source, 1);
+  for (int t = 0; CHECK(stream, "%s", luna_error(ctx)) && t < M; t++) {
+    const int32_t next[BATCH] = {labels[t], labels[M + t]};
+    const float *step = luna_stream_step(stream, next);
+    if (!CHECK(step, "%s", luna_stream_error(stream))) break;
+    for (int b = 0; b < BATCH; b++)
+      test_close("a decoder's step", step + b * VOCAB, whole + (b * M + t) * VOCAB, VOCAB, 2e-6);
+  }
+  luna_stream_close(stream);
+  luna_close(ctx);
+}
 /* a file of a later luna.h */
 static void newer(void) {
   setup s = open_model(4, 1);
@@ -304,5 +331,6 @@ int main(void) {
   horizon(7, "luna.horizon\":\"7\"");
   horizon(LUNA_HORIZON_NONE, NULL);
   newer();
+  for (int forget = 0; forget < 3; forget++) decoder((luna_forget)forget);
   return test_report("state");
 }
