@@ -2050,8 +2050,6 @@ typedef struct luna_op {
 /* of LUNA_ELEMENTWISE */
 #define LUNA_EACH_IN_PLACE(cheap) ((cheap) ? LUNA_GRAD_IN_PLACE(0) | LUNA_FORWARD_IN_PLACE : 0)
 #define LUNA_TAKES_LOSS (1 << 25)            /* LINEAR: backward can take luna_op.loss in place of out[0]'s gradient */
-/* CAUSAL_PRODUCT, and then CAUSAL_LUNA: more rows than arg.causal.horizon */
-#define LUNA_TAKES_HORIZON (1 << 27)
 #define LUNA_SETS_IN_PLACE (1 << 26)         /* backward sets in[0]'s gradient, which may lie where out[0]'s does */
 
 typedef struct luna_op_functions {
@@ -11360,7 +11358,7 @@ LUNAI_FN void lunai_causal_args(const luna_op *op, lunai_causal *c) {
   c->outside = lunai_outside_now(op);
 }
 LUNAI_KERNEL_OP(causal, 0)
-#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, LUNA_TAKES_HORIZON)
+#define LUNAI_CPU_CAUSAL_PRODUCT LUNAI_CPU_REST(causal_query, causal_forward, causal_backward, 0)
 
 /* --- causal Luna: in q, k, v, s, with gates or without; arg: heads, scale; activation omega, without gates; of a
    stream: mean_ka, mean_av, weights, position. kept: W, or U and sums of weights --- */
@@ -15054,8 +15052,9 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], const luna
 #ifdef LUNA_ONLY_STREAM
 #define lunai_takes_horizon(ctx) ((void)(ctx), true)
 #else
+/* whether causal ops may have more rows than a horizon: the backends that have FORGETTING_LUNA know of horizons too */
 LUNAI_FN bool lunai_takes_horizon(const luna_ctx *ctx) {
-  return ctx->backend->op[LUNA_OP_CAUSAL_PRODUCT].can & LUNA_TAKES_HORIZON;
+  return ctx->backend->op[LUNA_OP_FORGETTING_LUNA].forward != NULL;
 }
 #endif
 /* c: with heads and omega */

@@ -747,8 +747,8 @@ static void check_contradictions(void) {
     luna_close(ctx);
   }
   static const luna_error_id sgd_errors[9] = {
-      LUNA_ERROR_NESTEROV, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_SCHEDULE_TOTAL, LUNA_ERROR_VALUE_RANGE,
-      LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NONE};
+      LUNA_ERROR_NESTEROV, LUNA_ERROR_PROBABILITY, LUNA_ERROR_NEGATIVE, LUNA_ERROR_SCHEDULE_TOTAL,
+      LUNA_ERROR_VALUE_RANGE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_PROBABILITY, LUNA_ERROR_NONE};
   for (int i = 0; i < 9; i++) { /* optimisers */
     luna_optimizer_config c = {
         .lr = 0.1f, .momentum = i == 1 ? NAN : 0, .nesterov = i == 0, .weight_decay = i == 2 ? INFINITY : 0};
