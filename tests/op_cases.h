@@ -499,6 +499,7 @@ static void op_causal_nested(trial *t, int v) {
   c.horizon = v == 8 ? 3 : v == 9 ? SIZE(1, 100) : v == 10 ? 2 : 0;
   give(t, luna_causal_nested_attention(q, k, values, s, &c));
 }
+static void op_horizon(trial *t, int v) { op_causal_nested(t, 8 + v); }
 /* gates below and above the limit of -1, none, keys that are the values, lengths, dropout, more rows than a chunk */
 static void op_forgetting(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
@@ -874,7 +875,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"pack", op_pack, 6},
                                    {"unpack", op_unpack, 6},
                                    {"feed_forward", op_feed_forward, 12},
-                                   {"causal_nested_attention", op_causal_nested, 11},
+                                   {"causal_nested_attention", op_causal_nested, 8},
+                                   {"horizon", op_horizon, 3},
                                    {"forgetting", op_forgetting, 6},
                                    {"custom_op", op_custom, 2},
                                    {"max", op_max, 3},
@@ -900,7 +902,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
 /* an op that a backend may lack, and that is not made of others */
 TEST_UNUSED static bool op_case_applies(const op_case *c, const luna_backend *backend) {
   return (backend->op[LUNA_OP_SPARSE_ATTENTION].forward || strcmp(c->name, "sparse_attention") != 0) &&
-         (backend->op[LUNA_OP_FORGETTING_LUNA].forward || strncmp(c->name, "forgetting", 10) != 0);
+         (backend->op[LUNA_OP_FORGETTING_LUNA].forward ||
+          (strncmp(c->name, "forgetting", 10) != 0 && strcmp(c->name, "horizon") != 0));
 }
 
 #endif
