@@ -63,6 +63,9 @@ static const float *values(const luna_tensor *t) {
 }
 static bool is_eight(int64_t columns) { return !own.floats && columns >= SHORTEST_ROW; }
 static bool is_tied(void) { return model.config.layer.sharing != LUNA_SHARING_FULL; }
+static bool forgets(void) { return model.config.layer.forget != LUNA_FORGET_NONE; }
+/* whether the means keep what rounding takes from them */
+static bool is_compensated(void) { return !forgets() && (horizon == 0 || horizon > LONGEST_FLOAT_HORIZON); }
 static bool is_folded(void) { /* scores by one product, where that takes fewer multiply-adds */
   return model.config.layer.heads * model.config.memory <= model.config.layer.dim + model.config.memory;
 }
@@ -148,6 +151,14 @@ static part kernel_of(const luna_causal_layer *layer) {
     kernel[i] = i % width < width - own_width ? 0 : from[i / width * own_width + i % width - (width - own_width)];
   return vector_of("kernel", kernel, d * width);
 }
+/* what slots keep, of a constant gate: e^max(ln(sigmoid(b)) / 16, -1) */
+static part decay_of(const luna_linear_layer *forget) {
+  const int64_t rows = model.config.layer.heads * model.config.memory;
+  const float *b = values(forget->bias);
+  float *decay = floats(rows);
+  for (int64_t i = 0; i < rows; i++) decay[i] = (float)exp(fmax(-log1p(exp(-(double)b[i])) / 16, -1));
+  return vector_of("decay", decay, rows);
+}
 static int layer_parts(const luna_causal_layer *layer, part *parts) {
   const luna_causal_attention_layer *a = &layer->attention;
   int count = 0;
@@ -158,6 +169,9 @@ static int layer_parts(const luna_causal_layer *layer, part *parts) {
   if (!is_tied()) parts[count++] = matrix_of("k", &a->k);
   parts[count++] = matrix_of("v", &a->v);
   count += score_parts(layer, parts + count);
+  if (model.config.layer.forget == LUNA_FORGET_GATED) parts[count++] = matrix_of("forget", &a->forget);
+  if (model.config.layer.forget == LUNA_FORGET_CONSTANT) parts[count++] = decay_of(&a->forget);
+  if (model.config.layer.output_gate) parts[count++] = matrix_of("gate", &a->gate);
   parts[count++] = matrix_of("out", &a->out);
   parts[count++] = norm_of("final_norm", &layer->feed_forward.norm);
   parts[count++] = matrix_of("fc1", &layer->feed_forward.fc1);
@@ -300,12 +314,12 @@ static void write_weights(void) {
 
 typedef struct fact { const char *name; bool holds; } fact;
 typedef struct number { const char *name; int64_t is; } number;
-static fact facts[40];
+static fact facts[48];
 static number numbers[20];
 static bool eight_d, eight_f, eight_i;
 
 static bool needs(luna_activation kind) {
-  return model.config.layer.activation == kind || model.config.layer.omega == kind;
+  return model.config.layer.activation == kind || (!forgets() && model.config.layer.omega == kind);
 }
 static void find_facts(void) {
   const luna_lm_config *c = &model.config;
@@ -319,7 +333,10 @@ static void find_facts(void) {
     { "layernorm", c->layer.norm == LUNA_NORM_LAYER }, { "gated", c->layer.gated }, { "tied", is_tied() },
     { "full", !is_tied() }, { "folded", is_folded() }, { "unfolded", !is_folded() },
     { "learned", c->positions == LUNA_POSITIONS_LEARNED }, { "sinusoidal", c->positions == LUNA_POSITIONS_SINUSOIDAL },
-    { "horizon", horizon != 0 }, { "kahan", horizon == 0 || horizon > LONGEST_FLOAT_HORIZON }, { "log", log },
+    { "horizon", horizon != 0 }, { "kahan", is_compensated() },
+    { "log", log || c->layer.forget == LUNA_FORGET_GATED }, { "forgets", forgets() },
+    { "gates", c->layer.forget == LUNA_FORGET_GATED }, { "decays", c->layer.forget == LUNA_FORGET_CONSTANT },
+    { "outgate", c->layer.output_gate },
     { "exp2", needs(LUNA_ACTIVATION_SOFTPLUS2) }, { "gelu", needs(LUNA_ACTIVATION_GELU) },
     { "learn", own.learn != LEARN_NOTHING }, { "classes", own.learn == LEARN_CLASSES },
     { "values", own.learn == LEARN_VALUES }, { "d8", eight_d }, { "f8", eight_f }, { "i8", eight_i },
@@ -398,7 +415,8 @@ static void write_c(void) {
   write_weights();
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
-  write_function("omega", model.config.layer.omega);
+  if (!forgets()) write_function("omega", model.config.layer.omega);
+  else fprintf(out, "static float omega(float x) { return exponential(x < -15.0f ? -15.0f : x > 15.0f ? 15.0f : x); }\n");
   fputc('\n', out);
   write_code(export_vectors);
   write_code(export_model);
@@ -411,7 +429,7 @@ typedef struct unknown { char key[64]; bool horizon; } unknown;
 static void look_at_pair(void *user, const char *key, const char *value) {
   static const char known[] = " kind vocab layers memory dim heads ffn convolution sharing activation gated omega"
       " pre_norm attention positions max_length features outputs norm dropout attention_dropout activation_dropout"
-      " optimizer attempts updates skipped skipped_in_row lr step seed horizon ";
+      " optimizer attempts updates skipped skipped_in_row lr step seed horizon forget output_gate format ";
   unknown *found = (unknown *)user;
   char word[80];
   if (strncmp(key, "luna.", 5) != 0) return;
@@ -484,8 +502,8 @@ static int write_file(paths *p, const char *suffix, void (*write)(void)) {
 static int64_t state_bytes(void) {
   const luna_lm_config *c = &model.config;
   const int64_t d = c->layer.dim;
-  const bool kahan = horizon == 0 || horizon > LONGEST_FLOAT_HORIZON;
-  return 4 * (1 + c->layers * (c->memory * d * (is_tied() ? 1 : 2) * (kahan ? 2 : 1) +
+  return 4 * (1 + c->layers * (c->memory * d * (is_tied() ? 1 : 2) * (is_compensated() ? 2 : 1) +
+                               (forgets() ? c->layer.heads * c->memory : 0) +
                                (c->layer.convolution ? (kernel_width() - 1) * d : 0)) +
               (own.learn ? d + outputs() * (d + 1) : 0));
 }

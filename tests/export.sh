@@ -79,22 +79,14 @@ features=17 outputs=5 omega=4 activation=8 norm=1 pre_norm=1 convolution=1
 features=3 outputs=2 dim=12 ffn=20 activation=6 gated=1 convolution=2
 features=2 outputs=2 dim=21 heads=3 ffn=15 memory=5 activation=3 positions=2
 features=2 outputs=2 dim=18 heads=1 ffn=19 memory=3 activation=4
+features=3 outputs=2 horizon=50 pre_norm=1
+vocab=37 sharing=1 horizon=5000
+vocab=37 horizon=1
+vocab=37 forget=2 output_gate=1 pre_norm=1 convolution=4
+features=3 outputs=2 forget=2 sharing=1 memory=16
+features=3 outputs=2 forget=1 sharing=1
+vocab=37 output_gate=1 forget=1
 END
-
-# --- a horizon: within it nothing changes; at 1 a step is all there is
-check "a model with a horizon" model far 100 vocab=5 dim=16 heads=2 memory=4 horizon=100
-check "and of one step" model near 100 vocab=5 dim=16 heads=2 memory=4 horizon=1
-for kind in far near; do
-  sed 's/Luna.horizon/luna.horizon/' $kind/model.safetensors >horizon.safetensors
-  mv horizon.safetensors $kind/model.safetensors
-  [ $kind = near ] && awk 'BEGIN { for (i = 0; i < 100; i++) print i * i % 5 }' >near/series.csv
-  check "$kind is exported" exported $kind --float
-  check "$kind is built" built $kind $cc -std=c99 -O0
-done
-check "within the horizon it is what luna_stream gives" $models compare far/model.out far/outputs.txt 1e-5
-tail -n 40 near/outputs.txt >near/end.txt
-head -n 40 near/outputs.txt >near/begin.txt
-check "of one step, tokens alone say what comes out" $models compare near/begin.txt near/end.txt 1e-5
 
 # --- steps that are refused, learning, and two models in one program
 check "a model of tokens with 20 positions" model words 0 vocab=37 dim=16 heads=2 memory=4 positions=3 max_length=20
@@ -202,9 +194,9 @@ refuses "--out" float/model.safetensors
 refuses "cannot write" float/model.safetensors --out nowhere/x
 sed 's/luna.kind/Luna.kind/' float/model.safetensors >hook.safetensors
 refuses "attention hook" hook.safetensors --out x
-sed 's/luna.horizon/luna.horizen/' far/model.safetensors >option.safetensors
+sed 's/luna.horizon/luna.horizen/' m10/model.safetensors >option.safetensors
 refuses "does not know: luna.horizen" option.safetensors --out x
-sed 's/"100"/"1e2"/' far/model.safetensors >number.safetensors
+sed 's/"50"/"5x"/' m10/model.safetensors >number.safetensors
 refuses "not a number" number.safetensors --out x
 mkdir folder.c 2>/dev/null; mkdir -p y.c
 refuses "cannot write" float/model.safetensors --out y

@@ -19,7 +19,6 @@
 enum { MAX_FEATURES = 64, MAX_OUTPUTS = 65536 };
 static luna_lm_config config;
 static int64_t missing;              /* every so many numbers one is missing */
-static int64_t horizon;              /* in the file as Luna.horizon, which is no option of the model's */
 
 static int fail(const char *what, const char *which) { return fprintf(stderr, "models: %s %s\n", what, which), 2; }
 
@@ -41,7 +40,7 @@ static bool set_field(const char *word) {
     { "features", &config.features }, { "vocab", &config.vocab }, { "outputs", &config.outputs },
     { "layers", &config.layers }, { "dim", &layer->dim }, { "heads", &layer->heads }, { "memory", &config.memory },
     { "ffn", &layer->ffn }, { "convolution", &layer->convolution }, { "max_length", &config.max_length },
-    { "missing", &missing }, { "horizon", &horizon } };
+    { "missing", &missing }, { "horizon", &layer->horizon } };
   if (!value) return false;
   const size_t size = (size_t)(value - word);
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
@@ -51,6 +50,8 @@ static bool set_field(const char *word) {
   else if (strncmp(word, "norm=", 5) == 0) layer->norm = (luna_norm_kind)number;
   else if (strncmp(word, "sharing=", 8) == 0) layer->sharing = (luna_sharing)number;
   else if (strncmp(word, "activation=", 11) == 0) layer->activation = (luna_activation)number;
+  else if (strncmp(word, "forget=", 7) == 0) layer->forget = (luna_forget)number;
+  else if (strncmp(word, "output_gate=", 12) == 0) layer->output_gate = number != 0;
   else if (strncmp(word, "omega=", 6) == 0) layer->omega = (luna_activation)number;
   else if (strncmp(word, "attention=", 10) == 0) layer->attention = (luna_attention_kind)number;
   else if (strncmp(word, "positions=", 10) == 0) config.positions = (luna_positions)number;
@@ -93,8 +94,6 @@ static int write_all(const char *name, int32_t steps) {
     luna_tensor *t = luna_params_at(params, i, NULL);
     for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += 0.1f * uniform();
   }
-  snprintf(path, sizeof path, "%lld", (long long)horizon);
-  if (horizon && luna_params_set(params, "Luna.horizon", path) != LUNA_OK) return fail("horizon:", luna_error(ctx));
   snprintf(path, sizeof path, "%s.safetensors", name);
   if (luna_save(params, path) != LUNA_OK) return fail("model:", luna_error(ctx));
   luna_stream *stream = steps ? luna_stream_open(&model, NULL) : NULL;
