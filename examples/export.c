@@ -416,7 +416,7 @@ static void write_c(void) {
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
   if (!forgets()) write_function("omega", model.config.layer.omega);
-  else fprintf(out, "static float omega(float x) { return exponential(x < -15.0f ? -15.0f : x > 15.0f ? 15.0f : x); }\n");
+  else fputs("static float omega(float x) { return exponential(x < -15.0f ? -15.0f : x > 15.0f ? 15.0f : x); }\n", out);
   fputc('\n', out);
   write_code(export_vectors);
   write_code(export_model);

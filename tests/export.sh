@@ -1,7 +1,7 @@
 #!/bin/sh
 # export.sh: examples/export.c from outside: what it writes compiles without a warning by gcc and clang, where they are
-# here, in C and C++, gives the same bits by all of them, and what luna_stream gives; what cannot be exported is refused.
-# Needs $BUILD/export and $BUILD/mcu/models. The same on microcontrollers: make mcu.
+# here, in C and C++, gives the same bits by all of them, and what luna_stream gives; what cannot be exported is
+# refused. Needs $BUILD/export and $BUILD/mcu/models. The same on microcontrollers: make mcu.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 mcu=$root/examples/mcu

@@ -7,7 +7,8 @@
                                                      subject's in NAME.csv, its class the last number of a line
 
    compare prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
-   ends with 1 if it is more than the bound. Outputs are lines of their floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ... */
+   ends with 1 if it is more than the bound. Outputs are lines of their floats' bits in hexadecimal. Fields are
+   those of luna_lm_config: features=9 heads=4 ... */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -114,8 +115,8 @@ static int write_all(const char *name, int32_t steps) {
   return fclose(csv) == 0 && fclose(out) == 0 ? 0 : fail("cannot write the files of", name);
 }
 
-/* One sequence of three numbers, 50 a second, and its classes: 0 walks, 1 shuffles, with half the swing, faster. Subjects
-   differ in their swing and in how the sensor sits. */
+/* One sequence of three numbers, 50 a second, and its classes: 0 walks, 1 shuffles, with half the swing, faster.
+   Subjects differ in their swing and in how the sensor sits. */
 typedef struct subject { float swing, tilt[3]; } subject;
 static void walk(const subject *s, int64_t n, float *x, int32_t *labels) {
   float phase = uniform();
