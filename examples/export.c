@@ -63,6 +63,9 @@ static const float *values(const luna_tensor *t) {
 }
 static bool is_eight(int64_t columns) { return !own.floats && columns >= SHORTEST_ROW; }
 static bool is_tied(void) { return model.config.layer.sharing != LUNA_SHARING_FULL; }
+static bool forgets(void) { return model.config.layer.forget != LUNA_FORGET_NONE; }
+/* whether the means keep what rounding takes from them */
+static bool is_compensated(void) { return !forgets() && (horizon == 0 || horizon > LONGEST_FLOAT_HORIZON); }
 static bool is_folded(void) { /* scores by one product, where that takes fewer multiply-adds */
   return model.config.layer.heads * model.config.memory <= model.config.layer.dim + model.config.memory;
 }
@@ -148,14 +151,13 @@ static part kernel_of(const luna_causal_layer *layer) {
     kernel[i] = i % width < width - own_width ? 0 : from[i / width * own_width + i % width - (width - own_width)];
   return vector_of("kernel", kernel, d * width);
 }
-static bool forgets(luna_forget how) { return model.config.layer.forget == how; }
-/* constant forget gates less 1: e^g - 1, g = max(ln(sigmoid(x)) / 16, -1) */
-static part fade_of(const luna_tensor *logits) {
-  const int64_t count = luna_count(logits);
-  const float *x = values(logits);
-  float *fade = floats(count);
-  for (int64_t i = 0; i < count; i++) fade[i] = (float)expm1(fmax(-log1p(exp(-(double)x[i])) / 16, -1));
-  return vector_of("fade", fade, count);
+/* what slots keep, of a constant gate: e^max(ln(sigmoid(b)) / 16, -1) */
+static part decay_of(const luna_linear_layer *forget) {
+  const int64_t rows = model.config.layer.heads * model.config.memory;
+  const float *b = values(forget->bias);
+  float *decay = floats(rows);
+  for (int64_t i = 0; i < rows; i++) decay[i] = (float)exp(fmax(-log1p(exp(-(double)b[i])) / 16, -1));
+  return vector_of("decay", decay, rows);
 }
 static int layer_parts(const luna_causal_layer *layer, part *parts) {
   const luna_causal_attention_layer *a = &layer->attention;
@@ -167,9 +169,9 @@ static int layer_parts(const luna_causal_layer *layer, part *parts) {
   if (!is_tied()) parts[count++] = matrix_of("k", &a->k);
   parts[count++] = matrix_of("v", &a->v);
   count += score_parts(layer, parts + count);
-  if (forgets(LUNA_FORGET_GATED)) parts[count++] = matrix_of("forget", &a->forget);
-  if (forgets(LUNA_FORGET_CONSTANT)) parts[count++] = fade_of(a->forget.bias);
-  if (a->gate.weight) parts[count++] = matrix_of("gate", &a->gate);
+  if (model.config.layer.forget == LUNA_FORGET_GATED) parts[count++] = matrix_of("forget", &a->forget);
+  if (model.config.layer.forget == LUNA_FORGET_CONSTANT) parts[count++] = decay_of(&a->forget);
+  if (model.config.layer.output_gate) parts[count++] = matrix_of("gate", &a->gate);
   parts[count++] = matrix_of("out", &a->out);
   parts[count++] = norm_of("final_norm", &layer->feed_forward.norm);
   parts[count++] = matrix_of("fc1", &layer->feed_forward.fc1);
@@ -312,22 +314,17 @@ static void write_weights(void) {
 
 typedef struct fact { const char *name; bool holds; } fact;
 typedef struct number { const char *name; int64_t is; } number;
-static fact facts[40];
+static fact facts[48];
 static number numbers[20];
 static bool eight_d, eight_f, eight_i;
 
-static luna_activation omega(void) {
-  return forgets(LUNA_FORGET_NONE) ? model.config.layer.omega : LUNA_ACTIVATION_EXP;
-}
 static bool needs(luna_activation kind) {
-  return model.config.layer.activation == kind || omega() == kind;
+  return model.config.layer.activation == kind || (!forgets() && model.config.layer.omega == kind);
 }
 static void find_facts(void) {
   const luna_lm_config *c = &model.config;
   const int64_t k = c->features, d = c->layer.dim;
-  const bool memory_forgets = !forgets(LUNA_FORGET_NONE);
-  const bool log = needs(LUNA_ACTIVATION_SOFTPLUS) || needs(LUNA_ACTIVATION_SOFTPLUS2) || forgets(LUNA_FORGET_GATED);
-  if (memory_forgets) horizon = 0;
+  const bool log = needs(LUNA_ACTIVATION_SOFTPLUS) || needs(LUNA_ACTIVATION_SOFTPLUS2);
   eight_d = is_eight(d), eight_f = is_eight(c->layer.ffn), eight_i = k && is_eight(k);
   const int64_t widest = eight_f && c->layer.ffn > d ? c->layer.ffn : d;
   const fact all[] = {
@@ -336,10 +333,10 @@ static void find_facts(void) {
     { "layernorm", c->layer.norm == LUNA_NORM_LAYER }, { "gated", c->layer.gated }, { "tied", is_tied() },
     { "full", !is_tied() }, { "folded", is_folded() }, { "unfolded", !is_folded() },
     { "learned", c->positions == LUNA_POSITIONS_LEARNED }, { "sinusoidal", c->positions == LUNA_POSITIONS_SINUSOIDAL },
-    { "horizon", horizon != 0 }, { "log", log },
-    { "kahan", !memory_forgets && (horizon == 0 || horizon > LONGEST_FLOAT_HORIZON) }, { "forgets", memory_forgets },
-    { "constant", forgets(LUNA_FORGET_CONSTANT) }, { "data", forgets(LUNA_FORGET_GATED) },
-    { "opens", c->layer.output_gate },
+    { "horizon", horizon != 0 }, { "kahan", is_compensated() },
+    { "log", log || c->layer.forget == LUNA_FORGET_GATED }, { "forgets", forgets() },
+    { "gates", c->layer.forget == LUNA_FORGET_GATED }, { "decays", c->layer.forget == LUNA_FORGET_CONSTANT },
+    { "outgate", c->layer.output_gate },
     { "exp2", needs(LUNA_ACTIVATION_SOFTPLUS2) }, { "gelu", needs(LUNA_ACTIVATION_GELU) },
     { "learn", own.learn != LEARN_NOTHING }, { "classes", own.learn == LEARN_CLASSES },
     { "values", own.learn == LEARN_VALUES }, { "d8", eight_d }, { "f8", eight_f }, { "i8", eight_i },
@@ -418,7 +415,8 @@ static void write_c(void) {
   write_weights();
   write_code(export_numbers);
   write_function("activation", model.config.layer.activation);
-  write_function("omega", omega());
+  if (!forgets()) write_function("omega", model.config.layer.omega);
+  else fputs("static float omega(float x) { return exponential(x < -15.0f ? -15.0f : x > 15.0f ? 15.0f : x); }\n", out);
   fputc('\n', out);
   write_code(export_vectors);
   write_code(export_model);
@@ -504,8 +502,8 @@ static int write_file(paths *p, const char *suffix, void (*write)(void)) {
 static int64_t state_bytes(void) {
   const luna_lm_config *c = &model.config;
   const int64_t d = c->layer.dim;
-  const bool kahan = horizon == 0 || horizon > LONGEST_FLOAT_HORIZON;
-  return 4 * (1 + c->layers * (c->memory * d * (is_tied() ? 1 : 2) * (kahan ? 2 : 1) +
+  return 4 * (1 + c->layers * (c->memory * d * (is_tied() ? 1 : 2) * (is_compensated() ? 2 : 1) +
+                               (forgets() ? c->layer.heads * c->memory : 0) +
                                (c->layer.convolution ? (kernel_width() - 1) * d : 0)) +
               (own.learn ? d + outputs() * (d + 1) : 0));
 }

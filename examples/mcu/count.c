@@ -1,5 +1,5 @@
-/* count.c: in place of main.c, how many instructions a multiply-add of the product loops takes (times 100): what columns
-   more take, so that what a row takes besides is left out. Includes the model to reach its functions. */
+/* count.c: in place of main.c, how many instructions a multiply-add of the product loops takes (times 100): what more
+   columns take, so that what a row takes besides is left out. Includes the model to reach its functions. */
 #include "detector.c"
 
 #include "board.h"

@@ -42,7 +42,7 @@ board() {
   esac
 }
 
-# compiled KIND FOLDER COMPILER LEVEL MAIN FLAGS: FOLDER/main.elf and model.o, the model by the compiler, the rest by gcc
+# compiled KIND FOLDER COMPILER LEVEL MAIN FLAGS: FOLDER/main.elf and model.o, the model by COMPILER, the rest by gcc
 compiled() {
   from=$1 to=$2 level=$4 main=$5 model=$2/model.o
   [ "$3" = gcc ] && cc="$gcc $specs" || cc="clang --target=$target -isystem $libc $enums"

@@ -7,7 +7,8 @@
                                                      subject's in NAME.csv, its class the last number of a line
 
    compare prints the largest distance of a step's outputs as a share of the root mean square norm of NAME's, and
-   ends with 1 if it is more than the bound. Outputs are lines of their floats' bits in hexadecimal. Fields are those of luna_lm_config: features=9 heads=4 ... */
+   ends with 1 if it is more than the bound. Outputs are lines of their floats' bits in hexadecimal. Fields are
+   those of luna_lm_config: features=9 heads=4 ... */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -50,6 +51,8 @@ static bool set_field(const char *word) {
   else if (strncmp(word, "norm=", 5) == 0) layer->norm = (luna_norm_kind)number;
   else if (strncmp(word, "sharing=", 8) == 0) layer->sharing = (luna_sharing)number;
   else if (strncmp(word, "activation=", 11) == 0) layer->activation = (luna_activation)number;
+  else if (strncmp(word, "forget=", 7) == 0) layer->forget = (luna_forget)number;
+  else if (strncmp(word, "output_gate=", 12) == 0) layer->output_gate = number != 0;
   else if (strncmp(word, "omega=", 6) == 0) layer->omega = (luna_activation)number;
   else if (strncmp(word, "attention=", 10) == 0) layer->attention = (luna_attention_kind)number;
   else if (strncmp(word, "forget=", 7) == 0) layer->forget = (luna_forget)number;
@@ -114,8 +117,8 @@ static int write_all(const char *name, int32_t steps) {
   return fclose(csv) == 0 && fclose(out) == 0 ? 0 : fail("cannot write the files of", name);
 }
 
-/* One sequence of three numbers, 50 a second, and its classes: 0 walks, 1 shuffles, with half the swing, faster. Subjects
-   differ in their swing and in how the sensor sits. */
+/* One sequence of three numbers, 50 a second, and its classes: 0 walks, 1 shuffles, with half the swing, faster.
+   Subjects differ in their swing and in how the sensor sits. */
 typedef struct subject { float swing, tilt[3]; } subject;
 static void walk(const subject *s, int64_t n, float *x, int32_t *labels) {
   float phase = uniform();

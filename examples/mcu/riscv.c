@@ -20,7 +20,8 @@ __attribute__((naked, section(".start"), used)) void reset(void) {
   __asm__ volatile(".option push\n.option norelax\nla gp, __global_pointer$\n.option pop\n"
                    "la sp, stack_end\n"
 #ifdef __riscv_flen
-                   ".option push\n.option arch, +zicsr\nli t0, 0x2000\ncsrs mstatus, t0\n.option pop\n" /* its unit is on */
+                   /* the floating-point unit is on */
+                   ".option push\n.option arch, +zicsr\nli t0, 0x2000\ncsrs mstatus, t0\n.option pop\n"
 #endif
                    "call board_start\n");
 }
