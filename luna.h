@@ -1882,6 +1882,7 @@ typedef enum luna_op_kind {
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
+  int readers;                       /* of its result, among the ops that are now computed again */
   luna_tensor *in[LUNA_MAX_INPUTS];  /* null where an optional input is absent */
   luna_tensor *out[2];
   const int32_t *index;              /* tokens or labels, in backend memory */
@@ -1927,6 +1928,7 @@ typedef struct luna_op {
   bool training;                     /* keep what backward needs: this op is on the tape */
   bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
+  uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
   int scope;                         /* of a profile */
   /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
@@ -1947,8 +1949,6 @@ typedef struct luna_op {
   int64_t number;                    /* on the tape */
   struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
   struct lunai_piece *kept_piece;    /* where kept lies */
-  int depth;                         /* of the cheap ops that compute its result again: lunai_op_depth */
-  int readers;                       /* of its result, among the ops that are now computed again */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
@@ -11344,7 +11344,7 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
 /* How many cheap ops, one after another, compute an op's result again, in backward, from data that are there; 0: none
    do, or too many, so that backward takes a time that grows with the tape, and little stack. */
 #define LUNAI_MAX_DEPTH 16
-LUNAI_FN int lunai_op_depth(const luna_op *op) {
+LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
   int depth = 1;
   if (!lunai_ops[op->kind].cheap) return 0;
   for (int i = 0; i < op->inputs; i++) {
@@ -11353,7 +11353,7 @@ LUNAI_FN int lunai_op_depth(const luna_op *op) {
     if (!in->maker || in->maker->depth == 0) return 0;
     if (depth <= in->maker->depth) depth = in->maker->depth + 1;
   }
-  return depth <= LUNAI_MAX_DEPTH ? depth : 0;
+  return (uint8_t)(depth <= LUNAI_MAX_DEPTH ? depth : 0);
 }
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->maker && t->maker->depth > 0; }
 

@@ -78,11 +78,11 @@ static void check_ended(luna_tensor *t, int *released, const char *what) {
   static const int axes[2] = {1, 0};
   float values[64 * 64];
   int32_t indices[64 * 64];
-  int before = *released, calls = 0;
 #define ENDED(call) \
   do { \
+    *released = 0; \
     CHECK(call, "%s: %s", what, #call); \
-    CHECK(*released == before + ++calls, "%s: %s does not say that it was released", what, #call); \
+    CHECK(*released == 1, "%s: %s does not say that it was released", what, #call); \
   } while (0)
   ENDED(!luna_keep(t));
   ENDED(!luna_require_grad(t));
