@@ -751,12 +751,13 @@ LUNA_API void luna_close(luna_ctx *ctx);
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx);
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout; temporaries freed as layers go */
-/* A begin is either of these two. It ends all tensors of the step before it, the loss too: until the next begin
-   luna_item gives NaN for them, and every call that takes one, but for a view of a parameter, fails with a sentence;
-   later their pointers may be other tensors'. So keep the numbers. Without a begin, memory grows with each forward, as
-   luna_memory says. A begin fails with the first failed init, load of a model, luna_params_open, luna_params_share,
-   luna_param or optimiser, until the same call succeeds, with the same prefix or name, in that set or one opened since.
-   To try a file or a config whose failure is to have no effect, use a context of its own and close it. */
+/* A begin is either of these two. It ends all tensors made before it, the loss and views of parameters too, and all
+   scopes: luna_item gives NaN for these tensors, and every call that takes one fails with a sentence. A pointer to one
+   stays a pointer to a tensor until luna_close; from the second begin on that may be a new one, made in its place. So
+   keep the numbers. Without a begin, memory grows with each forward, as luna_memory says. A begin fails with the first
+   failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the same call
+   succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure is
+   to have no effect, use a context of its own and close it. */
 LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
@@ -826,9 +827,9 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
 typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
 
 typedef struct luna_tensor {
-  /* data: null in a context that measures, and once released by a scope's end. grad: null until backward has reached
-     it; an op's result loses it again unless luna_require_grad was called. Those of a view may then be out of date:
-     luna_read and luna_read_grad know. */
+  /* data: null in a context that measures, and once released by a scope's end or a begin. grad: null until backward has
+     reached it; an op's result loses it again unless luna_require_grad was called. Those of a view may then be out of
+     date: luna_read and luna_read_grad know. */
   float *data;
   float *grad;
   int64_t shape[LUNA_MAX_RANK];      /* axes at and beyond rank are 1 */
@@ -849,6 +850,7 @@ typedef struct luna_tensor {
   struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free; */
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
+  bool ended;                        /* its step is over: it is released, and points to nothing */
   bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
@@ -867,12 +869,12 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
        return luna_scope_end(s, &y, 1);
 
    The end releases the data of all tensors made since the beginning, but for the results and what they are views of,
-   what luna_keep was called for, and, in training, what backward will read and cannot compute again by cheap ops.
-   Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
+   what luna_keep was called for, and, in training, what backward will read and cannot compute again by a few cheap
+   ops. Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
 typedef struct luna_scope {
-  luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; size_t used[2];
+  luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; uint32_t begins; size_t used[2];
   int outer, self;                   /* of a profile */
 } luna_scope;
 /* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
@@ -1969,6 +1971,7 @@ typedef enum luna_op_kind {
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
+  int readers;                       /* of its result, among the ops that are now computed again */
   luna_tensor *in[LUNA_MAX_INPUTS];  /* null where an optional input is absent */
   luna_tensor *out[2];
   const int32_t *index;              /* tokens or labels, in backend memory */
@@ -2012,8 +2015,9 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;
   bool training;                     /* keep what backward needs: this op is on the tape */
-  bool kept_again;                   /* kept was released and computed again */
+  bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
+  uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
   int scope;                         /* of a profile */
   /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
@@ -9068,7 +9072,7 @@ typedef struct lunai_chunk {         /* header of one allocation; its memory fol
   struct lunai_chunk *next;
   size_t raw_size;
   char *start;
-  size_t size, used;                 /* step blocks */
+  size_t size, used, place;          /* step blocks; place: of start, as pieces count it */
   bool remote;                       /* on the device */
 } lunai_chunk;
 typedef struct lunai_arena {         /* the allocations of one kind of memory */
@@ -9116,7 +9120,8 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   char error[320];
 } lunai_failure;
 /* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
-   places: what a begin has ended is still a tensor in the step after it, one whose data were released. */
+   places: a tensor that a begin has ended stays one, which says so and points to nothing, until another one is made in
+   its place, and none is in the step after it. */
 #define LUNAI_SLAB 16
 typedef struct lunai_slab {
   struct lunai_slab *next;
@@ -9168,11 +9173,12 @@ struct luna_ctx {
   char *block_start, *block_end;     /* block mode: what is left between step and persistent is free */
   lunai_arena arena[2];              /* the host's, and a device's, which holds tensors' values */
   struct lunai_bump *bump;           /* a stream's own context: all its step has; else null */
-  struct lunai_piece *pieces;        /* free ones of the step's memory, from the highest place to the lowest */
+  struct lunai_piece *pieces;        /* free ones of the step's memory; */
+  struct lunai_piece *highest;       /* of all of them, where they are cut up and joined */
   lunai_mark step;
   lunai_slab *slabs;
   size_t slabs_end;                  /* the newest slab's, in bytes that persist */
-  bool odd;                          /* which half of the slabs this step has */
+  uint32_t begins;                   /* odd and even steps have one half of the slabs each */
   size_t peak;
   luna_step_state *state;            /* in backend memory */
   luna_op *tape;
@@ -9497,17 +9503,14 @@ LUNAI_FN lunai_mark lunai_step_mark(const luna_ctx *ctx) {
     else if (mark.chunk[i]) mark.used[i] = mark.chunk[i]->used;
   return mark;
 }
-LUNAI_FN void lunai_release(luna_tensor *t);
-LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark);
+LUNAI_FN void lunai_tensor_end(luna_tensor *t, size_t end);
+LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, size_t end);
 LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->part[i].used = mark.bytes[i];
   if (LUNAI_BUMPS(ctx)) return;
-  for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->older) {
-    lunai_release(t);
-    t->data = t->grad = NULL;
-    t->released = true;              /* one without elements too, which has no piece */
-  }
-  lunai_pieces_rewind(ctx, mark);
+  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
+  for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->older) lunai_tensor_end(t, end);
+  if (ctx->step.pieces_made != mark.pieces_made) lunai_pieces_rewind(ctx, end);
   for (int i = 0; i < 2; i++) {
     lunai_chunk *after = mark.chunk[i] ? mark.chunk[i]->next : ctx->arena[i].steps;
     for (; after; after = after->next) after->used = 0;
@@ -9540,6 +9543,7 @@ LUNAI_FN void *lunai_step_from_chunks(luna_ctx *ctx, bool remote, size_t size) {
   if (!chunk) return NULL;
   if (ctx->step.chunk[remote] != chunk && lunai_computes(ctx)) ctx->step.gaps[remote] += LUNAI_ALIGN;
   ctx->step.chunk[remote] = chunk;
+  if (chunk->used == 0) chunk->place = used + ctx->step.gaps[remote];
   chunk->used += size;
   return chunk->start + chunk->used - size;
 }
@@ -9608,104 +9612,157 @@ LUNAI_FN bool lunai_step_small(luna_ctx *ctx, size_t bytes, void **out) {
   return true;
 }
 
-/* room for a tensor of the step */
-LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx) {
-  lunai_mark *step = &ctx->step;
-  lunai_slab **next = step->slab ? &step->slab->next : &ctx->slabs;
-  void *memory;
-  if (LUNAI_BUMPS(ctx))
-    return lunai_bump_take(ctx->bump, false, sizeof(luna_tensor), &memory) ? (luna_tensor *)memory : NULL;
-  if (!step->slab || step->slab_used == LUNAI_SLAB) {
-    if (!*next) {
-      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
-      *next = (lunai_slab *)memory;
-      ctx->slabs_end = ctx->arena[0].persistent_bytes;
-    }
-    step->slab = *next;
-    step->slab_used = 0;
-  }
-  return &step->slab->of_step[ctx->odd][step->slab_used++];
-}
-
 /* Pieces of the step's memory, which tensors' data and gradients lie in, and which can be released before the step
    ends. In training most sizes come again, and pieces stay as they are; else they are cut up and joined. Places count
    bytes from the step's start, alike in every mode, and so do all decisions; but in a step that takes new chunks two
-   pieces of different chunks are not joined, so that it can take a little more or less than it will from then on. */
+   pieces of different chunks are not joined, so that it can take a little more or less than it will from then on.
+   Free ones are a treap: sorted by size, of equal ones the highest place first, with priorities as if at random, so
+   that finding, taking and giving one takes the logarithm of their number. */
 typedef struct lunai_piece {
-  struct lunai_piece *next, *next_before; /* of the free ones; before luna_backward counted what it needs */
-  char *at;                          /* null where memory is only counted */
+  struct lunai_piece *by_size[2];    /* its children there; [0] of a piece that is taken is itself */
+  /* where pieces are cut up and joined: its neighbours, free or taken; in training `below` is the next of those that
+     were free before luna_backward counted what it needs */
+  struct lunai_piece *below, *above;
   size_t place, size;
-  int64_t number;                    /* of those made in this step */
 } lunai_piece;
-LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, char *at, size_t place, size_t size) {
-  void *memory;
-  if (!lunai_step_small(ctx, sizeof(lunai_piece), &memory)) return NULL;
-  lunai_piece *piece = (lunai_piece *)memory;
-  memset(piece, 0, sizeof *piece);
-  piece->at = at;
-  piece->place = place;
-  piece->size = size;
-  piece->number = ctx->step.pieces_made++;
-  return piece;
-}
 LUNAI_FN bool lunai_pieces_alone(const luna_ctx *ctx) { return LUNAI_SEPARATE && lunai_on_device(ctx); }
 LUNAI_FN bool lunai_pieces_split(const luna_ctx *ctx) {
   return !LUNAI_BUMPS(ctx) && !ctx->training && !lunai_pieces_alone(ctx);
+}
+LUNAI_FN lunai_piece *lunai_piece_make(luna_ctx *ctx, size_t size) {
+  void *memory;
+  if (!lunai_step_small(ctx, sizeof(lunai_piece), &memory)) return NULL;
+  lunai_piece *piece = (lunai_piece *)memory;
+  piece->by_size[0] = piece;
+  piece->below = piece->above = NULL;
+  piece->size = size;
+  ctx->step.pieces_made++;
+  return piece;
+}
+/* a piece's memory; null where memory is only counted */
+LUNAI_FN void *lunai_piece_at(const luna_ctx *ctx, const lunai_piece *piece) {
+  const lunai_chunk *chunk = ctx->arena[lunai_on_device(ctx)].steps;
+  if (!lunai_computes(ctx)) return NULL;
+  if (ctx->options.block) return ctx->block_start + piece->place;
+  while (chunk && piece->place - chunk->place >= chunk->used) chunk = chunk->next;
+  return chunk ? chunk->start + (piece->place - chunk->place) : NULL; /* null: one of no bytes */
+}
+LUNAI_FN void lunai_piece_link(luna_ctx *ctx, lunai_piece *piece, lunai_piece *below) {
+  piece->below = below;
+  if (below) {
+    piece->above = below->above;
+    below->above = piece;
+  }
+  if (piece->above) piece->above->below = piece;
+  else ctx->highest = piece;
+}
+LUNAI_FN bool lunai_piece_before(const lunai_piece *a, const lunai_piece *b) {
+  return a->size < b->size || (a->size == b->size && a->place > b->place);
+}
+LUNAI_FN uint64_t lunai_piece_priority(const lunai_piece *piece) { /* of different places never the same */
+  const uint64_t mixed = (uint64_t)piece->place * 0x9E3779B97F4A7C15u;
+  return (mixed ^ mixed >> 32) * 0x9E3779B97F4A7C15u;
+}
+LUNAI_FN void lunai_piece_insert(luna_ctx *ctx, lunai_piece *piece) {
+  const uint64_t priority = lunai_piece_priority(piece);
+  lunai_piece **link = &ctx->pieces, **side[2] = { &piece->by_size[0], &piece->by_size[1] };
+  while (*link && lunai_piece_priority(*link) > priority) link = &(*link)->by_size[lunai_piece_before(*link, piece)];
+  lunai_piece *rest = *link;
+  *link = piece;
+  while (rest) {                     /* those before it on one side, those after it on the other */
+    const bool after = !lunai_piece_before(rest, piece);
+    *side[after] = rest;
+    side[after] = &rest->by_size[!after];
+    rest = *side[after];
+  }
+  *side[0] = *side[1] = NULL;
+}
+LUNAI_FN void lunai_piece_remove(luna_ctx *ctx, lunai_piece *piece) {
+  lunai_piece **link = &ctx->pieces, *before = piece->by_size[0], *after = piece->by_size[1];
+  while (*link != piece) link = &(*link)->by_size[lunai_piece_before(*link, piece)];
+  while (before && after) {
+    const bool first = lunai_piece_priority(before) > lunai_piece_priority(after);
+    *link = first ? before : after;
+    link = &(*link)->by_size[first];
+    if (first) before = *link;
+    else after = *link;
+  }
+  *link = before ? before : after;
+  piece->by_size[0] = piece;
+}
+/* the free ones in their order, as a list by by_size[1]; none is free any more */
+LUNAI_FN lunai_piece *lunai_pieces_list(luna_ctx *ctx) {
+  lunai_piece *list = ctx->pieces, **link = &list, *before;
+  ctx->pieces = NULL;
+  while (*link)
+    if ((before = (*link)->by_size[0]) != NULL) {
+      (*link)->by_size[0] = before->by_size[1];
+      before->by_size[1] = *link;
+      *link = before;
+    } else link = &(*link)->by_size[1];
+  return list;
 }
 /* the smallest free piece that is large enough; else a new one */
 LUNAI_FN lunai_piece *lunai_piece_take(luna_ctx *ctx, size_t bytes) {
   const size_t size = lunai_pieces_alone(ctx) ? bytes : lunai_round(bytes);
   const size_t slack = lunai_pieces_split(ctx) ? 24 * size : lunai_pieces_alone(ctx) ? 0 : size / 8; /* too large by */
   const bool remote = lunai_on_device(ctx);
-  lunai_piece **best = NULL;
-  void *at;
-  for (lunai_piece **link = &ctx->pieces; *link; link = &(*link)->next)
-    if ((*link)->size >= size && (*link)->size - size <= slack && (!best || (*link)->size < (*best)->size)) best = link;
-  if (!best) {
-    lunai_piece *piece = lunai_piece_make(ctx, NULL, 0, size);
+  lunai_piece *best = NULL, *rest;
+  void *at;                          /* lunai_piece_at finds it */
+  for (lunai_piece *piece = ctx->pieces; piece; piece = piece->by_size[piece->size < size])
+    if (piece->size >= size) best = piece;
+  if (!best || best->size - size > slack) {
+    lunai_piece *piece = lunai_piece_make(ctx, size);
     if (!piece || !lunai_step(ctx, bytes, true, &at)) return NULL;
-    piece->at = (char *)at;
     piece->place = ctx->step.bytes[remote] + ctx->step.gaps[remote] - lunai_round(bytes);
+    if (lunai_pieces_split(ctx)) lunai_piece_link(ctx, piece, ctx->highest);
     return piece;
   }
-  lunai_piece *piece = *best;
-  if (piece->size > size && lunai_pieces_split(ctx)) {
-    lunai_piece *rest = lunai_piece_make(ctx, piece->at ? piece->at + size : NULL, piece->place + size,
-                                         piece->size - size);
-    if (!rest) return NULL;
-    rest->next = piece->next;
-    piece->size = size;
-    *best = rest;
-  } else *best = piece->next;
-  return piece;
+  if (best->size == size || !lunai_pieces_split(ctx)) {
+    lunai_piece_remove(ctx, best);
+    return best;
+  }
+  if ((rest = lunai_piece_make(ctx, best->size - size)) == NULL) return NULL;
+  lunai_piece_remove(ctx, best);
+  best->size = size;
+  rest->place = best->place + size;
+  lunai_piece_link(ctx, rest, best);
+  lunai_piece_insert(ctx, rest);
+  return best;
 }
-/* free neighbours become one, the lower */
+/* Two neighbours, of which `other` may be free and the other one is not, become one, the lower, where they can. */
+LUNAI_FN bool lunai_piece_join(luna_ctx *ctx, lunai_piece *lower, lunai_piece *upper, lunai_piece *other) {
+  if (!other || other->by_size[0] == other || lower->place + lower->size != upper->place) return false;
+  lunai_piece_remove(ctx, other);
+  lower->size += upper->size;
+  lower->above = upper->above;
+  if (lower->above) lower->above->below = lower;
+  else ctx->highest = lower;
+  return true;
+}
 LUNAI_FN void lunai_piece_give(luna_ctx *ctx, lunai_piece **given) {
-  lunai_piece *piece = *given, **link = &ctx->pieces, **above = NULL;
-  if (!piece) return;
+  lunai_piece *piece = *given;
   *given = NULL;
-  for (; *link && (*link)->place > piece->place; link = &(*link)->next) above = link;
-  if (lunai_pieces_split(ctx) && above && piece->place + piece->size == (*above)->place) {
-    piece->size += (*above)->size;
-    *above = *link;
-    link = above;
+  if (!piece || piece->size == 0) return;
+  if (lunai_pieces_split(ctx)) {
+    lunai_piece *const below = piece->below;
+    (void)lunai_piece_join(ctx, piece, piece->above, piece->above);
+    if (lunai_piece_join(ctx, below, piece, below)) piece = below;
   }
-  if (lunai_pieces_split(ctx) && *link && (*link)->place + (*link)->size == piece->place) (*link)->size += piece->size;
-  else {
-    piece->next = *link;
-    *link = piece;
-  }
+  lunai_piece_insert(ctx, piece);
 }
-/* What was free before the mark, less what has been taken and not given back since */
-LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, lunai_mark mark) {
-  const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
-  lunai_piece **link = &ctx->pieces;
-  while (*link) {
-    if ((*link)->number >= mark.pieces_made || (*link)->place >= end) *link = (*link)->next;
-    else {
-      if ((*link)->place + (*link)->size > end) (*link)->size = end - (*link)->place;
-      link = &(*link)->next;
-    }
+/* The step goes back to where memory ended at `end`: free is what was free then, less what has been taken and not given
+   back since; but nothing where pieces are cut up, some of which are themselves in memory that goes. */
+LUNAI_FN void lunai_pieces_rewind(luna_ctx *ctx, size_t end) {
+  lunai_piece *piece, *next;
+  for (piece = ctx->highest; piece; piece = next) {
+    next = piece->below;
+    piece->below = piece->above = NULL;
+  }
+  ctx->highest = NULL;
+  for (piece = lunai_pieces_list(ctx); piece && !lunai_pieces_split(ctx); piece = next) {
+    next = piece->by_size[1];
+    if (piece->place < end) lunai_piece_insert(ctx, piece);
   }
 }
 
@@ -9714,7 +9771,7 @@ LUNAI_FN void lunai_step_clear(luna_ctx *ctx) {
   lunai_mark nothing;
   memset(&nothing, 0, sizeof nothing);
   lunai_step_rewind(ctx, nothing);
-  ctx->odd = !ctx->odd;
+  ctx->begins++;
   for (int i = 0; i < 2 && !ctx->options.measure; i++) { /* a measuring context owns nothing that it counts */
     lunai_arena *arena = &ctx->arena[i];
     if (!arena->steps || !arena->steps->next) continue;
@@ -11966,6 +12023,31 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   t->device = ctx->backend->device;
   t->ctx = ctx;
 }
+/* a tensor of the step, without data; null: no memory */
+LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
+  lunai_mark *step = &ctx->step;
+  void *memory;
+  luna_tensor *t;
+  if (LUNAI_BUMPS(ctx)) {
+    if (!lunai_bump_take(ctx->bump, false, sizeof *t, &memory)) return NULL;
+    lunai_tensor_set(t = (luna_tensor *)memory, ctx, rank, shape);
+    return t;
+  }
+  if (!step->slab || step->slab_used == LUNAI_SLAB) {
+    lunai_slab **next = step->slab ? &step->slab->next : &ctx->slabs;
+    if (!*next) {
+      if (!lunai_persist(ctx, sizeof(lunai_slab), false, &memory)) return NULL;
+      *next = (lunai_slab *)memory;
+      ctx->slabs_end = ctx->arena[0].persistent_bytes;
+    }
+    step->slab = *next;
+    step->slab_used = 0;
+  }
+  t = &step->slab->of_step[ctx->begins % 2][step->slab_used++];
+  lunai_tensor_set(t, ctx, rank, shape);
+  t->older = step->made;
+  return step->made = t;
+}
 
 /* a shape for a sentence: rank 0 where it has none */
 LUNAI_FN luna_tensor lunai_like(luna_ctx *ctx, int rank, const int64_t *shape) {
@@ -11983,16 +12065,15 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
 /* memory for a tensor's data, values not set */
 LUNAI_FN bool lunai_data_take(luna_tensor *t) {
   t->data_piece = lunai_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
-  if (t->data_piece) t->data = (float *)t->data_piece->at;
+  if (t->data_piece) t->data = (float *)lunai_piece_at(t->ctx, t->data_piece);
   return t->data_piece != NULL;
 }
 /* a tensor of the step, values not set; null without a sentence when there is no memory or no such shape */
 LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
   const int64_t count = lunai_shape_count(rank, shape);
-  luna_tensor *t = count < 0 ? NULL : lunai_tensor_take(ctx);
+  luna_tensor *t = count < 0 ? NULL : lunai_tensor_take(ctx, rank, shape);
   void *data;
   if (!t) return NULL;
-  lunai_tensor_set(t, ctx, rank, shape);
   if (LUNAI_BUMPS(ctx)) {
     if (!lunai_bump_take(ctx->bump, true, (size_t)count * sizeof(float), &data)) return NULL;
     t->data = (float *)data;
@@ -12001,8 +12082,7 @@ LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *
   if (count > 0 && !lunai_data_take(t)) return NULL;
   /* nothing lies somewhere too: null + 0 is undefined */
   if (count == 0 && !ctx->options.measure) t->data = (float *)(void *)ctx;
-  t->older = ctx->step.made;
-  return ctx->step.made = t;
+  return t;
 }
 
 LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base : t; }
@@ -12013,6 +12093,17 @@ LUNAI_FN void lunai_release(luna_tensor *t) {
   lunai_piece_give(t->ctx, &t->data_piece);
   t->data = NULL;
   t->released = true;
+}
+/* its step is over, or has gone back to where memory ended at `end` */
+LUNAI_FN void lunai_tensor_end(luna_tensor *t, size_t end) {
+  if (t->data_piece && t->data_piece->place < end) lunai_release(t);
+  t->data = t->grad = NULL;
+  t->base = NULL;
+  t->maker = NULL;
+  t->part = NULL;
+  t->data_piece = NULL;
+  t->needs_grad = false;
+  t->released = t->ended = true;
 }
 
 /* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
@@ -12028,15 +12119,21 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
   }
   for (int i = 0; i < op->outputs; i++) if (lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->saved = true;
 }
-/* whether cheap ops compute a tensor's data again, in backward, from data that are there */
-LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) {
-  if (!t->maker || !lunai_ops[t->maker->kind].cheap) return false;
-  for (int i = 0; i < t->maker->inputs; i++) {
-    const luna_tensor *in = lunai_base(t->maker->in[i]);
-    if (in && !in->parameter && !(in->saved && !in->released) && !lunai_is_recomputable(in)) return false;
+/* How many cheap ops, one after another, compute an op's result again, in backward, from data that are there; 0: none
+   do, or too many, so that backward takes a time that grows with the tape, and little stack. */
+#define LUNAI_MAX_DEPTH 16
+LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
+  int depth = 1;
+  if (!lunai_ops[op->kind].cheap) return 0;
+  for (int i = 0; i < op->inputs; i++) {
+    const luna_tensor *in = lunai_base(op->in[i]);
+    if (!in || in->parameter || (in->saved && !in->released)) continue;
+    if (!in->maker || in->maker->depth == 0) return 0;
+    if (depth <= in->maker->depth) depth = in->maker->depth + 1;
   }
-  return true;
+  return (uint8_t)(depth <= LUNAI_MAX_DEPTH ? depth : 0);
 }
+LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->maker && t->maker->depth > 0; }
 
 LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
@@ -12044,6 +12141,7 @@ LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recomp
   scope.made = ctx ? ctx->step.made : NULL;
   scope.tape = ctx ? ctx->tape : NULL;
   scope.recompute = recompute;
+  scope.begins = ctx ? ctx->begins : 0;
   if (ctx && recompute) ctx->recomputing = true;
   for (int i = 0; i < 2; i++) scope.used[i] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[i].used : 0;
   scope.outer = ctx ? lunai_profile_scope(ctx) : 0;
@@ -12051,10 +12149,32 @@ LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recomp
   scope.self = ctx ? lunai_profile_scope(ctx) : 0;
   return scope;
 }
-/* The ops since the scope's beginning are to be run again: what they kept goes, what they read from outside stays. */
-LUNAI_FN void lunai_scope_forget(luna_scope scope) {
+/* the oldest op since the scope's beginning */
+LUNAI_FN luna_op *lunai_scope_first(luna_scope scope) {
   luna_op *first = NULL;
   for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->previous) first = op;
+  return first;
+}
+/* whether a scope's end leaves a tensor that was made inside as it is */
+LUNAI_FN bool lunai_scope_leaves(const luna_tensor *t, luna_tensor *const *results, int count) {
+  while (count > 0 && lunai_base(results[count - 1]) != t) count--;
+  return count > 0 || t->keep_data;
+}
+/* Finds which of the results since the scope's beginning can be computed again, the oldest first, and releases them, so
+   that the next one counts what is needed for that too. */
+LUNAI_FN void lunai_scope_depths(luna_scope scope, luna_tensor *const *results, int count) {
+  for (luna_op *op = lunai_scope_first(scope); op; op = op->next) {
+    op->depth = lunai_op_depth(op);
+    for (int i = 0; i < op->outputs && op->depth > 0 && !scope.recompute; i++)
+      if (!lunai_scope_leaves(op->out[i], results, count)) lunai_release(op->out[i]);
+  }
+}
+/* The ops since the scope's beginning are to be run again, with those of scopes that ended inside and began before it:
+   what they kept goes, what they read from outside stays. */
+LUNAI_FN void lunai_scope_forget(luna_scope scope) {
+  luna_op *first = lunai_scope_first(scope);
+  for (luna_op *op = scope.ctx->tape; op && first && op->number >= first->number; op = op->previous)
+    if (op->recompute_from && op->recompute_from->number < first->number) first = op->recompute_from;
   for (luna_op *op = first; op; op = op->next) {
     lunai_piece_give(scope.ctx, &op->kept_piece);
     op->kept = NULL;
@@ -12094,21 +12214,22 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
 }
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
   luna_ctx *ctx = scope.ctx;
-  const bool taped = ctx && ctx->training && !ctx->paused;
+  const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
   if (ctx) lunai_profile_return(ctx, scope.outer);
   if (!results || count < 1) return NULL;
   if (!ctx || ctx->status != LUNA_OK) return results[0];
   if (LUNAI_BUMPS(ctx)) return lunai_bump_end(scope, results[0]);
+  if (scope.begins != ctx->begins) return results[0]; /* a begin has ended it */
   if (taped && scope.recompute) lunai_scope_forget(scope);
+  else if (taped) lunai_scope_depths(scope, results, count);
   for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->older) {
-    int i = 0;
     const bool again = scope.recompute && t->maker;              /* its op is run again */
     const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
-    while (i < count && lunai_base(results[i]) != t) i++;
-    if (i < count || t->keep_data) continue;
+    if (!t->data_piece || lunai_scope_leaves(t, results, count)) continue;
     if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
     else lunai_release(t);
   }
+  if (taped && scope.recompute) lunai_scope_depths(scope, results, count);
   return results[0];
 }
 LUNAI_FN luna_tensor *lunai_result(luna_scope scope, luna_tensor *x) { return luna_scope_end(scope, &x, 1); }
@@ -12126,7 +12247,7 @@ LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, lun
 LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
   return lunai_results_so_far(scope, x, NULL);
 }
-/* whether a tensor's data were released: then that is the failure */
+/* whether a tensor's data were released, as all are that belong to an earlier step: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
   if (!t || !lunai_owner(t)->released) return false;
   lunai_fail(t->ctx, LUNA_ERROR_RELEASED, name, t);
@@ -12157,8 +12278,8 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
 }
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
-  if (t) t->needs_grad = t->keep_grad = true;
-  if (t && t->base) t->base->keep_grad = true;
+  if (!t || (t->ended && lunai_is_released(t, "luna_require_grad"))) return NULL;
+  t->needs_grad = t->keep_grad = lunai_base(t)->keep_grad = true;
   return t;
 }
 
@@ -12186,7 +12307,7 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
                                        bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (!grad && lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
+  if (grad ? t->ended : lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
@@ -12444,26 +12565,36 @@ LUNAI_FN luna_tensor *lunai_op_no_memory(lunai_build *s, size_t bytes) {
 LUNAI_FN bool lunai_is_empty(const luna_op *op) { return luna_count(op->out[0]) == 0 && !op->outside; }
 LUNAI_FN bool lunai_is_run(const luna_op *op) { return lunai_computes(op->ctx) && !lunai_is_empty(op); }
 
+/* Runs one of an op's functions with a workspace at the step's end; false: no memory */
+LUNAI_FN bool lunai_op_run_in_step(luna_op *op, bool backward, luna_status *status) {
+  luna_ctx *ctx = op->ctx;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const bool good = lunai_step(ctx, backward ? op->backward_workspace_size : op->workspace_size, true, &op->workspace);
+  if (good && lunai_is_run(op)) *status = lunai_op_call(op, backward);
+  lunai_step_rewind(ctx, mark);
+  return good;
+}
 /* Runs an op's forward with memory for what it keeps and for its workspace; false: *status, or no memory where that is
    LUNA_OK */
 LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *workspace = NULL;
-  bool good;
   *status = LUNA_OK;
   if (op->kept_size > 0 && !op->kept_piece) {
     if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
-    op->kept = op->kept_piece->at;
+    op->kept = lunai_piece_at(ctx, op->kept_piece);
+    op->kept_again = ctx->reserving;
   }
-  const lunai_mark mark = lunai_step_mark(ctx);
-  if (lunai_pieces_split(ctx) && op->workspace_size > 0) { /* memory between other pieces will do */
-    good = (workspace = lunai_piece_take(ctx, op->workspace_size)) != NULL;
-    op->workspace = workspace ? workspace->at : NULL;
-  } else good = lunai_step(ctx, op->workspace_size, true, &op->workspace);
-  if (good && lunai_is_run(op)) *status = lunai_op_call(op, false);
-  if (workspace) lunai_piece_give(ctx, &workspace);
-  else lunai_step_rewind(ctx, mark);
-  return good && *status == LUNA_OK;
+  if (op->workspace_size > 0 && !lunai_pieces_split(ctx))
+    return lunai_op_run_in_step(op, false, status) && *status == LUNA_OK;
+  op->workspace = NULL;
+  if (op->workspace_size > 0) {      /* memory between other pieces will do */
+    if ((workspace = lunai_piece_take(ctx, op->workspace_size)) == NULL) return false;
+    op->workspace = lunai_piece_at(ctx, workspace);
+  }
+  if (lunai_is_run(op)) *status = lunai_op_call(op, false);
+  lunai_piece_give(ctx, &workspace);
+  return *status == LUNA_OK;
 }
 
 /* The same in a stream, whose tensors are all its own, and stay until their memory is taken again */
@@ -12516,6 +12647,7 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
 LUNAI_FN void lunai_tape(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_op_saves(op);
+  op->depth = lunai_op_depth(op);
   for (int i = 0; i < op->outputs; i++) op->out[i]->maker = op;
   op->previous = ctx->tape;
   if (op->previous) op->previous->next = op;
@@ -12584,7 +12716,7 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   if (!owner->has_grad) {
     if (owner->maker && !owner->keep_grad && !t->keep_grad) {
       if ((owner->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
-      memory = owner->grad_piece->at;
+      memory = lunai_piece_at(ctx, owner->grad_piece);
     } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) :
                  lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
@@ -12610,53 +12742,71 @@ LUNAI_FN int lunai_same_inputs(const luna_op *op, int at) {
 }
 LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inputs(op, at) == 1 << at; }
 
-/* the data of an input, recomputed by its op when it was released; what that needed is released at once */
-LUNAI_FN bool lunai_recompute_data(luna_ctx *ctx, luna_tensor *t, luna_status *status) {
-  luna_tensor *owner = lunai_base(t);
+/* memory for those of an op's results that are computed again */
+LUNAI_FN bool lunai_outputs_take(luna_op *op) {
+  for (int i = 0; i < op->outputs; i++) {
+    luna_tensor *out = op->out[i];
+    if (!out->released) continue;
+    if (!out->data_piece && !lunai_data_take(out)) return false;
+    out->released = false;
+    out->recomputed = true;
+  }
+  return true;
+}
+/* Counts, for all that must be computed for a tensor's data to be there again, who reads it. */
+LUNAI_FN bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
+  const luna_tensor *owner = lunai_base(t);
   luna_op *op = owner->maker;
-  bool again[LUNA_MAX_INPUTS];
+  if (!owner->released) return true;
+  if (!op) {                         /* scopes did not end in order */
+    *status = lunai_fail_status(owner->ctx, LUNA_ERROR_RELEASED, "luna_backward", owner);
+    return false;
+  }
+  if (op->readers++ > 0) return true;
+  for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_count(op->in[i], status)) return false;
+  return true;
+}
+/* one that has been computed again for an op is released after its last reader */
+LUNAI_FN void lunai_recompute_read(luna_tensor *t) {
+  if (!t || !t->maker || t->maker->readers == 0 || --t->maker->readers > 0) return;
+  if (t->data_piece) lunai_release(t);
+  t->data = NULL;                    /* or its data have become the result's */
+  t->released = true;
+}
+LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
+  luna_tensor *owner = lunai_base(t), *first;
+  luna_op *op = owner->maker;
   if (owner->released) {
-    for (int i = 0; i < op->inputs; i++) {
-      luna_tensor *in = lunai_base(op->in[i]);
-      again[i] = in && in->released;
-      if (in && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-    }
-    luna_tensor *first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
-    if (first && again[0] && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) && luna_count(first) == luna_count(owner) &&
-        lunai_is_single(op, 0)) {
+    for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute(op->in[i], status)) return false;
+    first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
+    if (first && first->maker && first->maker->readers == 1 && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
+        luna_count(first) == luna_count(owner) && lunai_is_single(op, 0)) {
       owner->data_piece = first->data_piece;
       owner->data = first->data;
       first->data_piece = NULL;
-    } else if (!lunai_data_take(owner)) return false;
-    owner->released = false;
-    owner->recomputed = true;
-    if (!lunai_op_run(op, status)) return false;
-    if (first && !first->data_piece && again[0]) { /* its data have become these */
-      first->data = NULL;
-      first->released = true;
     }
-    for (int i = 0; i < op->inputs; i++) if (again[i]) lunai_release(lunai_base(op->in[i]));
+    if (!lunai_outputs_take(op) || !lunai_op_run(op, status)) return false;
+    for (int i = 0; i < op->inputs; i++) lunai_recompute_read(lunai_base(op->in[i]));
   }
   if (t->base && owner->data) t->data = owner->data + t->offset;
   return true;
+}
+/* The data of an input, computed again by cheap ops, each once, when they were released; what those needed is released
+   at once. */
+LUNAI_FN bool lunai_recompute_data(luna_tensor *t, luna_status *status) {
+  luna_op *op = lunai_base(t)->maker;
+  const bool good = lunai_recompute_count(t, status) && lunai_recompute(t, status);
+  if (op) op->readers = 0;
+  return good;
 }
 
 /* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and
    backward does not need is released at once. */
 LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
-  luna_ctx *ctx = newest->ctx;
   luna_op *op = newest->recompute_from;
   for (;; op = op->next) {
-    for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_data(ctx, op->in[i], status)) return false;
-    for (int i = 0; i < op->outputs; i++) {
-      luna_tensor *out = op->out[i];
-      if (!out->released) continue;
-      if (!lunai_data_take(out)) return false;
-      out->released = false;
-      out->recomputed = true;
-    }
-    op->kept_again = op->kept_again || !op->kept_piece;
-    if (!lunai_op_run(op, status)) return false;
+    for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_data(op->in[i], status)) return false;
+    if (!lunai_outputs_take(op) || !lunai_op_run(op, status)) return false;
     for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = lunai_base(op->in[i]);
       if (in && in->recomputed && in->last_reader == op && !in->saved) lunai_release(in);
@@ -12750,7 +12900,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (int i = 0; i < op->outputs; i++)
     if (!(lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) && !op->loss) lunai_result_done(op->out[i]);
   for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(ctx, op->in[i], status))
+    if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(op->in[i], status))
       return false;
   op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
              lunai_is_single(op, 0);
@@ -12766,10 +12916,7 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
     if (set) op->sets |= 1 << i;
     if (op->in[i] && op->in[i]->needs_grad && !lunai_grad_take(ctx, op->in[i], set)) return false;
   }
-  const lunai_mark mark = lunai_step_mark(ctx);
-  if (!lunai_step(ctx, op->backward_workspace_size, true, &op->workspace)) return false;
-  if (lunai_is_run(op)) *status = lunai_op_call(op, true);
-  lunai_step_rewind(ctx, mark);
+  if (!lunai_op_run_in_step(op, true, status)) return false;
   lunai_op_done(op);
   if (op->loss) lunai_op_done(op->loss);
   op->loss = NULL;
@@ -12831,8 +12978,11 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   const lunai_persistent_mark persistent = lunai_persistent(ctx);
   const size_t peak = ctx->peak;
   size_t need[2];
-  lunai_piece *const pieces = ctx->pieces, *piece;
-  for (piece = pieces; piece; piece = piece->next) piece->next_before = piece->next;
+  lunai_piece *const pieces = lunai_pieces_list(ctx), *piece, *next;
+  for (piece = pieces; piece; piece = next) {
+    piece->below = next = piece->by_size[1];
+    lunai_piece_insert(ctx, piece);
+  }
   for (int i = 0; i < 2; i++) ctx->arena[i].step_peak = mark.bytes[i];
   ctx->reserved = NULL;
   ctx->reserving = true;
@@ -12843,12 +12993,14 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
     ctx->arena[i].step_peak = persistent.arena[i].step_peak;
   }
   ctx->peak = peak;                  /* what the second walk takes is counted there */
+  ctx->pieces = NULL;
   lunai_step_rewind(ctx, mark);
-  for (ctx->pieces = piece = pieces; piece; piece = piece->next) piece->next = piece->next_before;
+  for (piece = pieces; piece; piece = piece->below) lunai_piece_insert(ctx, piece);
   lunai_unwalk(loss);
   for (luna_op *op = ctx->tape; op; op = op->previous) {
     for (int i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
     for (int i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
+    op->readers = 0;
     if (!op->kept_again) continue;
     op->kept = NULL;
     op->kept_piece = NULL;
@@ -13862,9 +14014,8 @@ LUNAI_FN bool lunai_heads_fit(const lunai_build *s, int64_t heads) {
 
 /* --- shapes --- */
 LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const int64_t *shape, int64_t offset) {
-  luna_tensor *t = lunai_tensor_take(x->ctx);
+  luna_tensor *t = lunai_tensor_take(x->ctx, rank, shape);
   if (!t) return lunai_op_no_memory(s, sizeof(luna_tensor));
-  lunai_tensor_set(t, x->ctx, rank, shape);
   t->base = x->base ? x->base : x;
   t->offset = x->offset + offset;
   t->data = x->data ? x->data + offset : NULL;
@@ -14149,7 +14300,8 @@ LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
 }
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
   const lunai_cut *part = NULL;
-  if (!x || !lunai_ranks(x->ctx)) return x;
+  if (!x || lunai_is_released(x, "luna_rank_part")) return NULL;
+  if (!lunai_ranks(x->ctx)) return x;
   if (x->rank < 2) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_rank_part", x, (int64_t)1);
   if (!lunai_cut_take(x->ctx, "luna_rank_part", x->shape[0], x->shape[1], NULL, &part)) return NULL;
   return lunai_cut_of(x, part);
@@ -14338,7 +14490,9 @@ LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const c
   return lunai_fail(x->ctx, LUNA_ERROR_RANK_CUT, name, what, (int64_t)x->ctx->collective.ranks);
 }
 
-LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) { return lunai_rank_sum(x, "luna_rank_sum", false); }
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x) {
+  return lunai_is_released(x, "luna_rank_sum") ? NULL : lunai_rank_sum(x, "luna_rank_sum", false);
+}
 /* All ranks' loss, from this one's part: each rank's backward differentiates the parts that it has made. */
 LUNAI_FN luna_tensor *lunai_rank_loss(luna_tensor *loss) {
   float value;

@@ -67,6 +67,88 @@ static void check_stale(luna_options options) {
   luna_close(ctx);
 }
 
+/* Every call with a tensor of an earlier step fails, however long that is over, with the one sentence, and reads and
+   changes nothing, though another tensor lies where what it was a view of did. */
+static void count_released(void *user, luna_status status, const char *sentence) {
+  *(int *)user += status == LUNA_BAD_ARGUMENT && strstr(sentence, "were released") != NULL;
+}
+static void swallow_text(void *user, const char *text) { (void)user, (void)text; }
+static void check_ended(luna_tensor *t, int *released, const char *what) {
+  static const int64_t flat[1] = {-1};
+  static const int axes[2] = {1, 0};
+  float values[64 * 64];
+  int32_t indices[64 * 64];
+#define ENDED(call) \
+  do { \
+    *released = 0; \
+    CHECK(call, "%s: %s", what, #call); \
+    CHECK(*released == 1, "%s: %s does not say that it was released", what, #call); \
+  } while (0)
+  ENDED(!luna_keep(t));
+  ENDED(!luna_require_grad(t));
+  ENDED(!luna_scale(t, 2));
+  ENDED(!luna_mean_all(t));
+  ENDED(!luna_reshape(t, 1, flat));
+  ENDED(!luna_detach(t));
+  ENDED(!luna_slice(t, 0, 0, 1));
+  ENDED(!luna_permute(t, axes));
+  ENDED(!luna_activate(t, LUNA_ACTIVATION_NONE));
+  ENDED(!luna_dropout(t, 0));
+  ENDED(!luna_expand(t, 1));
+  ENDED(!luna_clamp(t, 0, 1));
+  ENDED(!luna_rank_part(t));
+  ENDED(!luna_rank_sum(t));
+  ENDED(!luna_concat(&t, 1, 0));
+  ENDED(!luna_softmax_attention(t, t, t, NULL));
+  ENDED(luna_read(t, values) == LUNA_BAD_ARGUMENT);
+  ENDED(luna_read_grad(t, values) == LUNA_BAD_ARGUMENT);
+  ENDED(luna_write(t, values) == LUNA_BAD_ARGUMENT);
+  ENDED(luna_argmax(t, indices) == LUNA_BAD_ARGUMENT);
+  ENDED(luna_print(t, swallow_text, NULL) == LUNA_BAD_ARGUMENT);
+#undef ENDED
+  CHECK(!t->data && !t->grad && !t->base, "%s points to memory", what);
+}
+static void check_old(luna_options options) {
+  const int64_t large[2] = {40, 40}, small[2] = {1, 1};
+  int released = 0;
+  options.log = count_released, options.log_user = &released;
+  for (int age = 1; age < 6; age++) {
+    luna_ctx *ctx = luna_open(&options);
+    luna_tensor *w = luna_param(luna_params_open(ctx), "w", 2, large, (luna_init){LUNA_INIT_NORMAL, 1});
+    luna_begin_step(ctx);
+    luna_tensor *x = luna_require_grad(luna_tensor_new(ctx, NULL, 2, large)), *part = luna_slice(x, 0, 39, 1);
+    luna_tensor *y = luna_mul(w, x), *view = luna_slice(w, 0, 1, 1), *one = luna_mean_all(y);
+    CHECK(luna_backward(one) == LUNA_OK, "%s", luna_error(ctx));
+    for (int i = 0; i < age; i++) luna_begin_step(ctx);
+    luna_tensor *now = luna_tensor_new(ctx, NULL, 2, small); /* where x was, or was once */
+    if (age % 2) check_ended(x, &released, "a tensor");
+    check_ended(part, &released, "a view");
+    check_ended(y, &released, "a result");
+    check_ended(view, &released, "a view of a parameter");
+    const int before = released;
+    CHECK(isnan(luna_item(one)) && luna_backward(one) == LUNA_BAD_ARGUMENT && released == before + 1,
+          "a loss of an earlier step: %s", luna_error(ctx));
+    luna_begin_step(ctx);
+    CHECK(now && luna_ctx_status(ctx) == LUNA_OK, "%s", luna_error(ctx));
+    luna_close(ctx);
+  }
+}
+/* a scope that was opened in an earlier step releases nothing of this one */
+static void check_old_scope(luna_options options) {
+  const int64_t shape[2] = {4, 4};
+  luna_ctx *ctx = luna_open(&options);
+  luna_tensor *w = luna_param(luna_params_open(ctx), "w", 2, shape, (luna_init){LUNA_INIT_NORMAL, 1});
+  for (int again = 0; again < 2; again++) {
+    luna_begin_step(ctx);
+    const luna_scope scope = again ? luna_scope_recompute(ctx) : luna_scope_begin(ctx);
+    luna_begin_step(ctx);
+    luna_tensor *x = luna_softmax(w, NULL), *y = luna_mul(luna_add(x, luna_tensor_new(ctx, NULL, 2, shape)), w);
+    CHECK(luna_scope_end(scope, &y, 1) == y && x->data && y->data, "a scope of an earlier step releases data");
+    CHECK(luna_backward(luna_mean_all(y)) == LUNA_OK, "%s", luna_error(ctx));
+  }
+  luna_close(ctx);
+}
+
 /* an init whose hook makes tensors, and fails */
 static void *hook_init(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
   luna_ctx *ctx = (luna_ctx *)user;
@@ -369,8 +451,11 @@ int main(void) {
   luna_options options = {0};
   options.threads = 1;
   check_stale(options);
+  check_old(options);
+  check_old_scope(options);
   options.block = block, options.block_size = sizeof block;
   check_stale(options);
+  check_old(options);
   check_hook_init(options);
   options.block = NULL, options.block_size = 0;
   check_hook_init(options);

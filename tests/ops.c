@@ -924,7 +924,7 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
 static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   luna_tensor *a = luna_params_find(params, "a"), *some[2] = {a, NULL}, *none = NULL;
   luna_tensor *x = refusal_param(params, "nx", 2, 5, 36),
-      *k = luna_reshape(refusal_param(params, "nk", 2, 12, 36), 4, (const int64_t[4]){2, 4, 3, 36});
+      *k = luna_param(params, "nk", 4, (const int64_t[4]){2, 4, 3, 36}, (luna_init){LUNA_INIT_NORMAL, 1});
   luna_tensor *bias = refusal_param(params, "nbias", 2, 4, 3);
   luna_encoder_layer layer = {0};
   luna_lm lm;

@@ -130,6 +130,93 @@ static void check_blocks(void) {
   }
 }
 
+/* ---- long chains of cheap ops: what their scope's end releases is computed again a few times, not once for every way
+   to it ---- */
+enum { AGAIN_MAX = 16 };             /* ops that are run again for one of the tape, at most */
+static luna_backend counting;
+static int64_t runs, runs_max;
+static luna_status counted_forward(luna_op *op) {
+  if (++runs > runs_max) return LUNA_UNSUPPORTED;
+  return luna_cpu_backend()->op[op->kind].forward(op);
+}
+/* shared: each result is read twice; read: backward needs each result */
+static luna_tensor *chain(luna_tensor *x, bool shared, bool read, int steps) {
+  for (int i = 0; i < steps; i++) {
+    if (shared) x = luna_add(luna_scale(x, 0.01f), x);
+    if (read) x = luna_gelu(x);
+  }
+  return luna_gelu(x);
+}
+/* a step: the bits of the gradient, and the peak; false: it fails, or runs too many ops again */
+static bool chain_step(bool shared, bool read, int steps, bool scoped, float *gradient, size_t *peak) {
+  const int64_t shape[2] = {4, 4}, ops = (int64_t)steps * (2 * shared + read) + 1;
+  luna_options options = plain_options();
+  options.backend = &counting;
+  luna_ctx *ctx = luna_open(&options);
+  luna_tensor *w = luna_param(luna_params_open(ctx), "w", 2, shape, (luna_init){LUNA_INIT_NORMAL, 1});
+  runs_max = INT64_MAX;
+  luna_begin_step(ctx);
+  const luna_scope scope = luna_scope_begin(ctx);
+  luna_tensor *y = chain(w, shared, read, steps);
+  if (scoped) y = luna_scope_end(scope, &y, 1);
+  luna_tensor *loss = common_loss(y, 5);
+  runs = 0, runs_max = AGAIN_MAX * ops;
+  const bool good = luna_backward(loss) == LUNA_OK && luna_read_grad(w, gradient) == LUNA_OK;
+  CHECK(good, "a chain of %lld ops, scoped %d: more than %lld are run again: %s", (long long)ops, scoped,
+        (long long)runs_max, luna_error(ctx));
+  *peak = luna_memory(ctx).peak;
+  luna_close(ctx);
+  return good;
+}
+static void check_chains(void) {
+  static const int steps[3] = {20, 400, TEST_QUICK ? 1000 : 2000};
+  counting = *luna_cpu_backend();
+  for (int kind = 0; kind < LUNA_OP_COUNT; kind++) counting.op[kind].forward = counted_forward;
+  for (int i = 0; i < 9; i++) {
+    const bool shared = i % 3 != 1, read = i % 3 != 0;
+    float with[16], without[16];
+    size_t less, more;
+    if (!chain_step(shared, read, steps[i / 3], true, with, &less)) return; /* a longer one may never end */
+    if (!chain_step(shared, read, steps[i / 3], false, without, &more)) return;
+    CHECK(same_bits(with, without, 16), "a scope changes the gradient of a chain of %d steps", steps[i / 3]);
+    CHECK(less <= more, "a chain of %d steps takes %zu bytes in a scope, %zu without", steps[i / 3], less, more);
+  }
+}
+
+/* ---- scopes that are run again, one of which ends inside the other; and a cheap op in one, whose result the scope
+   around it releases: the bits are those without scopes ---- */
+static luna_tensor *overlapping(luna_tensor *w, bool scoped) {
+  const luna_scope first = luna_scope_recompute(w->ctx);
+  luna_tensor *x = luna_add(luna_softmax(luna_matmul(w, w, false, false), NULL), w);
+  const luna_scope second = luna_scope_recompute(w->ctx);
+  x = luna_softmax(luna_matmul(x, w, false, false), NULL);
+  if (scoped) x = luna_scope_end(first, &x, 1);
+  x = luna_softmax(luna_matmul(x, w, false, false), NULL);
+  return scoped ? luna_scope_end(second, &x, 1) : x;
+}
+static luna_tensor *cheap_result(luna_tensor *w, bool scoped) {
+  const luna_scope outer = luna_scope_begin(w->ctx), inner = luna_scope_recompute(w->ctx);
+  luna_tensor *x = luna_layer_norm(luna_scale(w, 2), NULL, NULL), *y;
+  if (scoped) x = luna_scope_end(inner, &x, 1);
+  y = luna_matmul(x, x, false, false);
+  for (int i = 0; i < 4; i++) y = luna_softmax(luna_matmul(y, x, false, false), NULL);
+  return scoped ? luna_scope_end(outer, &y, 1) : y;
+}
+static void check_again(luna_tensor *(*block)(luna_tensor *w, bool scoped), const char *what) {
+  const int64_t shape[2] = {8, 8};
+  float *gradient[2];
+  for (int scoped = 0; scoped < 2; scoped++) {
+    luna_ctx *ctx = ctx_open();
+    luna_tensor *w = luna_param(luna_params_open(ctx), "w", 2, shape, (luna_init){LUNA_INIT_NORMAL, 1});
+    luna_begin_step(ctx);
+    CHECK(luna_backward(common_loss(block(w, scoped), 6)) == LUNA_OK, "%s: %s", what, luna_error(ctx));
+    gradient[scoped] = gradient_of(w);
+    luna_close(ctx);
+  }
+  CHECK(same_bits(gradient[0], gradient[1], 64), "%s change the gradient", what);
+  free(gradient[0]), free(gradient[1]);
+}
+
 /* ---- what training a long classifier takes, measured ---- */
 typedef struct long_run {
   float loss, *gradients; /* to be freed */
@@ -238,6 +325,9 @@ static void check_recomputing(void) {
       if (model_exists(kind, v)) check_recomputed(kind, v);
   check_recomputed_long();
   check_blocks();
+  check_chains();
+  check_again(overlapping, "scopes that overlap");
+  check_again(cheap_result, "scopes around a cheap result");
   for (int i = 0; i < 6; i++)
     check_measured_block((luna_recompute_kind)(i / 2), i % 2 ? LUNA_POOLING_MEMORY : LUNA_POOLING_MEAN);
   check_savings();
