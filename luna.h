@@ -265,8 +265,11 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
     "model reads") \
   X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
     "which the model reads in place of tokens") \
-  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or too large " \
-    "for its scale; none was read. Clamp it, or give NaN where a number is missing") \
+  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
+    "1e9 deviations from its mean; none was read, and the state is as before. Clamp it, or give NaN where a number is " \
+    "missing") \
+  X(STREAM_NOT_FINITE, NOT_FINITE, "luna_stream: an output is not finite, and so may be the state: weights are too " \
+    "large, or not finite. Load an earlier state, or reset the stream") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
     "read") \
@@ -318,6 +321,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
   X(FEATURE_SCALE, BAD_ARGUMENT, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
     "clamp it, or give it in another unit") \
+  X(FEATURE_LARGE, BAD_ARGUMENT, "%s: features[%d] is %f, more than 1e9 deviations (1 / input_norm.scale) from its " \
+    "mean: clamp it, or give NaN where a number is missing") \
   X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
   X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
   X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
@@ -15619,8 +15624,24 @@ LUNAI_FN luna_tensor *lunai_features_of(luna_ctx *ctx, const luna_input *input, 
   const luna_status status = out ? lunai_write_made(out, name, true, lunai_features_fill, &w) : LUNA_OK;
   return status == LUNA_OK ? out : lunai_fail_backend(ctx, false, name, status);
 }
+/* whether what a model computes of a feature stays in float's range: products of three of them are formed */
+LUNAI_FN bool lunai_feature_fits(float standardised) { return standardised <= 1e9f && standardised >= -1e9f; }
+/* the same of all real features of an input, where the host has their means and scales; false with a sentence */
+LUNAI_FN bool lunai_features_fit_in(const luna_input_layer *layer, const luna_input *input) {
+  luna_ctx *ctx = layer->mean->ctx;
+  const int64_t k = layer->mean->shape[0];
+  const float *mean = layer->mean->data, *scale = layer->scale->data;
+  if (lunai_on_device(ctx) || !lunai_computes(ctx)) return true;
+  for (int64_t i = 0; i < input->batch * input->n * k; i++) {
+    const float x = input->features[i];
+    if (x != x || lunai_feature_fits((x - mean[i % k]) * scale[i % k]) || !lunai_is_real(input, i / k)) continue;
+    return lunai_fail(ctx, LUNA_ERROR_FEATURE_LARGE, "luna_input_layer_forward", i, (double)x) != NULL;
+  }
+  return true;
+}
 LUNA_API luna_tensor *luna_input_layer_forward(const luna_input_layer *layer, const luna_input *input) {
-  if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward")) return NULL;
+  if (!lunai_layer_input_fits(layer, input, true, "luna_input_layer_forward") ||
+      !lunai_features_fit_in(layer, input)) return NULL;
   const luna_scope scope = luna_scope_begin(layer->mean->ctx);
   luna_tensor *x = lunai_features_of(scope.ctx, input, layer->mean->shape[0], false);
   luna_tensor *present = lunai_features_of(scope.ctx, input, layer->mean->shape[0], true);
@@ -18761,18 +18782,22 @@ typedef struct lunai_inputs {
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
-  size_t size;
 } lunai_inputs;
+LUNAI_FN int64_t lunai_stream_angles(const luna_stream *s) {
+  return s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->sizes.dim : 0;
+}
+LUNAI_FN size_t lunai_stream_inputs_size(const luna_stream *s, int64_t rows) {
+  return sizeof(lunai_int64) +
+         (size_t)((s->batch + 1 + s->batch * s->sizes.features + lunai_stream_angles(s)) * rows) * sizeof(float);
+}
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
-  const int64_t angles = s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? rows * s->sizes.dim : 0;
   lunai_inputs in;
+  if (s->ctx.reserving) rows = 0;    /* there are none, and an address past all memory is undefined */
   in.position = (lunai_int64 *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
-  in.features = in.angles + angles;
-  in.size = sizeof(lunai_int64) +
-            (size_t)((s->batch + 1 + s->batch * s->sizes.features) * rows + angles) * sizeof(float);
+  in.features = in.angles + lunai_stream_angles(s) * rows;
   return in;
 }
 /* a feature standardised, as luna_input_layer_forward does */
@@ -18796,7 +18821,8 @@ LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t 
     if (s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL)
       lunai_sinusoid(first + i, s->sizes.dim, in.angles + i * s->sizes.dim);
   }
-  return s->inputs == s->host_inputs || lunai_stream_move(s, s->inputs, s->host_inputs, in.size, 1);
+  return s->inputs == s->host_inputs ||
+         lunai_stream_move(s, s->inputs, s->host_inputs, lunai_stream_inputs_size(s, rows), 1);
 }
 
 /* --- a step: the layers' forward --- */
@@ -19116,7 +19142,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   const lunai_lm_sizes *z = &s->sizes;
   const bool device = lunai_stream_on_device(s);
   const int64_t n = LUNAI_SOURCES(s), cross = LUNAI_CROSS(s) ? 1 : 0, means = s->batch * z->dim * z->memory;
-  const int64_t inputs = (int64_t)lunai_stream_inputs(s, (char *)s, s->chunk).size;
+  const int64_t inputs = (int64_t)lunai_stream_inputs_size(s, s->chunk);
   size_t used = lunai_round(sizeof(luna_stream));
   lunai_stream_layer none;
   s->ctx.bump = &s->bump;
@@ -19173,6 +19199,7 @@ LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *
   memset(s, 0, sizeof *s);
   s->ctx.backend = luna_cpu_backend();
   *wrong = bytes ? lunai_st_open(st, bytes, size) : "bytes is null";
+  if (!*wrong && (uintptr_t)st->data % sizeof(float) != 0) *wrong = "the values in bytes are not aligned to 4 bytes";
   if (!*wrong) *wrong = lunai_lm_read(st, &s->sizes);
   if (!*wrong) s->horizon = lunai_st_horizon(st);
   if (!*wrong) *wrong = lunai_stream_config(s, config);
@@ -19306,7 +19333,7 @@ LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input
   for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) return LUNA_ERROR_STREAM_TOKEN;
   for (int64_t i = 0; i < n * s->batch * k; i++)
-    if (!lunai_is_finite(lunai_stream_feature(s, input->features[i], i % k))) return LUNA_ERROR_STREAM_FEATURE;
+    if (!lunai_feature_fits(lunai_stream_feature(s, input->features[i], i % k))) return LUNA_ERROR_STREAM_FEATURE;
   if (s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     return LUNA_ERROR_STREAM_POSITIONS;
   return LUNA_ERROR_NONE;
@@ -19325,7 +19352,10 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
     s->position += rows;
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
-  return lunai_stream_ready(s) && y ? s->logits : NULL;
+  if (!lunai_stream_ready(s) || !y) return NULL;
+  for (int64_t i = 0; i < luna_count(y); i++)
+    if (!lunai_is_finite(s->logits[i])) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
+  return s->logits;
 }
 LUNAI_FN const float *lunai_stream_one(luna_stream *s, const int32_t *tokens, const float *features) {
   luna_input one;

@@ -429,6 +429,7 @@ static void check_stream(void) {
     float x[2][3] = {{(float)t, 1, t % 3 ? NAN : 2}, {INFINITY, 0, 0}};
     if (t % 3 == 1) x[1][0] = 0, x[1][2] = -INFINITY;
     if (t % 3 == 2) x[1][0] = 0, x[1][1] = 3e38f;                    /* finite, but not once it is standardised */
+    if (t % 5 == 3) x[1][0] = 0, x[1][1] = 0, x[1][2] = -1e15f;      /* finite, but not once a layer has read it */
     CHECK(!luna_stream_step_features(a, x[1]) && luna_stream_error_id(a) == LUNA_ERROR_STREAM_FEATURE &&
           strstr(luna_stream_error(a), "NaN"), "Inf is read");
     CHECK(!luna_stream_prefill(a, &(luna_input){ .features = x[0], .n = 2 }) && luna_stream_position(a) == t,
@@ -437,11 +438,27 @@ static void check_stream(void) {
     CHECK(y && z && memcmp(y, z, 2 * sizeof(float)) == 0 && isfinite(y[0]),
           "step %d: refused numbers leave a trace: %s", t, luna_stream_error(a));
   }
+  luna_begin_inference(ctx);
+  const float large[6] = {0, 0, 0, 0, 0, 1e15f};
+  CHECK(!luna_lm_forward(&detector, &(luna_input){ .features = large, .batch = 1, .n = 2 }) &&
+        luna_ctx_error_id(ctx) == LUNA_ERROR_FEATURE_LARGE && strstr(luna_error(ctx), "features[5]"),
+        "a whole pass reads 1e15: %s", luna_error(ctx));
   CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") &&
         strstr(luna_stream_error(a), "features"),
         "a token in a stream of features: %s", luna_stream_error(a));
   CHECK(!luna_stream_step_features(of_tokens, scale) && strstr(luna_stream_error(of_tokens), "luna_stream_step or"),
         "features in a stream of tokens: %s", luna_stream_error(of_tokens));
+  /* weights that are too large: the logits are given, and the sentence says what they are */
+  luna_tensor *last = luna_params_at(detector.params, luna_params_tensor_count(detector.params) - 1, NULL);
+  float *weights = common_floats(luna_count(last));
+  for (int64_t i = 0; i < luna_count(last); i++) weights[i] = INFINITY;
+  luna_write(last, weights);
+  free(weights);
+  luna_stream *c = luna_stream_open(&detector, NULL);
+  const float good[3] = {1, 0, 2}, *y = luna_stream_step_features(c, good);
+  CHECK(y && !isfinite(y[0]) && luna_stream_error_id(c) == LUNA_ERROR_STREAM_NOT_FINITE, "Inf is an answer: %s",
+        luna_stream_error(c));
+  luna_stream_close(c);
   luna_stream_close(of_tokens), luna_stream_close(a), luna_stream_close(b);
   luna_close(ctx);
 }

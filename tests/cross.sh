@@ -16,7 +16,7 @@ s390x     | s390x-linux-gnu-gcc        | -static -DTEST_QUICK=1             | qe
 aarch64   | aarch64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qemu-aarch64 |
 armhf     | arm-linux-gnueabihf-gcc    | -static -DTEST_QUICK=1 -D_FILE_OFFSET_BITS=64 | qemu-arm    |
 riscv64   | riscv64-linux-gnu-gcc      | -static -DTEST_QUICK=1             | qemu-riscv64 |
-i686      | i686-linux-gnu-gcc         | -static -msse2 -mfpmath=sse        |             |
+i686      | i686-linux-gnu-gcc         | -static -msse2 -mfpmath=sse -fsanitize=undefined -fsanitize-undefined-trap-on-error |  |
 musl      | musl-gcc                   | -static                            |             |
 windows   | x86_64-w64-mingw32-gcc     | -static -D__USE_MINGW_ANSI_STDIO=1 | wine        |
 windows-vc | x86_64-w64-mingw32-gcc    | -static -D__USE_MINGW_ANSI_STDIO=1 -DLUNAI_MSVC -D_M_X64 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mxsave | wine |
