@@ -85,7 +85,8 @@ export class Browser {
     rmSync(profile, { recursive: true, force: true });
     mkdirSync(profile, { recursive: true });
     const flags = ['--headless=new', '--no-sandbox', '--disable-gpu', '--no-first-run', '--remote-debugging-pipe',
-      '--disable-background-timer-throttling', '--disable-renderer-backgrounding', `--user-data-dir=${profile}`];
+      '--disable-background-timer-throttling', '--disable-renderer-backgrounding', `--user-data-dir=${profile}`,
+      'about:blank'];
     b.process = spawn(name, flags, { stdio: ['ignore', 'ignore', 'ignore', 'pipe', 'pipe'] });
     Object.assign(b, { profile, folder: resolve(folder), next: 1, downloads: [] });
     b.waiting = new Map(), b.heard = new Map();
