@@ -5,7 +5,7 @@
      await page.go('file:///...');
      await page.run('1 + 1');                              a value of the page; promises are awaited
      page.errors                                           what the console had of them
-     await browser.tasks(work);                            milliseconds of CPU of the pages' tasks while work() goes on
+     await browser.tasks(work);                            milliseconds of CPU of its tasks while work() goes on
      await browser.close(); */
 import { spawn, spawnSync } from 'node:child_process';
 import { mkdirSync, rmSync, writeFileSync } from 'node:fs';
@@ -85,7 +85,8 @@ export class Browser {
     rmSync(profile, { recursive: true, force: true });
     mkdirSync(profile, { recursive: true });
     const flags = ['--headless=new', '--no-sandbox', '--disable-gpu', '--no-first-run', '--remote-debugging-pipe',
-      '--disable-background-timer-throttling', '--disable-renderer-backgrounding', `--user-data-dir=${profile}`];
+      '--disable-background-timer-throttling', '--disable-renderer-backgrounding', `--user-data-dir=${profile}`,
+      'about:blank'];
     b.process = spawn(name, flags, { stdio: ['ignore', 'ignore', 'ignore', 'pipe', 'pipe'] });
     Object.assign(b, { profile, folder: resolve(folder), next: 1, downloads: [] });
     b.waiting = new Map(), b.heard = new Map();
@@ -128,7 +129,8 @@ export class Browser {
     await page.look({ width, height, dark });
     return page;
   }
-  /* Of the pages' main threads: what other programs do on this machine does not count, as it does in long tasks. */
+  /* Of the main thread of the page that was opened in this or an earlier call: what other programs do on this machine
+     does not count, as it does in long tasks, nor do Chromium's own pages. */
   async tasks(work) {
     const events = [], categories = ['toplevel', 'disabled-by-default-devtools.timeline', 'devtools.timeline'];
     const complete = new Promise((done) => this.heard.set(undefined, (method, { value }) => {
@@ -141,9 +143,9 @@ export class Browser {
       await complete;
     }
     const thread = (event) => event.pid + '/' + event.tid;
-    const main = new Set(events.filter((event) => event.name === 'thread_name' &&
-      event.args.name === 'CrRendererMain').map(thread));
-    return events.filter((event) => event.name.endsWith('RunTask') && main.has(thread(event)))
+    const parsed = events.find((event) => event.name === 'ParseHTML' && event.args.beginData?.url?.startsWith('file:'));
+    if (parsed) this.main = thread(parsed);
+    return events.filter((event) => event.name.endsWith('RunTask') && thread(event) === this.main)
       .map((event) => (event.tdur || 0) / 1000);
   }
   async close() {
