@@ -143,8 +143,8 @@ export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(PROGRAMS) $(SCRIPTS) tests/convert.sh \
-	  tests/torch.sh tests/install.sh
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(BUILD)/tests/private tests/convert.sh $(SCRIPTS) \
+	  tests/torch.sh tests/install.sh $(filter-out %/private,$(PROGRAMS))
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'
