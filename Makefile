@@ -65,6 +65,15 @@ NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-u
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER -DLUNA_NO_SIMD
 
+# $(call build,COMPILER AND FLAGS,LIBRARIES): the target, made beside its place and moved there when it is whole, so
+# that two builds of one folder do no harm to each other. Its time is when its compilation began: what changes during
+# it is newer.
+define build
+@echo "$(1) -o $@ $(2)"
+@new=$@.new.$$$$; mkdir -p $$new && : >$$new.time && $(1) -o $$new/$(@F) $(2) && touch -r $$new.time $$new/* && \
+  mv -f $$new/* $(@D); status=$$?; rm -rf $$new $$new.time; exit $$status
+endef
+
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
 
@@ -83,55 +92,49 @@ install: $(BUILD)/luna.o
 programs: $(EXAMPLES) $(PROGRAMS) $(BUILD)/mcu/models
 
 # Examples, and the tests that look at nothing private, share one compiled implementation; LUNAI_IMPLEMENTED says that
-# they have it. Its time is when its compilation began: a luna.h that changes during it is newer, and structs that
-# differ are never linked.
+# they have it.
 $(BUILD)/luna.o: luna.h
-	@mkdir -p $(BUILD)
-	@printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$(BUILD)/luna.c
-	$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c -o $@
-	@touch -r $(BUILD)/luna.c $@
+	@mkdir -p $(BUILD) && printf '#define LUNA_IMPLEMENTATION\n#include "luna.h"\n' >$@.$$PPID.c
+	@mv $@.$$PPID.c $(BUILD)/luna.c
+	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $(BUILD)/luna.c)
 
 $(BUILD)/%: examples/%.c $(BUILD)/luna.o $(wildcard examples/*.h)
-	@rm -f $@
-	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 # what exported models are compared with
 $(BUILD)/mcu/models: examples/mcu/models.c $(BUILD)/luna.o
-	@mkdir -p $(BUILD)/mcu && rm -f $@
-	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 $(PUBLIC): $(BUILD)/tests/%: tests/%.c $(BUILD)/luna.o $(wildcard tests/*.h)
-	@mkdir -p $(BUILD)/tests && rm -f $@
-	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. $< $(BUILD)/luna.o,$(LIBS))
 
 $(BUILD)/arena $(BUILD)/lra $(BUILD)/mpi/lra $(BUILD)/tests/golden $(BUILD)/tests/attentions $(BUILD)/tests/lra: \
   $(wildcard examples/attentions/*.h)
 $(BUILD)/tests/lra: examples/lra.c $(wildcard examples/*.h)
+$(BUILD)/tests/private: $(CHAPTERS:%=tests/%.c)
+# these take longer to compile than to run
+$(addprefix $(BUILD)/tests/,gradients only_stream fuzz_safetensors cuda.o cuda_device.o): CFLAGS += -O1
 
 $(BUILD)/tests/%: tests/%.c luna.h $(wildcard tests/*.h)
-	@mkdir -p $(BUILD)/tests && rm -f $@
-	$(CC) $(CFLAGS) $(WARN) -I. $< -o $@ $(LIBS)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -I. $<,$(LIBS))
 
 $(BUILD)/tests/cuda_device.o: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cuda_device.h tests/cuda_host.h
-	@mkdir -p $(BUILD)/tests
-	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $< -o $@
+	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -Wno-unused-function -I. -x c++ -c $<)
 
 $(BUILD)/tests/cuda.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
-	@mkdir -p $(BUILD)/tests
-	$(CC) $(CFLAGS) $(WARN) -I. -c $< -o $@
+	$(call build,$(CC) $(CFLAGS) $(WARN) -I. -c $<)
 
-$(BUILD)/tests/cuda_small.o: tests/cuda.c $(wildcard tests/*.h) tests/golden.c tests/features.c $(BUILD)/luna.o
-	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $< -o $@
+$(BUILD)/tests/cuda_small.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/golden.c tests/features.c
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $<)
 
 $(BUILD)/tests/cuda_small: $(BUILD)/tests/cuda_small.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
-	$(CXX_HERE) $(CFLAGS) $^ -o $@ $(LIBS)
+	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
 
 $(BUILD)/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_device.o
-	$(CXX_HERE) $(CFLAGS) $^ -o $@ $(LIBS)
+	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
 
 $(BUILD)/tests/cuda_host_check: tests/cuda_host_check.cpp tests/cuda_host.h tests/test.h $(BUILD)/luna.o
-	@mkdir -p $(BUILD)/tests
-	$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -I. -Itests $< $(BUILD)/luna.o -o $@ $(LIBS)
+	$(call build,$(CXX_HERE) -std=c++17 $(CFLAGS) $(WARN) -I. -Itests $< $(BUILD)/luna.o,$(LIBS))
 
 test-all:
 	@$(MAKE) --no-print-directory TEST_FULL=1 test
@@ -140,8 +143,8 @@ export TEST_FULL
 test:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/tests/%)
 	@$(if $(HOST),,echo "$(CXX_HERE) is not here: the tests of luna_cuda.cuh are skipped")
-	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(PROGRAMS) $(SCRIPTS) tests/convert.sh \
-	  tests/torch.sh tests/install.sh
+	@BUILD=$(BUILD) CC='$(CC)' JOBS=$(JOBS) sh tests/run.sh $(ONCE) $(BUILD)/tests/private tests/convert.sh $(SCRIPTS) \
+	  tests/torch.sh tests/install.sh $(filter-out %/private,$(PROGRAMS))
 
 sanitize:
 	-@$(MAKE) -k -j$(JOBS) programs $(HOST:%=$(BUILD)/asan/tests/%) BUILD=$(BUILD)/asan CFLAGS='$(ASAN)'

@@ -399,8 +399,8 @@ static void causality_check_state(int64_t rows, int64_t position) {
       run_luna(&c, kernels, 1, false);
       if (t < 0) continue;
       for (int i = 0; i < STATE; i++) kept = kept && isfinite(c.mean_ka[i]) && isfinite(c.mean_av[i]);
-      CHECK(same(before, after, size) && kept, "%s: from token %lld on, %d rows: token %d of one sequence, odd in way %d, "
-            "reached another", kernels_name, (long long)position, (int)rows, (int)t, kind);
+      CHECK(same(before, after, size) && kept, "%s: from token %lld on, %d rows: token %d of one sequence, odd in way "
+            "%d, reached another", kernels_name, (long long)position, (int)rows, (int)t, kind);
       CHECK(same(before + size, after + size, t * DIM), "%s: from token %lld on, %d rows: token %d, odd in way %d, "
             "reached an earlier one", kernels_name, (long long)position, (int)rows, (int)t, kind);
     }

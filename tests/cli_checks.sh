@@ -50,7 +50,7 @@ interrupted() {
   "$build/$program" "$@" >out 2>err &
   pid=$!
   while ! grep -q -- "$words" out && [ $tries -lt 300 ]; do sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done
-  sleep 1
+  sleep 0.2 2>/dev/null || sleep 1
   kill -INT $pid
   wait $pid
 }

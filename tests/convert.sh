@@ -38,7 +38,7 @@ for line in iter(sys.stdin.readline, ""):
     if child == 0:
         sys.argv = line.rstrip("\n").split("\t")
         for number, name in enumerate(("out", "err"), 1):
-            os.dup2(os.open(os.environ["WORK"] + "/script." + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
+            os.dup2(os.open(os.environ["WORK"] + "/script." + name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit(0)
     print(os.WEXITSTATUS(os.waitpid(child, 0)[1]), flush=True)

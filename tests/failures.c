@@ -1,5 +1,5 @@
-/* Memory that ends: every allocation of every job is made to fail in turn. The call says so and changes nothing; made
-   again, it goes on with the bits of one that never failed. */
+/* Memory that ends: every allocation of every job, without TEST_FULL one in four, is made to fail in turn. The call says
+   so and changes nothing; made again, it goes on with the bits of one that never failed. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -103,6 +103,7 @@ static void check_failures(const job *j, luna_status (*more)(job_run *r, uint64_
   for (int once = 0; once < 2; once++) /* all from the k-th on; the k-th alone */
     for (int64_t k = 0; k < total; k += EVERY) {
       outcome got;
+      if (!test_due((int)(k + total))) continue;
       memset(&g, 0, sizeof g);
       g.fail_from = k;
       g.fail_to = once ? k + 1 : INT64_MAX;

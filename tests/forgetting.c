@@ -884,7 +884,7 @@ int main(void) {
   static const char *const ops[16] = {"one_row", "lengths", "heads", "one_slot", "tied", "slots", "never", "seldom",
                                       "clamped", "edge", "mixed", "horizon_1", "horizon_2", "horizon_7", "horizon_64",
                                       "horizon_100"};
-  const bool full = getenv("TEST_FULL") != NULL;
+  const bool full = test_full();
   for (int i = 0; i < 16; i++) check_op_file(ops[i]);
   for (int i = 0; i < MODELS; i++) check_model_file(model_names[i]);
   check_sizes();

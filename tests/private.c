@@ -1,5 +1,5 @@
-/* The chapters that look at luna.h's private parts, over one compiled implementation of it. Each is a program by itself,
-   too: build/tests/gemm.
+/* The chapters that look at luna.h's private parts, over one compiled implementation of it. Each is a program by
+   itself, too: build/tests/gemm.
      private [CHAPTER]     runs them all, or one */
 #define main vectors_main
 #include "vectors.c"                 /* first: it adds to every pass */
@@ -25,8 +25,8 @@
 
 int main(int argc, char **argv) {
   static const struct { const char *name; int (*run)(void); } chapters[] = {
-    {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main}, {"elementwise", elementwise_main},
-    {"gemm", gemm_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
+    {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main},
+    {"elementwise", elementwise_main}, {"gemm", gemm_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
   };
   int passed = 0, failed = 0;
   for (size_t i = 0; i < sizeof chapters / sizeof chapters[0]; i++) {

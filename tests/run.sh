@@ -1,7 +1,8 @@
 #!/bin/sh
-# run.sh PROGRAM...: runs them, JOBS at a time (at most four; without it as many as there are cores), shows what each has
-# printed when it ends, and adds up the last lines, "name: N passed, N failed". A program that ends without such a line
-# counts as one failed and is named. RUNNER: what runs a program of another machine.
+# run.sh PROGRAM...: runs them, JOBS at a time (at most four; without it as many as there are cores), shows what each
+# has printed when it ends, and adds up the last lines, "name: N passed, N failed". A program that ends without such a
+# line counts as one failed and is named. Another run.sh in the same folder waits: the programs write files there.
+# RUNNER: what runs a program of another machine.
 build=${BUILD:-build}
 log_of() { echo "$build/logs/$(echo "$1" | tr / _).log"; }
 
@@ -20,6 +21,18 @@ fi
 jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)}
 [ "$jobs" -le 4 ] || jobs=4
 xargs -P 1 true </dev/null 2>/dev/null || jobs=           # this xargs knows no -P: one at a time
+mkdir -p "$build" || exit 1
+lock=$build/running told=
+until mkdir "$lock" 2>/dev/null; do
+  other=$(cat "$lock/process" 2>/dev/null)
+  if [ -n "$other" ] && ! kill -0 "$other" 2>/dev/null; then rm -rf "$lock"; continue; fi # it was killed
+  [ -n "$told" ] || echo "other tests run in $build (process $other): waiting for them"
+  told=1
+  sleep 1
+done
+echo $$ >"$lock/process"
+trap 'rm -rf "$lock"' EXIT
+trap 'exit 1' HUP INT TERM
 rm -rf "$build/logs"
 mkdir -p "$build/logs"
 printf '%s\n' "$@" | xargs ${jobs:+-P "$jobs"} -I '{}' sh "$0" --one '{}'

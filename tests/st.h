@@ -1,5 +1,5 @@
-/* A safetensors file as the tests read it, without luna.h's reader: those of tests/data, and what luna.h writes. Include
-   it after common.h. */
+/* A safetensors file as the tests read it, without luna.h's reader: those of tests/data, and what luna.h writes.
+   Include it after common.h. */
 #ifndef ST_H
 #define ST_H
 
@@ -89,8 +89,12 @@ static bool st_look(const st_file *s, const char *name, bool pair, st_item *item
     if (item->is_pair == pair && strcmp(item->name, name) == 0) return true;
   return false;
 }
-TEST_UNUSED static bool st_find(const st_file *s, const char *name, st_item *tensor) { return st_look(s, name, false, tensor); }
-TEST_UNUSED static bool st_meta(const st_file *s, const char *key, st_item *pair) { return st_look(s, key, true, pair); }
+TEST_UNUSED static bool st_find(const st_file *s, const char *name, st_item *tensor) {
+  return st_look(s, name, false, tensor);
+}
+TEST_UNUSED static bool st_meta(const st_file *s, const char *key, st_item *pair) {
+  return st_look(s, key, true, pair);
+}
 /* bytes: of the file, which are to stay; returns null, or what is wrong */
 TEST_UNUSED static const char *st_open(st_file *s, const uint8_t *bytes, size_t size) {
   uint64_t header = 0;
