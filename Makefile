@@ -6,10 +6,13 @@
 #                            DESTDIR before it
 #   make test                everything that is checked; last line: N passed, N failed
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
-#   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
+#   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="safetensors trainer": these rows
+#                            of tests/cross.sh, these tests
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
-#   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
+#   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang), FUZZ_FLAGS: of libFuzzer; make
+#                            test replays it and a few hundred mutations
+#   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
 #                            build/bench.json
@@ -43,6 +46,7 @@ NAMES = $(filter-out bench_% cuda mpi%,$(patsubst tests/%.c,%,$(wildcard tests/*
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh
+SCRIPTS += tests/long_line.sh
 PUBLIC_C = $(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c)
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
@@ -58,7 +62,9 @@ NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=s
 NVCC_ARCHS += -gencode arch=compute_90,code=compute_90
 NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
-FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER -DLUNA_NO_SIMD
+# comparisons are not traced: the mutations know the format, and it takes a third of the time
+FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-coverage=trace-cmp -fno-sanitize-recover=all \
+  -DFUZZ_LIBFUZZER
 
 run: $(BUILD)/lm
 	$(BUILD)/lm train $(TEXT) --out $(BUILD)/lm.safetensors
@@ -130,7 +136,7 @@ sanitize:
 	  $(BUILD)/tsan/tests/threads $(SCRIPTS)
 
 cross:
-	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
+	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' TESTS='$(TESTS)' JOBS=$(JOBS) sh tests/cross.sh
 
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
@@ -144,7 +150,11 @@ $(BUILD)/fuzz/fuzz_safetensors: tests/fuzz_safetensors.c luna.h $(wildcard tests
 
 fuzz: $(BUILD)/fuzz/fuzz_safetensors
 	@mkdir -p $(BUILD)/fuzz/corpus && cp tests/data/fuzz/* $(BUILD)/fuzz/corpus
-	$< -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -artifact_prefix=$(BUILD)/fuzz/ $(BUILD)/fuzz/corpus
+	$< -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -artifact_prefix=$(BUILD)/fuzz/ $(FUZZ_FLAGS) \
+	  $(BUILD)/fuzz/corpus
+
+fuzz-coverage:
+	@BUILD=$(BUILD) sh tests/fuzz_coverage.sh $(if $(wildcard $(BUILD)/fuzz/corpus),$(BUILD)/fuzz/corpus,tests/data/fuzz)
 
 size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
@@ -239,5 +249,5 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test sanitize cross golden headers fuzz size bench arena compare cuda cuda-test \
-  cuda-bench mpi mpi-test mpi-bench web web-test clean
+.PHONY: run examples install programs test sanitize cross golden headers fuzz fuzz-coverage size bench arena compare \
+  cuda cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean
