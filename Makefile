@@ -7,10 +7,13 @@
 #   make test                what finds most, in two minutes; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
-#   make cross               tests on other machines, emulated; ROWS="s390x musl": these rows of tests/cross.sh
+#   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="safetensors trainer": these rows
+#                            of tests/cross.sh, these tests
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
-#   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang); make test only replays it
+#   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang), FUZZ_FLAGS: of libFuzzer; make
+#                            test replays it and a few hundred mutations
+#   make fuzz-coverage       the lines of each chapter of luna.h that its corpus runs (gcc, gcov)
 #   make mcu                 exports a model and runs it on microcontrollers in qemu: examples/mcu; STEPS=10000
 #   make size                object sizes by build switch; a streaming detector's program, weights and memory
 #   make bench               speed, as shares of this machine's peak: tests/bench_*.c, under 3 minutes; rows also in
@@ -47,7 +50,7 @@ NAMES = $(filter-out bench_% cuda mpi% $(CHAPTERS),$(patsubst tests/%.c,%,$(wild
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
-  tests/export.sh
+  tests/export.sh tests/long_line.sh
 PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
 PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
@@ -63,7 +66,9 @@ NVCC_ARCHS = -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=s
 NVCC_ARCHS += -gencode arch=compute_90,code=compute_90
 NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
-FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DFUZZ_LIBFUZZER -DLUNA_NO_SIMD
+# comparisons are not traced: the mutations know the format, and it takes a third of the time
+FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-coverage=trace-cmp -fno-sanitize-recover=all \
+  -DFUZZ_LIBFUZZER
 
 # $(call build,COMPILER AND FLAGS,LIBRARIES): the target, made beside its place and moved there when it is whole, so
 # that two builds of one folder do no harm to each other. Its time is when its compilation began: what changes during
@@ -156,7 +161,7 @@ mcu: $(BUILD)/export $(BUILD)/mcu/models
 	@BUILD=$(BUILD) CC='$(CC)' STEPS=$(STEPS) sh examples/mcu/mcu.sh
 
 cross:
-	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' JOBS=$(JOBS) sh tests/cross.sh
+	@BUILD=$(BUILD) MAKE='$(MAKE)' ROWS='$(ROWS)' TESTS='$(TESTS)' JOBS=$(JOBS) sh tests/cross.sh
 
 golden: $(BUILD)/tests/golden
 	$(BUILD)/tests/golden $(DIR)
@@ -170,7 +175,11 @@ $(BUILD)/fuzz/fuzz_safetensors: tests/fuzz_safetensors.c luna.h $(wildcard tests
 
 fuzz: $(BUILD)/fuzz/fuzz_safetensors
 	@mkdir -p $(BUILD)/fuzz/corpus && cp tests/data/fuzz/* $(BUILD)/fuzz/corpus
-	$< -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -artifact_prefix=$(BUILD)/fuzz/ $(BUILD)/fuzz/corpus
+	$< -max_total_time=$(FUZZ_SECONDS) -max_len=16384 -timeout=20 -artifact_prefix=$(BUILD)/fuzz/ $(FUZZ_FLAGS) \
+	  $(BUILD)/fuzz/corpus
+
+fuzz-coverage:
+	@BUILD=$(BUILD) sh tests/fuzz_coverage.sh $(if $(wildcard $(BUILD)/fuzz/corpus),$(BUILD)/fuzz/corpus,tests/data/fuzz)
 
 size:
 	@BUILD=$(BUILD) CC='$(CC)' sh tests/size.sh
@@ -265,5 +274,6 @@ web-test: web
 clean:
 	rm -rf build $(BUILD)
 
-.PHONY: run examples install programs test test-all mcu sanitize cross golden headers fuzz size bench arena compare \
+.PHONY: run examples install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage size bench \
+  arena compare \
   cuda cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean

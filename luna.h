@@ -340,7 +340,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
     "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
   X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
-    "luna_profile_write") \
+    "luna_profile_resume and luna_profile_write") \
   X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
   /* ops */ \
   X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
@@ -814,11 +814,13 @@ LUNA_API const char *luna_graph_reason(const luna_graph *graph);
    what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
    computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
    on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
-   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; what it needs (40 KB)
-   stays until luna_close. Off, it costs one comparison an op. */
+   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; after its end it may be
+   resumed, which leaves out what ran between. What it needs (40 KB) stays until luna_close. Off, it costs one
+   comparison an op. */
 typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
 LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
 LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_resume(luna_ctx *ctx);
 LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
                                         void (*write)(void *user, const char *text), void *user);
 #endif
@@ -11845,6 +11847,15 @@ LUNA_API luna_status luna_profile_end(luna_ctx *ctx) {
   if (!ctx->profile) return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_end");
   ctx->profile->seconds = lunai_profile_clock(ctx) - ctx->profile->start;
   ctx->profile = NULL;
+  return LUNA_OK;
+}
+
+LUNA_API luna_status luna_profile_resume(luna_ctx *ctx) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!ctx->profiled || ctx->profile)
+    return lunai_fail_status(ctx, LUNA_ERROR_NO_PROFILE, "luna_profile_resume");
+  ctx->profile = ctx->profiled;
+  ctx->profile->start = lunai_profile_clock(ctx) - ctx->profile->seconds;
   return LUNA_OK;
 }
 

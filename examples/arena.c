@@ -131,7 +131,7 @@ static bool contest_open(contest *c, const row *r, int64_t n, bool writer) {
   if (writer ? luna_lm_init(&c->lm, c->params, &lm) : luna_classifier_init(&c->classifier, c->params, &classifier))
     return failed(c->ctx), false;
   c->sgd = luna_sgd(c->params, &(luna_optimizer_config){ .lr = (float)set.lr });
-  return true;
+  return c->sgd || (failed(c->ctx), false);
 }
 static void contest_close(contest *c) {
   luna_close(c->ctx);
@@ -181,7 +181,8 @@ static int measure(const row *r, const contents *text, int64_t n, bool writer, d
   contest c;
   if (!bytes) return fail("out of memory");
   for (int64_t i = 0; i <= n; i++) bytes[i] = text->data[i % text->size];
-  bool fine = contest_open(&c, r, n, writer);
+  const bool opened = contest_open(&c, r, n, writer);
+  bool fine = opened;
   const double begun = seconds();
   double best = 1e30, last = 0, now = begun;
   for (int64_t i = 0; fine && i <= set.steps && (i == 0 || now - begun + last < allowed); i++) {
@@ -193,7 +194,7 @@ static int measure(const row *r, const contents *text, int64_t n, bool writer, d
   }
   out->rate = 1 / (best > 1e-9 ? best : 1e-9);
   out->bytes = (double)luna_memory(c.ctx).peak;
-  if (!fine) failed(c.ctx);
+  if (opened && !fine) failed(c.ctx);
   contest_close(&c);
   free(bytes);
   return fine ? 0 : 2;
@@ -397,6 +398,7 @@ static int ablation(const variant *v, const contents *text) {
               .pre_norm = true } } };
   if (luna_classifier_init(&model, params, &c) != LUNA_OK) return failed(ctx);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 1e-3f });
+  if (!adam) return failed(ctx);
   begun = seconds();
   for (int64_t i = 0; i < steps; i++) {
     windows(text, false, i, tokens, labels);
@@ -411,7 +413,7 @@ static int ablation(const variant *v, const contents *text) {
     luna_begin_inference(ctx);
     luna_tensor *out = luna_classifier_forward(&model, &input);
     loss += (double)luna_item(luna_cross_entropy(out, labels)) / HELD;
-    if (luna_read(out, logits) != LUNA_OK) return failed(ctx);
+    if (!isfinite(loss) || luna_read(out, logits) != LUNA_OK) return failed(ctx);
     for (int b = 0; b < BATCH; b++) right += (logits[2 * b + 1] > logits[2 * b]) == labels[b];
   }
   printf("| %s | %.3f | %.1f%% | %.1f | %.1f |\n", v->title, loss, 100 * right / (HELD * BATCH), rate, bytes / 1e6);

@@ -100,16 +100,16 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
 TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count,
                      double *loss) {
-  float *logits = (float *)malloc((size_t)(set.batch * s->classes) * sizeof(float));
+  float *logits = (float *)grow(NULL, set.batch * s->classes, sizeof(float));
   int64_t right = 0, seen;
   *loss = 0;
-  for (int64_t at = 0; logits && at < count; at += set.batch) {
+  for (int64_t at = 0; at < count; at += set.batch) {
     batch b = batch_at(s, first, count, at);
     seen = count - at < set.batch ? count - at : set.batch;
     luna_begin_inference(ctx);
     luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
     *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)seen / (double)count;
-    if (luna_read(out, logits) != LUNA_OK) return free(logits), -1;
+    if (!isfinite(*loss) || luna_read(out, logits) != LUNA_OK) return free(logits), -1;
     for (int64_t i = 0; i < b.count; i++) {
       int32_t best = 0;
       for (int32_t c = 1; c < s->classes; c++)
@@ -119,13 +119,13 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
   }
   free(logits);
   const double all = rank_total((double)right);
-  return logits && isfinite(*loss) && isfinite(all) ? all / (double)count : -1;
+  return isfinite(all) ? all / (double)count : -1;
 }
 
 /* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure. */
 TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count) {
-  double loss, since = seconds(), share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count,
-                                                   &loss);
+  double loss, since = progress_validates();
+  const double share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
   progress_validated(bar, since, loss);
   snprintf(bar->note, sizeof bar->note, "validation %.1f%%", 100 * share);
   return share;

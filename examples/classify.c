@@ -17,7 +17,8 @@
 #include "tokens.h"
 #include "classifier.h"
 
-#define LABELS 1000                  /* different labels, at most */
+#define LABELS 1000                  /* different labels, at most, */
+#define LABEL 1000                   /* and bytes of each */
 
 static struct settings set = {
   .out = "classify.safetensors",
@@ -92,8 +93,9 @@ static int read_lines(const char *path, bool training, int64_t *held) {
     number++;
     if (length == 0) continue;
     if (!tab || tab == next) return fail("%s: line %lld is not a label, a tab and a text", path, (long long)number);
-    if (memchr(next, 0, (size_t)(tab - next)))
-      return fail("%s: line %lld has a label with a zero byte", path, (long long)number);
+    if (tab - next > LABEL || memchr(next, 0, (size_t)(tab - next)))
+      return fail("%s: line %lld has a label of more than %d bytes, or with a zero byte", path, (long long)number,
+                  LABEL);
     int32_t label = label_of(next, tab - next, training);
     if (label < 0 && training) return fail("%s has more than %d labels", path, LABELS);
     if (label < 0) return fail("%s: line %lld has a label that the model does not know", path, (long long)number);
@@ -113,9 +115,9 @@ static luna_status remember(luna_params *params) {
   snprintf(value, sizeof value, "%lld", (long long)own.longest);
   if (status == LUNA_OK) status = luna_params_set(params, "classify.longest", value);
   for (int32_t i = 0; i < label_count && status == LUNA_OK; i++) {
-    char *label = (char *)calloc((size_t)labels[i].size + 1, 1);
-    if (!label) return LUNA_OUT_OF_MEMORY;
+    char *label = (char *)grow(NULL, labels[i].size + 1, 1);
     memcpy(label, labels[i].at, (size_t)labels[i].size);
+    label[labels[i].size] = 0;
     snprintf(key, sizeof key, "classify.label%d", (int)i);
     status = luna_params_set(params, key, label);
     free(label);
@@ -201,7 +203,8 @@ static int predict(luna_ctx *ctx, const char **words) {
     if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
     int32_t best = 0;
     for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;
-    printf("%.*s\t%.3f\n", (int)labels[best].size, (const char *)labels[best].at, (double)shares[best]);
+    put_label(labels[best].at, labels[best].size);
+    printf("\t%.3f\n", (double)shares[best]);
     fflush(stdout);
   }
   free(tokens), free(shares);

@@ -78,21 +78,48 @@ static struct settings {             /* the settings that many examples have */
 static const char *program = "example";
 static uint64_t flags_given;         /* bit i: row i of the flags was on the command line */
 
+static luna_ctx *profiled;           /* whose steps --profile times, until progress_end() */
 static luna_collective ranks = { .ranks = 1 }; /* of a training on several; its mode is what --parallel says */
+
+/* How many bytes make the next character, of UTF-8, that a terminal can show; 0: none. */
+TOOL int showable(const unsigned char *s, int64_t size) {
+  if (*s < 0x80) return *s == '\n' || *s == '\t' || (*s >= 32 && *s < 127);
+  int length = *s >= 0xC2 && *s < 0xE0 ? 2 : *s >= 0xE0 && *s < 0xF0 ? 3 : *s >= 0xF0 && *s < 0xF5 ? 4 : 0;
+  for (int i = 1; i < length; i++) if (i >= size || (s[i] & 0xC0) != 0x80) return 0;
+  bool strange = (*s == 0xC2 && s[1] < 0xA0) || (*s == 0xE0 && s[1] < 0xA0) || (*s == 0xED && s[1] > 0x9F) ||
+      (*s == 0xF0 && s[1] < 0x90) || (*s == 0xF4 && s[1] > 0x8F);
+  return strange ? 0 : length;
+}
+/* Text of a file as a terminal may have it: "?" for what it would obey or cannot show. */
+TOOL void put_shown(FILE *to, const void *text, int64_t size) {
+  const unsigned char *s = (const unsigned char *)text;
+  for (int64_t i = 0, n; i < size; i += n ? n : 1) {
+    n = s[i] < ' ' ? 0 : showable(s + i, size - i);
+    if (n) fwrite(s + i, 1, (size_t)n, to);
+    else fputc('?', to);
+  }
+}
+/* A label that was found, on stdout: its own bytes, but to a terminal. */
+TOOL void put_label(const void *text, int64_t size) {
+  if (on_terminal()) put_shown(stdout, text, size);
+  else fwrite(text, 1, (size_t)size, stdout);
+}
 
 /* Prints "program: sentence" and returns 2, which a command passes on. What fails on all ranks rank 0 reports, and ends
    the others while they wait. */
 TOOL int fail(const char *format, ...) {
+  char text[2048];
   va_list list;
 #ifdef EXAMPLE_MPI
   if (ranks.rank > 0) sleep(1);
 #endif
   va_start(list, format);
+  vsnprintf(text, sizeof text, format, list);
+  va_end(list);
   fflush(stdout);
   fprintf(stderr, "%s: ", program);
-  vfprintf(stderr, format, list);
+  put_shown(stderr, text, (int64_t)strlen(text));
   fprintf(stderr, "\n");
-  va_end(list);
   return 2;
 }
 
@@ -370,7 +397,6 @@ TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   const bool json = size > 5 && strcmp(set.profile + size - 5, ".json") == 0;
   FILE *file = fopen(set.profile, "w");
   if (!file) return fail("cannot write %s: %s", set.profile, strerror(errno));
-  luna_profile_end(ctx);
   luna_profile_write(ctx, json ? LUNA_PROFILE_JSON : LUNA_PROFILE_TABLE, write_text, file);
   return fclose(file) == 0 ? 0 : fail("cannot write %s: %s", set.profile, strerror(errno));
 }
@@ -405,10 +431,10 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   if (set.parallel) return fail("this program was built without MPI: make mpi builds one with it");
 #endif
   luna_ctx *ctx = luna_open(&options);
-  if (ctx && set.profile) luna_profile_begin(ctx);
+  profiled = set.profile ? ctx : NULL;
   int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
       c->run(ctx, words);
-  if (status == 0 && set.profile && ranks.rank == 0) status = write_profile(ctx);
+  if (status == 0 && set.profile && !profiled && ranks.rank == 0) status = write_profile(ctx);
   if (status == 0 && ranks.ranks > 1)
     printf("rank 0 of %d: at most %.1f MB of memory", ranks.ranks, megabytes(ctx));
   luna_close(ctx);
@@ -472,16 +498,6 @@ TOOL const unsigned char *next_line(contents file, int64_t *at, int64_t *length)
   *at += *length + 1;
   if (*length > 0 && line[*length - 1] == '\r') --*length;
   return line;
-}
-
-/* How many bytes make the next character, of UTF-8, that a terminal can show; 0: none. */
-TOOL int showable(const unsigned char *s, int64_t size) {
-  if (*s < 0x80) return *s == '\n' || *s == '\t' || (*s >= 32 && *s < 127);
-  int length = *s >= 0xC2 && *s < 0xE0 ? 2 : *s >= 0xE0 && *s < 0xF0 ? 3 : *s >= 0xF0 && *s < 0xF5 ? 4 : 0;
-  for (int i = 1; i < length; i++) if (i >= size || (s[i] & 0xC0) != 0x80) return 0;
-  bool strange = (*s == 0xC2 && s[1] < 0xA0) || (*s == 0xE0 && s[1] < 0xA0) || (*s == 0xED && s[1] > 0x9F) ||
-      (*s == 0xF0 && s[1] < 0x90) || (*s == 0xF4 && s[1] > 0x8F);
-  return strange ? 0 : length;
 }
 
 /* ---- memory that grows ------------------------------------------------------------------------------------------- */

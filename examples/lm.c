@@ -96,7 +96,9 @@ static double mean_carried_loss(luna_ctx *ctx, const luna_lm *model, text t, int
     n = window < t.size - 1 - at ? window : t.size - 1 - at;
     luna_begin_inference(ctx);
     luna_lm_state_continue(state);
-    sum += (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, 1, n)) * (double)n;
+    const double loss = (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, 1, n));
+    if (!(loss >= 0)) return (double)NAN;                  /* the next begin would clear the context's sentence */
+    sum += loss * (double)n;
   }
   return state ? sum / (double)(t.size - 1) : (double)NAN;
 }
@@ -110,19 +112,20 @@ static double mean_loss(luna_ctx *ctx, const luna_lm *model, text t, int64_t win
     if (rows > 16) rows = 16;
     if (rows == 0) rows = 1, n = t.size - 1 - at;          /* the rest at the end */
     luna_begin_inference(ctx);
-    sum += (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, rows, n)) * (double)(rows * n);
-    count += (double)(rows * n);
+    const double loss = (double)luna_item(loss_of(model, t.bytes + at, t.bytes + at + 1, rows, n));
+    if (!(loss >= 0)) return (double)NAN;                  /* likewise */
+    sum += loss * (double)(rows * n), count += (double)(rows * n);
     at += rows * n;
   }
   return sum / count;
 }
 
-/* Reads the prompt and writes `count` bytes (0: no end), into `out` or, as they are made, to stdout. False on
-   failure. */
-static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sampling, int64_t count,
-                     unsigned char *out) {
+/* Reads the prompt and writes `count` bytes (0: no end), into `out` or, as they are made, to stdout. Returns 0, or 2
+   after a sentence. */
+static int write_on(luna_ctx *ctx, const luna_lm *model, const text *prompt, luna_sampling sampling, int64_t count,
+                    unsigned char *out) {
   luna_stream *stream = luna_stream_open(model, NULL);
-  if (!stream) return false;
+  if (!stream) return failed(ctx);
   int32_t token = luna_sample(luna_stream_prefill(stream, &(luna_input){ prompt->bytes, NULL, 0, prompt->size, NULL }),
                               256, &sampling);
   for (int64_t i = 0; token >= 0 && (count == 0 || i < count); i++) {
@@ -130,17 +133,20 @@ static bool write_on(const luna_lm *model, const text *prompt, luna_sampling sam
     else if (putchar(token) == EOF || fflush(stdout) != 0) break;
     token = luna_sample(luna_stream_step(stream, &token), 256, &sampling);
   }
+  if (!out) putchar('\n');
+  const char *why = luna_stream_error(stream);
+  const int status = token >= 0 ? 0 : *why ? fail("%s", why) : failed(ctx);
   luna_stream_close(stream);
-  return token >= 0;
+  return status;
 }
 
-static bool show_sample(const char *when, const luna_lm *model, const text *prompt) {
+static int show_sample(luna_ctx *ctx, const char *when, const luna_lm *model, const text *prompt) {
   unsigned char shown[PROMPT + SAMPLE];
-  if (ranks.rank > 0) return true;
+  if (ranks.rank > 0) return 0;
   int64_t size = prompt->size + SAMPLE;
   for (int64_t i = 0; i < prompt->size; i++) shown[i] = (unsigned char)prompt->bytes[i];
   luna_sampling sampling = { .temperature = 0.8f, .seed = (uint64_t)set.seed };
-  if (!write_on(model, prompt, sampling, SAMPLE, shown + prompt->size)) return false;
+  if (write_on(ctx, model, prompt, sampling, SAMPLE, shown + prompt->size)) return 2;
   printf("\n---- %s: after %d bytes of the text, the model's own\n", when, (int)prompt->size);
   for (int64_t i = 0, n = 0; i < size; i += n ? n : 1) {
     n = showable(shown + i, size - i);
@@ -149,7 +155,7 @@ static bool show_sample(const char *when, const luna_lm *model, const text *prom
   }
   printf("\n----\n\n");
   fflush(stdout);
-  return true;
+  return 0;
 }
 
 /* ---- train ------------------------------------------------------------------------------------------------------- */
@@ -191,7 +197,7 @@ static bool save(const luna_optimizer *adam, luna_params *params) {
 
 /* The loss of the text kept back, in the progress line and the plot; NaN on failure. */
 static double validate(luna_ctx *ctx, const luna_lm *model, text held, int64_t max) {
-  double since = seconds(), loss = mean_loss(ctx, model, held, own.cut, max);
+  double since = progress_validates(), loss = mean_loss(ctx, model, held, own.cut, max);
   progress_validated(&bar, since, loss);
   snprintf(bar.note, sizeof bar.note, "validation %.3f", loss);
   return loss;
@@ -250,6 +256,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   const phrase mark = text_mark(all);
   int64_t begin = 0;
   if (set.resume && take_training(ctx, path, mark.text, &begin)) return 2;
+  if (begin == set.steps) return training_finished();
   own.cut = own.window < t.size ? own.window : t.size - 1;
   if (own.cut < own.window) printf("windows cut to %lld bytes: the text is short\n", (long long)own.cut);
 
@@ -267,6 +274,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 1000 ? set.steps / 10 : 100,
                   .total = set.steps, .floor = 0.05f }
   });
+  if (!adam) return failed(ctx);
   printf("%s: %lld bytes to learn from, %lld to validate on; %lld parameters\n", path, (long long)t.size,
          (long long)held.size, (long long)luna_params_element_count(params));
   if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
@@ -275,7 +283,8 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if ((set.save_every || set.resume) && luna_params_set(params, "lm.text", mark.text) != LUNA_OK) return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
-  if (!adam || !(first >= 0) || !show_sample("before the first step", &model, &prompt)) return failed(ctx);
+  if (!(first >= 0)) return failed(ctx);
+  if (show_sample(ctx, "before the first step", &model, &prompt)) return 2;
 
   int32_t *bytes = (int32_t *)malloc((size_t)(2 * set.batch * own.cut) * sizeof(int32_t));
   if (!bytes) return fail("out of memory");
@@ -291,11 +300,11 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
   if (luna_optimizer_skipped(adam))
     printf("%lld steps skipped, their gradients were not finite\n", (long long)luna_optimizer_skipped(adam));
 
-  if (!show_sample("after the last step", &model, &prompt)) return failed(ctx);
-  if (plot(&bar, path)) return 2;
+  if (!(last >= 0)) return failed(ctx);
+  if (show_sample(ctx, "after the last step", &model, &prompt) || plot(&bar, path)) return 2;
   printf("%s: %lld steps in %.0f s and %.1f MB, validation loss %.3f -> %.3f nats, %.3f -> %.3f bits per byte\n",
          set.out, (long long)(bar.step - begin), took, megabytes(ctx), first, last, first / LN2, last / LN2);
-  return last >= 0 ? 0 : failed(ctx);
+  return 0;
 }
 
 static int train(luna_ctx *ctx, const char **words) {
@@ -327,10 +336,9 @@ static int generate(luna_ctx *ctx, const char **words) {
   printf("%s", begin);
   luna_sampling sampling = { .temperature = (float)own.temperature, .top_k = (int32_t)own.top_k,
                             .seed = (uint64_t)set.seed };
-  bool fine = write_on(&model, &prompt, sampling, own.bytes, NULL);
+  const int status = write_on(ctx, &model, &prompt, sampling, own.bytes, NULL);
   free(prompt.bytes);
-  printf("\n");
-  if (!fine) return failed(ctx);
+  if (status) return status;
   return fflush(stdout) == 0 && !ferror(stdout) ? 0 : fail("cannot write the text: %s", strerror(errno));
 }
 

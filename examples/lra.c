@@ -360,7 +360,7 @@ static int resume_training(luna_ctx *ctx, int64_t *step) {
 /* Measures the model and keeps it when it is the best so far. */
 static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   const int64_t held = s->held < QUICK ? s->held : QUICK;
-  double loss, since = seconds(), share = accuracy(ctx, NULL, s, s->training, held, &loss);
+  double loss, since = progress_validates(), share = accuracy(ctx, NULL, s, s->training, held, &loss);
   if (share < 0) return failed(ctx);
   progress_validated(&bar, since, loss);
   snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * share);
@@ -455,6 +455,7 @@ static int train(luna_ctx *ctx, const char **words) {
   if (task_find(words[0]) || (set.resume && resume_training(ctx, &begin))) return 2;
   if (!set.resume) choose_settings();
   if (name_run()) return 2;
+  if (begin == set.steps) return training_finished();
   use_data_flags();
   int status = task_open(&s, own.data, own.valid, false);
   s.logits = logits;

@@ -73,8 +73,8 @@ static luna_tensor *loss_of(const luna_masked_lm *model, contents text, int64_t 
 }
 
 static double validate(luna_ctx *ctx, const luna_masked_lm *model, contents held) { /* the mean loss; NaN on failure */
-  double sum = 0, since = seconds();
-  for (int64_t i = 0; i < 16; i++)
+  double sum = 0, since = progress_validates();
+  for (int64_t i = 0; i < 16 && sum >= 0; i++)             /* a begin would clear the context's sentence */
     luna_begin_inference(ctx), sum += (double)luna_item(loss_of(model, held, -1 - i)) / 16;
   progress_validated(&bar, since, sum);
   snprintf(bar.note, sizeof bar.note, "validation %.3f", sum);
@@ -168,7 +168,9 @@ static double accuracy(luna_ctx *ctx, const luna_classifier *model, const data *
   return right / (double)(d->count / 10);
 }
 
-static void report(void *user, const char *name, const char *why) { printf("  %s %s\n", name, why), (void)user; }
+static void report(void *user, const char *name, const char *why) {
+  printf("  "), put_shown(stdout, name, (int64_t)strlen(name)), printf(" %s\n", why), (void)user;
+}
 
 /* A classifier with the given encoder, its weights from a checkpoint or, null, from scratch. Returns 0, or 2 after a
    sentence. */

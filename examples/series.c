@@ -23,6 +23,7 @@
 
 #define CLASSES 1000                 /* at most */
 #define COLUMNS 4096                 /* of a file, at most */
+#define WORD 1000                    /* bytes of a class and of a column's name, at most */
 
 static struct settings set = {
   .out = "series.safetensors",
@@ -188,6 +189,8 @@ static int read_case(const char *path, const unsigned char *line, int64_t length
       from = to + 1;
     }
   }
+  if (!own.forecast && !data.classless && parts[data.k].size > WORD)
+    return fail("%s: the class of line %lld has more than %d bytes", path, (long long)number, WORD);
   int32_t label = own.forecast || data.classless ? NONE : label_of(parts[data.k], learns);
   if (label == UNKNOWN && learns) return fail("%s has more than %d classes", path, CLASSES);
   if (label == NONE && learns && !own.forecast) return fail("%s: line %lld has no class", path, (long long)number);
@@ -238,6 +241,7 @@ static int read_csv(const char *path, bool learns) {
     };
     if (own.label && (is_word(names[c], own.label) || strcmp(numbers[c], own.label) == 0)) label = c;
     is[c].first = NAN;
+    if (names[c].size > WORD) return fail("%s: the name of column %d has more than %d bytes", path, (int)c + 1, WORD);
     for (int64_t other = 0; other < c; other++)
       if (same_word(names[c], names[other]))
         return fail("%s has two columns '%.*s'", path, (int)names[c].size, (const char *)names[c].at);
@@ -258,7 +262,7 @@ static int read_csv(const char *path, bool learns) {
     if (c == label) continue;
     if (!is[c].word && is[c].varies) columns[column_count++] = names[c];
     else if (ranks.rank == 0) {
-      printf("%s: column '%.*s' is left out: ", path, (int)names[c].size, (const char *)names[c].at);
+      printf("%s: column '", path), put_shown(stdout, names[c].at, names[c].size), printf("' is left out: ");
       if (is[c].word) printf("row %lld is not a number\n", (long long)is[c].word);
       else printf("it never changes\n");
     }
@@ -279,6 +283,8 @@ static int read_csv(const char *path, bool learns) {
       if (!number_of(parts[is[i].at], &data.rows[rows * data.k + i]))
         return fail("%s: row %lld: '%.*s' is not a number", path, (long long)rows + 1 + header,
                     (int)(parts[is[i].at].size < 40 ? parts[is[i].at].size : 40), (const char *)parts[is[i].at].at);
+    if (label >= 0 && parts[label].size > WORD)
+      return fail("%s: the class of row %lld has more than %d bytes", path, (long long)rows + 1 + header, WORD);
     if (label >= 0 && (data.labels[rows] = label_of(parts[label], learns)) == UNKNOWN && learns)
       return fail("%s has more than %d classes", path, CLASSES);
   }
@@ -611,10 +617,10 @@ static void join(int64_t first) {
 /* ---- what a model must know besides its weights ------------------------------------------------------------------ */
 
 static luna_status keep(luna_params *params, const char *what, int64_t index, const char *text, int64_t size) {
-  char key[40], *value = (char *)calloc((size_t)size + 1, 1);
-  if (!value) return LUNA_OUT_OF_MEMORY;
+  char key[40], *value = (char *)grow(NULL, size + 1, 1);
   snprintf(key, sizeof key, "series.%s%lld", what, (long long)index);
   memcpy(value, text, (size_t)size);
+  value[size] = 0;
   luna_status status = luna_params_set(params, key, value);
   free(value);
   return status;
@@ -768,7 +774,7 @@ static int eval(luna_ctx *ctx, const char **words) {
 static float *drawn;
 static void print_found(const series *s, int64_t row, const float *y) {
   const int32_t best = own.forecast ? 0 : best_of(y);
-  if (!own.forecast) printf("%.*s\t%.3f\n", (int)labels[best].size, (const char *)labels[best].at, (double)y[best]);
+  if (!own.forecast) put_label(labels[best].at, labels[best].size), printf("\t%.3f\n", (double)y[best]);
   else if (row + 1 == s->n)
     for (int64_t c = 0; c < data.k; c++) printf("%.6g%c", (double)y[c], c + 1 < data.k ? ',' : '\n');
   if (s->at != data.list[0].at) return;

@@ -2,10 +2,11 @@
    example.h includes it.
 
      static progress bar;                             large: not for the stack
-     progress_start(&bar, 0);                         from here Ctrl-C and SIGTERM set `interrupted`
+     progress_start(&bar, 0);                         from here Ctrl-C and SIGTERM set `interrupted`, and --profile
+                                                      times all but the validations
      while (bar.step < set.steps && !interrupted) {
        if (progress_due(&bar)) {                      where there is something to validate on
-         double since = seconds();
+         double since = progress_validates();
          ...
          progress_validated(&bar, since, loss);
        }
@@ -57,6 +58,7 @@ TOOL void interrupt(int number) {
 
 TOOL void progress_start(progress *p, int64_t first) {
   p->step = p->first = first;
+  if (profiled) luna_profile_begin(profiled);
   p->start = seconds();
   p->live = on_terminal();
 #ifdef EXAMPLE_MPI
@@ -72,7 +74,12 @@ TOOL int64_t validation_period(void) {
   return set.steps < count ? 1 : set.steps / count;
 }
 TOOL bool progress_due(const progress *p) { return p->step == p->first || p->step % validation_period() == 0; }
+TOOL double progress_validates(void) {                     /* a validation begins; returns when */
+  if (profiled) luna_profile_end(profiled);
+  return seconds();
+}
 TOOL void progress_validated(progress *p, double since, double loss) { /* it began at `since` */
+  if (profiled) luna_profile_resume(profiled);
   p->validating += seconds() - since;
   p->validations++;
   curve_add(&p->validation, (double)p->step, loss);
@@ -124,7 +131,11 @@ TOOL void progress_step(progress *p, double loss, double tokens) {
   fflush(stdout);
 }
 
-TOOL void progress_end(const progress *p) { if (p->live) printf("\n"); }
+TOOL void progress_end(const progress *p) {
+  if (profiled) luna_profile_end(profiled);
+  profiled = NULL;
+  if (p->live) printf("\n");
+}
 
 typedef struct axis { double low, high, tick; } axis;
 
@@ -245,7 +256,7 @@ TOOL int set_kept_flags(const luna_params *pairs, const flag *flags, const char 
   return 0;
 }
 
-/* Sets the flags as the checkpoint --resume says, and *step. */
+/* Sets the flags as the checkpoint --resume says, and *step, which is set.steps after a training that has ended. */
 TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   char key[80];
   const int64_t device = set.device;                       /* the context is open on it */
@@ -255,6 +266,10 @@ TOOL int take_settings(luna_ctx *ctx, const flag *flags, int64_t *step) {
   snprintf(key, sizeof key, "%s.step", program);
   const char *value = luna_params_get(pairs, key);
   *step = value ? atoll(value) : 0;
-  if (*step < 1 || *step > set.steps) return fail("%s says that it is at step %s", set.resume, value ? value : "?");
-  return *step < set.steps ? 0 : fail("%s has made all its %lld steps", set.resume, (long long)*step);
+  if (*step >= 1 && *step <= set.steps) return 0;
+  return fail("%s says that it is at step %s", set.resume, value ? value : "?");
+}
+TOOL int training_finished(void) {                         /* returns 0: there is nothing to do */
+  printf("%s has made all its %lld steps: this training is finished\n", set.resume, (long long)set.steps);
+  return 0;
 }

@@ -226,15 +226,15 @@ static luna_tensor *loss_of(const luna_seq2seq *model, const batch *b, float smo
 }
 
 static void show(const pair *p, span t) {
-  printf("  source       %.*s\n  target       %.*s\n  translation  %.*s\n", (int)p->text[0].size,
-         (const char *)p->text[0].at, (int)p->text[1].size,
-         (const char *)p->text[1].at, (int)t.size, (const char *)t.at);
+  printf("  source       "), put_shown(stdout, p->text[0].at, p->text[0].size);
+  printf("\n  target       "), put_shown(stdout, p->text[1].at, p->text[1].size);
+  printf("\n  translation  %.*s\n", (int)t.size, (const char *)t.at);
 }
 
 /* The loss of the last `held` pairs and, after the first step, a translation. Returns 0, or 2 after a sentence. */
 static int validate(luna_ctx *ctx, const luna_seq2seq *model, data *d, int64_t held) {
-  double sum = 0, tokens = 0, since = seconds();
-  for (int64_t at = d->count - held; at < d->count; at += 64) {
+  double sum = 0, tokens = 0, since = progress_validates();
+  for (int64_t at = d->count - held; at < d->count && sum >= 0; at += 64) {
     const batch *b = fill(d, at, d->count - at < 64 ? d->count - at : 64);
     luna_begin_inference(ctx);
     sum += (double)luna_item(loss_of(model, b, 0)) * b->tokens, tokens += b->tokens;
@@ -302,7 +302,10 @@ static int train(luna_ctx *ctx, const char **words) {
   table seen = { 0 };
   if (read_pairs(&d, words[0], words[1])) return done(&d, 2);
   int64_t held = d.count / 20 < HELD ? d.count / 20 : HELD;
-  for (int64_t i = 0; i < 2 * (d.count - held); i++) count_units(d.pairs[i / 2].text[i % 2], &units, &seen);
+  for (int64_t i = 0; i < 2 * (d.count - held); i++) {
+    const span t = d.pairs[i / 2].text[i % 2];             /* what is too long with the longest tokens is left out */
+    if (t.size <= own.longest * UNIT) count_units(t, &units, &seen);
+  }
   learn_pairs(&d.v, &units, own.vocab);
   encode_pairs(&d, own.longest, held);
   free(units.at), free(seen.entries), free(seen.buckets);
@@ -342,11 +345,10 @@ static int64_t words_of(span t, uint64_t *out) { /* each as a hash */
   return n;
 }
 
-/* how often it is among the first so many */
-static int64_t times(const uint64_t *gram, int64_t order, const uint64_t *words, int64_t places) {
-  int64_t n = 0;
-  for (int64_t i = 0; i < places; i++) n += memcmp(gram, words + i, (size_t)order * sizeof(uint64_t)) == 0;
-  return n;
+static uint64_t gram(const uint64_t *words, int64_t order) { /* likewise */
+  uint64_t hash = 0;
+  for (int64_t i = 0; i < order; i++) hash = (hash ^ words[i]) * 1099511628211u;
+  return hash;
 }
 
 static void score(const pair *p, span t) {
@@ -354,12 +356,16 @@ static void score(const pair *p, span t) {
                         (uint64_t *)grow(NULL, p->text[1].size + 1, sizeof(uint64_t)) };
   int64_t n = words_of(t, words[0]), m = words_of(p->text[1], words[1]);
   bleu.words[0] += (double)n, bleu.words[1] += (double)m;
-  for (int64_t order = 1; order <= 4; order++)
+  for (int64_t order = 1; order <= 4; order++) {
+    table left = { 0 };                                    /* an n-gram counts as often as the reference has it */
+    for (int64_t i = 0; i + order <= m; i++) ++*value_of(&left, gram(words[1] + i, order));
     for (int64_t i = 0; i + order <= n; i++) {
-      bleu.grams[order - 1]++;                             /* an n-gram counts as often as the reference has it */
-      bleu.found[order - 1] += times(words[0] + i, order, words[0], i) <
-          times(words[0] + i, order, words[1], m - order + 1);
+      int64_t *times = value_of(&left, gram(words[0] + i, order));
+      bleu.grams[order - 1]++;
+      if (*times > 0) --*times, bleu.found[order - 1]++;
     }
+    free(left.entries), free(left.buckets);
+  }
   free(words[0]), free(words[1]);
 }
 

@@ -834,6 +834,11 @@ static void case_luna_profile_end(void) {
   if (!turn()) luna_profile_begin(w->ctx);
   got_status(luna_profile_end(ctx), ctx != NULL);
 }
+static void case_luna_profile_resume(void) {
+  luna_ctx *ctx = turn() ? NULL : w->ctx;
+  if (!turn()) luna_profile_begin(w->ctx), luna_profile_end(w->ctx);
+  got_status(luna_profile_resume(ctx), ctx != NULL);
+}
 static void case_luna_profile_write(void) {
   luna_ctx *ctx = turn() ? NULL : w->ctx;
   luna_tensor *x = any_tensor();
@@ -1968,7 +1973,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_embedding) F(luna_cross_entropy) F(luna_cross_entropy_with) F(luna_softmax_attention) F(luna_causal_product) \
   F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) F(luna_scope_open) F(luna_profile_begin) F(luna_profile_end) \
-  F(luna_profile_write) F(luna_params_open) F(luna_params_share) F(luna_param) F(luna_params_find) \
+  F(luna_profile_resume) F(luna_profile_write) F(luna_params_open) F(luna_params_share) F(luna_param) \
+  F(luna_params_find) \
   F(luna_params_tensor_count) F(luna_params_at) F(luna_params_element_count) F(luna_params_zero_grad) \
   F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) F(luna_load_borrowed) \
   F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) \

@@ -81,8 +81,11 @@ check "a short text is trained on in shorter windows" lm train short --out short
   --window 4096 --save-every 1
 check "and it says so" grep -q 'windows cut to' out
 check "the same command goes on" sh -c "'$build/lm' train short --out short.safetensors --steps 4 --save-every 3 \
-  $small --window 4096 && '$build/lm' train short --resume short.safetensors --window 4096 2>&1 \
+  $small --window 4096 && '$build/lm' train short --resume short.safetensors --window 4096 \
   | grep -q 'made all its 4 steps'"
+
+# ---- short of memory at any place
+short_of_memory train text --out short.safetensors --steps 1 --threads 1 --window 64
 
 # ---- wrong use: exit 2, a sentence, and nothing is overwritten
 cp a.safetensors before
@@ -189,6 +192,7 @@ check "the loss is drawn" drawn on.svg
 lm train text --out b.safetensors --plot b.svg --profile b.json --steps 40 $small
 check "with a point for the start, each tenth and the end" [ "$(tags b.svg circle)" = 11 ]
 check "the time of each op is written" grep -q '"op": "FEED_FORWARD", "pass": "backward"' b.json
+check "of training steps alone" grep -q '"steps": 40,' b.json
 rm -f b.safetensors b.svg b.json
 # ---- what backward computes again
 deep="$small --layers 3 --window 256 --ffn 128 --steps 30 --dropout 0.1"
@@ -212,7 +216,9 @@ lm eval b.safetensors text && sed 's/^.*text: //' out >first
 lm eval whole.safetensors text && sed 's/^.*text: //' out >second
 check "to the same weights" same first second
 rm -f b.safetensors c.safetensors
-refuses "has made all its 1500 steps" train text --resume on.safetensors
+check "a training that has ended goes on with nothing to do" lm train text --resume on.safetensors --profile b.json
+check "and says so" grep -q "^on.safetensors has made all its 1500 steps: this training is finished" out
+check "and leaves it" same on.safetensors whole.safetensors
 refuses "was 1500 in the training of middle.safetensors" train text --resume middle.safetensors --steps 9
 refuses "began with another text" train other.text --resume middle.safetensors
 LC_ALL=C sed 's/"lm.device":"cpu"/"lm.device":"cuda"/; s/"lm.lr":"0.005"/"lm.lr":".005"/' middle.safetensors >gpu

@@ -3,6 +3,8 @@
 #   run ARGUMENTS...               runs $build/$program; what it prints is in the files out and err
 #   check "SENTENCE" COMMAND...    one check: the command should succeed
 #   refuses "WORDS" ARGUMENTS...   three checks: run ends with 2 and one sentence, which has the words
+#   short_of_memory ARGUMENTS...   one check: run with ever more memory, until it succeeds, says that it lacks memory
+#   on_terminal ARGUMENTS...       runs on a terminal of its own, as out; fails where script(1) is not here
 #   same, differ FILE FILE; drawn FILE (a whole SVG); beyond NUMBER (the percentage that out ends with is greater)
 #   interrupted WORDS ARGUMENTS... runs, waits until out has the words, presses Ctrl-C, returns the exit status
 #   finish                         the last line, and the status
@@ -32,6 +34,22 @@ refuses() {
   check "$* ends with 2, not $status" [ "$status" = 2 ]
   check "$* says: $words" grep -q -- "$words" err
   check "$* says it in one sentence" [ "$(grep -c "^$program: " err)" = 1 ]
+}
+short_of_memory() {
+  limit=6000 wrong= status=2
+  (ulimit -v 100000 && run --help) 2>/dev/null || return 0  # a sanitizer, or a system without this limit
+  while [ $status != 0 ] && [ $limit -lt 100000 ]; do
+    limit=$((limit + 2000))
+    (ulimit -v $limit && run "$@")
+    status=$?
+    [ $status = 0 ] || [ $status = 127 ] || grep -q "^$program: .*memory" err || wrong="$wrong $limit"
+  done
+  check "$* says that memory is short, not something else in so many KB:$wrong" [ -z "$wrong" ]
+}
+on_terminal() {
+  words=
+  for word; do words="$words '$word'"; done
+  command -v script >/dev/null 2>&1 && script -q -e -c "'$build/$program'$words 2>err" /dev/null >out </dev/null
 }
 same() { cmp -s "$1" "$2"; }
 differ() { ! cmp -s "$1" "$2"; }

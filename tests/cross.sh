@@ -1,12 +1,13 @@
 #!/bin/sh
 # cross.sh: builds the tests that look closest at bits and bytes for other machines and runs them here, emulated where
-# they must be. ROWS: these rows alone. What is not installed is named and skipped; Debian has all of it:
+# they must be. ROWS: these rows alone; TESTS: these tests. What is not installed is named and skipped; Debian has all of
+# it:
 # gcc-*-linux-gnu*, qemu-user, musl-tools, mingw-w64, wine64, wasi-libc, libclang-rt-*-dev-wasm32, lld, nodejs.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}/cross
 make=${MAKE:-make}
-programs="golden resume checkpoints stream only_stream gradients threads"
-limit=600                                                # seconds a program
+programs=${TESTS:-golden resume checkpoints stream only_stream gradients threads}
+limit=${LIMIT:-600}                                      # seconds a program
 
 # windows-vc: the way of Visual C++, in luna.h's base chapter, as far as gcc can go it.
 # 64-bit offsets: without them readdir of a 32-bit program under qemu fails where a folder's offsets are hashes (ext4).

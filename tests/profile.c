@@ -85,6 +85,8 @@ int main(void) {
   CHECK(luna_profile_write(m.ctx, LUNA_PROFILE_TABLE, collect, &first) != LUNA_OK &&
         luna_ctx_error_id(m.ctx) == LUNA_ERROR_NO_PROFILE && first.size == 0, "written before begin");
   CHECK(luna_profile_end(m.ctx) != LUNA_OK && luna_ctx_error_id(m.ctx) == LUNA_ERROR_NO_PROFILE, "end before begin");
+  CHECK(luna_profile_resume(m.ctx) != LUNA_OK && luna_ctx_error_id(m.ctx) == LUNA_ERROR_NO_PROFILE,
+        "resumed before begin");
   CHECK(luna_profile_begin(NULL) != LUNA_OK && luna_profile_end(NULL) != LUNA_OK &&
         luna_profile_write(NULL, LUNA_PROFILE_TABLE, collect, &first) != LUNA_OK, "null context");
   steps(&m, 1), steps(&off, 1);
@@ -112,6 +114,13 @@ int main(void) {
   json(m.ctx, &second);
   const char *relu = entry(second.at, "main", "ACTIVATION", "forward");
   CHECK(relu && fabs(number(relu, "calls") - 1) < 0.1 && !strstr(second.at, "lm_loss"), "not anew: %s", second.at);
+  CHECK(luna_profile_resume(m.ctx) == LUNA_OK && luna_profile_resume(m.ctx) != LUNA_OK, "resumed once");
+  x = luna_relu(luna_params_at(m.params, 0, NULL));
+  luna_profile_end(m.ctx);
+  const double before = number(second.at, "ms");
+  json(m.ctx, &first);
+  relu = entry(first.at, "", "ACTIVATION", "forward");
+  CHECK(relu && strstr(first.at, "\"main\"") && number(first.at, "ms") > before, "not resumed: %s", first.at);
   second.size = 0;
   CHECK(luna_profile_write(m.ctx, (luna_profile_format)2, collect, &second) == LUNA_BAD_ARGUMENT && second.size == 0,
         "a format that does not exist: %s", luna_error(m.ctx));

@@ -49,6 +49,24 @@ check "are measured" grep -q '^accuracy [0-9]*\.[0-9][0-9]%$' out
 check "it predicts" run predict a.safetensors test.ts --svg cases.svg
 check "a line each" [ "$(grep -c '^\(up\|down\)	[01]\.[0-9]*$' out)" = 30 ]
 check "the first is drawn" [ "$(head -c 5 cases.svg)" = "<svg " ]
+# labels and columns that a terminal would obey
+escape=$(printf '\033')
+shown() { ! LC_ALL=C grep -q "$escape" "$1"; }
+sed "s/up$/${escape}[31mup/" slopes.ts >red.ts
+run train red.ts --steps 1 $small --out red.safetensors
+run predict red.safetensors red.ts
+check "a label's bytes are its own in a file" grep -q "^$escape\[31mup	" out
+if on_terminal --help; then
+  check "a terminal gets the labels" on_terminal predict red.safetensors red.ts
+  check "all of them" [ "$(LC_ALL=C grep -c '^\(?\[31mup\|down\)	' out)" = 40 ]
+  check "without what it would obey" shown out
+fi
+printf '%s[2Ja,b,c,%s[2Ja\n1,2,3,4\n' "$escape" "$escape" >red.csv
+refuses "two columns '?\[2Ja'" train red.csv --forecast
+check "nor has a sentence such bytes" shown err
+printf '%s[2Ja,b\n1,2\n1,3\n' "$escape" >red.csv
+run train red.csv --forecast --steps 1 $small --out red.safetensors
+check "nor has what is said of a column" shown out
 run train slopes.ts --out b.safetensors --steps 120 $small --threads 1
 check "the same seed gives the same model, for any number of threads" same a.safetensors b.safetensors
 run train slopes.ts --out b.safetensors --steps 120 $small --seed 9
