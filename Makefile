@@ -7,8 +7,8 @@
 #   make test                what finds most, in two minutes; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
-#   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="safetensors trainer": these rows
-#                            of tests/cross.sh, these tests
+#   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
+#                            tests/cross.sh, these tests
 #   make golden DIR=folder   compares with a folder of golden files
 #   make headers             compiles luna.h strictly, in every language, mode and build switch
 #   make fuzz                mutates the corpus tests/data/fuzz for FUZZ_SECONDS (clang), FUZZ_FLAGS: of libFuzzer; make
@@ -275,5 +275,4 @@ clean:
 	rm -rf build $(BUILD)
 
 .PHONY: run examples install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage size bench \
-  arena compare \
-  cuda cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean
+  arena compare cuda cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean

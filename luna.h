@@ -266,8 +266,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
     "which the model reads in place of tokens") \
   X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
-    "1e9 deviations from its mean; none was read, and the state is as before. Clamp it, or give NaN where a number is " \
-    "missing") \
+    "1e9 deviations from its mean; none was read, and the state is as before. Clamp it, or give NaN where a number " \
+    "is missing") \
   X(STREAM_NOT_FINITE, NOT_FINITE, "luna_stream: an output is not finite, and so may be the state: weights are too " \
     "large, or not finite. Load an earlier state, or reset the stream") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \

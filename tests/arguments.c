@@ -2421,7 +2421,8 @@ int main(int argc, char **argv) {
   for (int i = 0; i < COUNT; i++) {
     if (argc > 1 && strcmp(argv[1], functions[i].name) != 0) continue;
     run_function(i, argc > 2 ? atoi(argv[2]) : 0, argc > 2 ? atoi(argv[2]) : INT32_MAX);
-    CHECK(argc > 2 || functions[i].times >= (test_full() ? 100 : 25), "%s was called %d times", functions[i].name, functions[i].times);
+    CHECK(argc > 2 || functions[i].times >= (test_full() ? 100 : 25), "%s was called %d times", functions[i].name,
+          functions[i].times);
   }
   return test_report("arguments");
 }

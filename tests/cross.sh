@@ -1,7 +1,6 @@
 #!/bin/sh
 # cross.sh: builds the tests that look closest at bits and bytes for other machines and runs them here, emulated where
-# they must be. ROWS: these rows alone; TESTS: these tests. What is not installed is named and skipped; Debian has all of
-# it:
+# they must be. ROWS: these rows alone; TESTS: these tests. What is not installed is named and skipped; Debian has:
 # gcc-*-linux-gnu*, qemu-user, musl-tools, mingw-w64, wine64, wasi-libc, libclang-rt-*-dev-wasm32, lld, nodejs.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}/cross

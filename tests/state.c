@@ -155,7 +155,8 @@ static bool same(const setup *a, const setup *b) {
 /* bits: of any number of threads, and of a training that was saved and goes on */
 static void training(int variant) {
   const char *path = "build/state_test.safetensors";
-  setup a = open_model(variant, 1), b = open_model(variant, 3), c = open_model(variant, 1), none = open_model(variant, 1);
+  setup a = open_model(variant, 1), b = open_model(variant, 3), c = open_model(variant, 1);
+  setup none = open_model(variant, 1);
   luna_lm_state *states[3] = {luna_lm_state_open(&a.model, BATCH), luna_lm_state_open(&b.model, BATCH),
                               luna_lm_state_open(&c.model, BATCH)};
   luna_optimizer *adams[4] = {luna_adamw(a.params, NULL), luna_adamw(b.params, NULL), luna_adamw(c.params, NULL),
@@ -244,7 +245,8 @@ static void horizon(int64_t asked, const char *wanted) {
   luna_optimizer *adam = luna_adamw(params, NULL);
   for (int64_t n = 20; n <= 30; n += 5) {
     luna_begin_step(ctx);
-    luna_backward(luna_lm_loss(&model, &(luna_input){.tokens = tokens, .batch = 1, .n = n == 25 ? 30 : n == 30 ? 25 : n},
+    luna_backward(luna_lm_loss(&model,
+        &(luna_input){.tokens = tokens, .batch = 1, .n = n == 25 ? 30 : n == 30 ? 25 : n},
                                tokens + 1));
     CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(ctx));
   }
@@ -281,7 +283,8 @@ static void decoder(luna_forget forget) {
   luna_ctx *ctx = luna_open(NULL);
   luna_params *params = luna_params_open(ctx);
   luna_seq2seq model;
-  luna_seq2seq_config config = {.vocab = VOCAB, .encoder = {.layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = 5}};
+  luna_seq2seq_config config = {.vocab = VOCAB,
+      .encoder = {.layers = 2, .dim = 16, .heads = 2, .ffn = 24, .memory = 5}};
   float whole[BATCH * M * VOCAB];
   config.encoder.layer.forget = forget, config.encoder.layer.output_gate = true;
   CHECK(luna_seq2seq_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
