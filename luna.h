@@ -517,8 +517,8 @@ typedef struct luna_input {
   const int32_t *tokens;
   const int32_t *lengths;            /* [batch] real steps of each sequence, 0..n; null = n of each */
   int64_t batch, n;
-  /* [batch,n,features]; NaN is a missing number, Inf an error: it would spoil all later steps of a causal model.
-     Padding may hold anything. */
+  /* [batch,n,features]; NaN is a missing number. Inf, and what is more than 1e9 deviations (luna_input_layer_fit's)
+     from its mean, is an error: it would spoil all later steps of a causal model. Padding may hold anything. */
   const float *features;
 } luna_input;
 
@@ -1836,7 +1836,9 @@ LUNA_API luna_stream *luna_stream_open(const luna_lm *model, const luna_stream_c
 LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CPU also after the model's context */
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
-/* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call */
+/* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call.
+   Null for a feature that luna_input does not allow; no sequence has made the step then. Of these three calls each also
+   says (LUNA_ERROR_STREAM_NOT_FINITE), and returns the logits all the same, when one of them is NaN or Inf. */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
 /* batch: the stream's, or 0; lengths must be null -> logits after the last */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
