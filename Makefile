@@ -4,7 +4,7 @@
 #   make examples            builds examples/*.c
 #   make install PREFIX=/usr/local   luna.h, luna_cuda.cuh, libluna.a (the implementation, compiled) and luna.pc;
 #                            DESTDIR before it
-#   make test                what finds most, in two minutes; last line: N passed, N failed
+#   make test                what finds most, in five minutes on two cores; last line: N passed, N failed
 #   make test-all            everything that is checked: every case of every test
 #   make sanitize            the same tests under the address, undefined and thread sanitizers
 #   make cross               tests on other machines, emulated; ROWS="s390x musl", TESTS="golden stream": these rows of
