@@ -230,6 +230,7 @@ static void look(const luna_causal_layer *layer, luna_tensor *x, int64_t n, luna
 /* Both matrices of a layer, from 0, for a text: out [2,heads,n,l]. */
 int EXPORT(page_look)(const unsigned char *bytes, int32_t n, int32_t layer, float *out) {
   if (!lm.ctx || lm.set.softmax) return fail("Only a model with Luna attention has a memory to look at.");
+  if (lm.model.config.layer.forget) return fail("This model's memory forgets: drawn here is the published form.");
   if (n < 1 || layer < 0 || layer >= lm.model.config.layers) return fail("There is no such text or layer.");
   int32_t *tokens = (int32_t *)malloc((size_t)n * sizeof(int32_t));
   luna_tensor *maps[2] = { NULL, NULL };
