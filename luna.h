@@ -266,10 +266,10 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
     "which the model reads in place of tokens") \
   X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
-    "1e9 deviations from its mean; none was read, and the state is as before. Clamp it, or give NaN where a number " \
-    "is missing") \
-  X(STREAM_NOT_FINITE, NOT_FINITE, "luna_stream: an output is not finite, and so may be the state: weights are too " \
-    "large, or not finite. Load an earlier state, or reset the stream") \
+    "1e9 deviations from its mean. Sequences whose logits are NaN have not read it, and their state is as before; " \
+    "without logits none has. Clamp it, or give NaN where a number is missing") \
+  X(STREAM_NOT_FINITE, NOT_FINITE, "luna_stream: an output is not finite: weights are too large, or not finite. A " \
+    "layer whose inputs were not finite has kept its state as before") \
   X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
   X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
     "read") \
@@ -533,17 +533,6 @@ typedef struct luna_input {
 #include <math.h>
 #include <stdarg.h>
 #include <string.h>
-#endif
-typedef int64_t lunai_int64;         /* of 64 bits in every build: positions, and what the caller's sizes may be */
-/* A stream's sizes and indices have 32 bits where addresses have: a fifth of its code. */
-#if defined(LUNA_ONLY_STREAM) && SIZE_MAX <= UINT32_MAX
-#define LUNAI_SMALL_SIZES
-#endif
-#ifdef LUNAI_SMALL_SIZES
-#pragma push_macro("INT64_MAX")
-#undef INT64_MAX
-#define INT64_MAX INT32_MAX
-#define int64_t int32_t
 #endif
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
@@ -1797,10 +1786,6 @@ LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *p
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
-#ifdef LUNAI_SMALL_SIZES
-#undef int64_t
-#pragma pop_macro("INT64_MAX")
-#endif
 #ifdef LUNA_ONLY_STREAM
 #pragma pop_macro("LUNA_API")
 #endif
@@ -1824,7 +1809,7 @@ typedef struct luna_stream_config {
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
    allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory.
-   Of stack these two take about 24 KB on 64-bit machines, a step or a prefill 10 KB, and half of that with
+   Of stack these two take about 21 KB on 64-bit machines, a step or a prefill 11 KB, and less with
    LUNA_NO_SIMD. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
@@ -1839,10 +1824,12 @@ LUNA_API void luna_stream_close(luna_stream *stream); /* null is fine; on the CP
 /* One token a sequence ([batch]) -> logits [batch, vocab], valid until the next call; null for a token out of range */
 LUNA_API const float *luna_stream_step(luna_stream *stream, const int32_t *tokens);
 /* Of a model of features: [batch, features], NaN where one is missing -> [batch, outputs], valid until the next call.
-   Null for a feature that luna_input does not allow; no sequence has made the step then. Of these three calls each also
-   says (LUNA_ERROR_STREAM_NOT_FINITE), and returns the logits all the same, when one of them is NaN or Inf. */
+   A sequence with a feature that luna_input does not allow does not make the step: its logits are NaN, its state stays,
+   and LUNA_ERROR_STREAM_FEATURE says so; null when that is every sequence. These three calls also return logits that
+   are not finite for another reason, and say so (LUNA_ERROR_STREAM_NOT_FINITE); no state becomes Inf or NaN. */
 LUNA_API const float *luna_stream_step_features(luna_stream *stream, const float *features);
-/* batch: the stream's, or 0; lengths must be null -> logits after the last */
+/* batch: the stream's, or 0; lengths must be null -> logits after the last; null for a feature that luna_input does not
+   allow, with no row read */
 LUNA_API const float *luna_stream_prefill(luna_stream *stream, const luna_input *input);
 LUNA_API const char *luna_stream_error(const luna_stream *stream);   /* "" when the last call was fine */
 LUNA_API luna_error_id luna_stream_error_id(const luna_stream *stream); /* the id of that sentence; LUNA_ERROR_NONE */
@@ -1922,12 +1909,6 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #pragma push_macro("LUNA_API")
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
-#endif
-#ifdef LUNAI_SMALL_SIZES
-#pragma push_macro("INT64_MAX")
-#undef INT64_MAX
-#define INT64_MAX INT32_MAX
-#define int64_t int32_t
 #endif
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
@@ -2040,9 +2021,9 @@ typedef struct luna_op {
   double *mean_ka, *mean_av;
   double *weights;                   /* FORGETTING_LUNA: [batch, heads, slots], of the means */
   /* of a state that training carries: [batch] positions, and where it lies before the rows, doubles from the above */
-  const lunai_int64 *positions;
+  const int64_t *positions;
   ptrdiff_t before;
-  const lunai_int64 *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
+  const int64_t *position;       /* in backend memory; where it is 0 the means count as 0, and are not read */
   float *history;                    /* [batch, width - 1, d]: the convolution's last inputs */
   struct lunai_outside *outside;     /* of a causal op of rows that are cut over ranks: what the others add, or null */
   void *kept;                        /* kept_size bytes, from forward to backward */
@@ -2253,6 +2234,11 @@ LUNAI_INLINE int64_t lunai_divide_up(int64_t a, int64_t b) { return (a + b - 1) 
 LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1)) & ~(size_t)(LUNAI_ALIGN - 1); }
 
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
+LUNAI_FN bool lunai_are_finite(int64_t n, const float *x) {
+  for (int64_t i = 0; i < n; i++)
+    if (!lunai_is_finite(x[i])) return false;
+  return true;
+}
 /* of a layer */
 LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; }
 
@@ -2261,14 +2247,14 @@ LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <=
 #define LUNAI_MAX_SCRATCH ((int64_t)1 << (sizeof(size_t) < 8 ? 24 : 38))
 /* a * b for sizes; -1 when either is negative or the product passes the limit */
 LUNAI_FN int64_t lunai_product(int64_t a, int64_t b, int64_t limit) {
-  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return (lunai_int64)a * b > limit ? -1 : a * b; /* no division */
+  if ((((uint64_t)a | (uint64_t)b) >> 31) == 0) return a * b > limit ? -1 : a * b; /* no division */
   if (a < 0 || b < 0) return -1;
   if (a == 0 || b == 0) return 0;
   return a > limit / b ? -1 : a * b;
 }
 LUNAI_FN int64_t lunai_checked(int64_t a, int64_t b) { return lunai_product(a, b, LUNAI_MAX_COUNT); }
 /* a caller's size; -1 when it is negative or too large */
-LUNAI_FN int64_t lunai_size(lunai_int64 size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : (int64_t)size; }
+LUNAI_FN int64_t lunai_size(int64_t size) { return size < 0 || size > LUNAI_MAX_COUNT ? -1 : size; }
 
 /* A memset that stays a call: what compilers put in its place for a struct takes several times as long. */
 LUNAI_CALL void lunai_clear(void *at, size_t bytes) {
@@ -2294,8 +2280,10 @@ LUNAI_INLINE float *lunai_take(char **scratch, int64_t count) {
 }
 LUNAI_INLINE int64_t lunai_floats(int64_t count) { return (int64_t)lunai_round((size_t)count * sizeof(float)); }
 
-/* The last `past` rows of those in history and x [rows, d] become the history. */
+/* The last `past` rows of those in history and x [rows, d] become the history, if they are finite. */
 LUNAI_FN void lunai_history_move(float *history, int64_t past, const float *x, int64_t rows, int64_t d) {
+  const int64_t newer = past < rows ? past : rows;
+  if (!lunai_are_finite(newer * d, x + (rows - newer) * d)) return;
   for (int64_t i = 0; i < past; i++)
     memcpy(history + i * d, i + rows < past ? history + (i + rows) * d : x + (i + rows - past) * d,
            (size_t)d * sizeof(float));
@@ -2556,10 +2544,10 @@ typedef struct lunai_causal_luna {
   float scale;
   /* omega: LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
   int activation;
-  lunai_int64 position;              /* tokens before row 0 (streaming); 0 without a state */
+  int64_t position;              /* tokens before row 0 (streaming); 0 without a state */
   /* of a state that training carries: [batch] positions in place of one, and where the state before row 0 lies, in
      doubles from each of the pointers below, to which forward writes the one after the last row; else null and 0 */
-  const lunai_int64 *positions;
+  const int64_t *positions;
   ptrdiff_t before;
   /* streaming state, or null: [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] running means of k^T A
      and A^T v over the tokens so far; read and updated by forward */
@@ -2573,7 +2561,7 @@ typedef struct lunai_causal_luna {
   const float *gates;
   float *grad_gates;
   double *weights;                   /* streaming state beside the means: [batch, heads, slots] their weights */
-  lunai_int64 horizon;               /* without gates: means are over the past to this many tokens, then exponential */
+  int64_t horizon;               /* without gates: means are over the past to this many tokens, then exponential */
   lunai_dropout dropout;             /* of W; with gates alone */
 } lunai_causal_luna;
 
@@ -2744,7 +2732,7 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   const double c = 1 + q *
       (-0.5 + q * (1.0 / 24 + q * (-1.0 / 720 + q * (1.0 / 40320 + q *
                                                      (-1.0 / 3628800 + q * (1.0 / 479001600 - q / 87178291200.0))))));
-  const int quarter = (int)((lunai_int64)turns & 3);
+  const int quarter = (int)((int64_t)turns & 3);
   *sine = quarter & 1 ? c : s;
   *cosine = quarter & 1 ? s : c;
   if (quarter & 2) *sine = -*sine;
@@ -6406,17 +6394,17 @@ LUNAI_INLINE int64_t lunai_causal_z(const lunai_causal *c, int64_t item, int64_t
 
 /* With a horizon T the mean over rows 1 to t becomes an exponential one from T on: M += (y z - M) / min(t, T). t and j
    are counted from 1. */
-LUNAI_INLINE lunai_int64 lunai_within(lunai_int64 t, lunai_int64 horizon) {
+LUNAI_INLINE int64_t lunai_within(int64_t t, int64_t horizon) {
   return horizon > 0 && t > horizon ? horizon : t;
 }
-LUNAI_INLINE lunai_int64 lunai_beyond(lunai_int64 t, lunai_int64 horizon) { return t - lunai_within(t, horizon); }
+LUNAI_INLINE int64_t lunai_beyond(int64_t t, int64_t horizon) { return t - lunai_within(t, horizon); }
 /* (1 - 1/T)^n */
-LUNAI_FN double lunai_horizon_fade(lunai_int64 horizon, lunai_int64 n) {
+LUNAI_FN double lunai_horizon_fade(int64_t horizon, int64_t n) {
   double power = horizon > 0 ? 1 - 1 / (double)horizon : 1, y = 1;
   for (; n > 0; n /= 2, power *= power) if (n % 2) y *= power;
   return y;
 }
-LUNAI_FN double lunai_horizon_share(lunai_int64 horizon, lunai_int64 t, lunai_int64 j) {
+LUNAI_FN double lunai_horizon_share(int64_t horizon, int64_t t, int64_t j) {
   const double fade = lunai_horizon_fade(horizon, lunai_beyond(t, horizon) - lunai_beyond(j, horizon));
   return fade / (double)lunai_within(t, horizon);
 }
@@ -6470,7 +6458,7 @@ LUNAI_FN void lunai_mean_step(lunai_mean m, const float *y, const float *z, cons
     result[j] = (float)(factor * sum);
   }
 }
-LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns, int64_t row, lunai_int64 t) {
+LUNAI_INLINE lunai_mean lunai_mean_of(double *at, int64_t rows, int64_t columns, int64_t row, int64_t t) {
   const lunai_mean m = { at, rows, columns, row, (double)t };
   return m;
 }
@@ -6488,6 +6476,19 @@ LUNAI_FN double lunai_decay(double x) {
   for (int i = 8; i > 0; i--) y = 1 + y * r / i;
   for (int i = 0; i < 9; i++) y *= y;
   return y;
+}
+/* A stream's rows that are not finite would stay in the means for ever: they have no result, and are not remembered. */
+LUNAI_FN bool lunai_luna_skips(const lunai_causal_luna *a, int64_t item) {
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item);
+  bool finite = true;
+  for (int64_t t = 0; a->mean_ka && !a->positions && t < a->rows && finite; t++) {
+    const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
+    finite = lunai_are_finite(d, a->k + wide) && lunai_are_finite(d, a->v + wide) &&
+             lunai_are_finite(l, a->s + narrow) && (!a->forgets || lunai_are_finite(l, a->gates + narrow));
+  }
+  for (int64_t t = 0; t < a->rows && !finite; t++)
+    for (int64_t i = 0; i < d; i++) a->out[lunai_luna_row(a, item, t) * d + i] = (float)NAN;
+  return !finite;
 }
 /* a forget gate out of its logit, and a weight out of its score */
 LUNAI_FN double lunai_gate_reference(float x) {
@@ -6508,6 +6509,7 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
     double *k = a->mean_ka ? a->mean_ka + item * state : means, *v = a->mean_ka ? a->mean_av + item * state : k + state;
     double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
     for (int64_t i = 0; a->position == 0 && i < l; i++) weight[i] = 0;
+    if (lunai_luna_skips(a, item)) continue;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * l;
       for (int64_t i = 0; i < real; i++) {
@@ -6549,9 +6551,10 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     double *ka = a->mean_ka ? a->mean_ka + item * state : means;
     double *av = a->mean_ka ? a->mean_av + item * state : means + state;
     for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
+    if (lunai_luna_skips(a, item)) continue;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
-      const lunai_int64 now = lunai_within(a->position + t + 1, a->horizon);
+      const int64_t now = lunai_within(a->position + t + 1, a->horizon);
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
@@ -6671,6 +6674,8 @@ LUNAI_FN void lunai_causal_luna_backward_reference(const lunai_causal_luna *a, c
                                         a->grad_s + first * a->slots + t * step);
   }
 }
+/* whether it is a stream's single row */
+LUNAI_INLINE bool lunai_luna_steps(const lunai_causal_luna *a) { return a->mean_ka && a->rows == 1 && !a->positions; }
 LUNAI_FN size_t lunai_causal_luna_scratch_reference(const lunai_causal_luna *a, int64_t threads, bool backward) {
   (void)threads;
   if (backward) return (size_t)lunai_floats((a->forgets ? 4 * a->rows + 6 : 2 * a->rows + 2) * a->slots);
@@ -6896,8 +6901,8 @@ typedef struct lunai_sweep {
   /* loads or stores the caller's state; null: starts at 0 */
   void (*exchange)(const void *args, int64_t item, double *state, bool store);
   int64_t items, heads, rows, dim, value_dim;
-  lunai_int64 position, horizon;
-  const lunai_int64 *positions;      /* [batch], in place of position, or null */
+  int64_t position, horizon;
+  const int64_t *positions;      /* [batch], in place of position, or null */
   bool reads;                        /* the caller's state is not stored */
   const int32_t *lengths;            /* [batch] of `slots`; null: all */
   int64_t slots, unit, kept;         /* floats: unit * slots a state, kept a chunk */
@@ -6958,7 +6963,7 @@ LUNAI_INLINE double *lunai_sweep_carried(const lunai_sweep *s, int64_t place) {
   return (double *)(void *)(s->state_at + place * s->state_bytes);
 }
 
-LUNAI_INLINE lunai_int64 lunai_sweep_position(const lunai_sweep *s, int64_t item) {
+LUNAI_INLINE int64_t lunai_sweep_position(const lunai_sweep *s, int64_t item) {
   return s->positions ? s->positions[item / s->heads] : s->position;
 }
 /* whether there are rows before the first chunk */
@@ -6979,7 +6984,7 @@ LUNAI_FN lunai_causal_chunk lunai_sweep_chunk(const lunai_sweep *s, int64_t item
   c.item = item;
   c.first = (s->reverse ? s->chunks - 1 - k : k) * LUNAI_CHUNK;
   c.rows = lunai_min(LUNAI_CHUNK, s->rows - c.first);
-  const lunai_int64 position = lunai_sweep_position(s, item) + c.first;
+  const int64_t position = lunai_sweep_position(s, item) + c.first;
   c.before = (double)lunai_within(position, s->horizon);
   c.within = c.rows - (int64_t)(lunai_beyond(position + c.rows, s->horizon) - lunai_beyond(position, s->horizon));
   c.fade = lunai_horizon_fade(s->horizon, 1);
@@ -7108,7 +7113,7 @@ LUNAI_FN void lunai_sweep_pass(lunai_sweep *s, const lunai_parallel *parallel, v
 LUNAI_FN void lunai_sweep_exchange(lunai_sweep *s, const lunai_parallel *parallel, void *scratch) {
   lunai_outside *o = s->outside;
   double *state = lunai_sweep_outside(s, 0);
-  const lunai_int64 before = lunai_within(o->position, s->horizon), end = o->position + s->rows;
+  const int64_t before = lunai_within(o->position, s->horizon), end = o->position + s->rows;
   /* the sum over this rank's rows is that many times their mean */
   const double all = s->horizon ? (double)lunai_within(end, s->horizon) : (double)s->rows;
   const bool means = !s->reverse && !s->forgets;
@@ -7406,9 +7411,16 @@ LUNAI_FN void lunai_luna_out(const void *args, const lunai_causal_chunk *c) {
                    lunai_luna_into(a, c, a->out, false));
 }
 
+/* a stream's state is left as it was where the new one is not finite */
+LUNAI_FN bool lunai_luna_stores(const lunai_causal_luna *a, int64_t n, const double *state) {
+  for (int64_t i = 0; i < n && !a->positions; i++)
+    if (state[i] - state[i] != 0) return false;
+  return true;
+}
 LUNAI_FN void lunai_luna_exchange(const void *args, int64_t item, double *state, bool store) {
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item);
+  if (store && !lunai_luna_stores(a, 2 * d * l, state)) return;
   const ptrdiff_t before = store ? 0 : a->before;
   double *ka = a->mean_ka + before + item * d * a->slots, *av = a->mean_av + before + item * d * a->slots;
   for (int64_t i = 0; i < d; i++) {
@@ -7433,11 +7445,10 @@ LUNAI_FN void lunai_forget_step(const lunai_kernels *kernels, const lunai_causal
   kernels->forget_weights(lunai_dense(a->s + narrow, 1, l), lunai_dense(a->gates + narrow, 1, l), w, w + l);
   for (int64_t i = 0; i < l; i++) {
     double *weight = a->weights + narrow + i;
-    const double gate = lunai_decay((double)w[l + i]), total = (a->position == 0 ? 0 : *weight) + (double)w[i];
+    const double gate = lunai_decay((double)w[l + i]), total = *weight + (double)w[i];
     share[i] = (double)w[i] / total;
     *weight = total * gate;
   }
-  for (int64_t i = 0; a->position == 0 && i < d * l; i++) keys.at[i / l * a->slots + i % l] = values.at[i] = 0;
   kernels->step_forget(keys, true, share, a->k + wide, a->q + wide, result);
   for (int64_t i = 0; i < l; i++) w[i] = (float)(result[i] * (double)a->scale);
   kernels->softmax(1, l, w, w);
@@ -7450,7 +7461,7 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
   const lunai_sweep *s = (const lunai_sweep *)work;
   const lunai_causal_luna *a = (const lunai_causal_luna *)s->args;
   const int64_t d = a->head_dim, items = a->batch * a->heads, end = lunai_share(items, thread + 1, threads);
-  const lunai_int64 now = lunai_within(a->position + 1, a->horizon);
+  const int64_t now = lunai_within(a->position + 1, a->horizon);
   char *scratch = s->threads_at + thread * lunai_step_bytes(a);
   float *omega = lunai_take(&scratch, (a->forgets ? 4 : 1) * a->slots), *w = lunai_take(&scratch, a->slots);
   double *sum = (double *)(void *)scratch;
@@ -7458,13 +7469,15 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
     const int64_t l = lunai_luna_slots(a, item);
     const int64_t wide = item * d, narrow = item * a->slots;
     double *ka = a->mean_ka + wide * a->slots, *av = a->mean_av + wide * a->slots;
-    if (a->forgets) {
-      lunai_forget_step(s->kernels, a, item, omega, sum);
-      continue;
-    }
     if (a->position == 0) {
       for (int64_t i = 0; i < d; i++) memset(ka + i * a->slots, 0, (size_t)l * sizeof(double));
       memset(av, 0, (size_t)(l * d) * sizeof(double));
+      if (a->forgets) memset(a->weights + narrow, 0, (size_t)l * sizeof(double));
+    }
+    if (lunai_luna_skips(a, item)) continue;
+    if (a->forgets) {
+      lunai_forget_step(s->kernels, a, item, omega, sum);
+      continue;
     }
     s->kernels->activate(a->activation, l, a->s + narrow, omega);
     s->kernels->step_mean(lunai_mean_of(ka, d, l, a->slots, now), a->k + wide, omega, a->q + wide, sum);
@@ -7618,6 +7631,7 @@ LUNAI_FN void lunai_forget_exchange(const void *args, int64_t item, double *stat
   const lunai_causal_luna *a = (const lunai_causal_luna *)args;
   const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), unit = lunai_forget_unit(a);
   const ptrdiff_t before = store ? 0 : a->before;
+  if (store && !lunai_luna_stores(a, l * unit, state)) return;
   for (int64_t slot = 0; slot < l; slot++, state += unit) {
     double *k = a->mean_ka + before + item * d * a->slots + slot;
     double *v = a->mean_av + before + (item * a->slots + slot) * d;
@@ -7771,8 +7785,6 @@ LUNAI_FN void lunai_luna_sweep(lunai_sweep *s, const lunai_kernels *kernels, con
                          LUNAI_CHUNK * (reverse ? a->slots + a->head_dim : a->slots);
 }
 
-/* whether it is a stream's single row */
-LUNAI_INLINE bool lunai_luna_steps(const lunai_causal_luna *a) { return a->mean_ka && a->rows == 1 && !a->positions; }
 LUNAI_FN size_t lunai_causal_luna_scratch(const lunai_kernels *kernels, const lunai_causal_luna *a, int64_t threads,
                                           bool backward) {
   lunai_sweep s;
@@ -9566,8 +9578,12 @@ LUNAI_FN bool lunai_step_reserve(luna_ctx *ctx, bool remote, size_t size) {
   return lunai_chunk_for(ctx, remote, size, 0) != NULL;
 }
 
+LUNAI_INLINE size_t lunai_bump_size(bool data, size_t bytes) {
+  const size_t align = data ? LUNAI_ALIGN : 16;
+  return (bytes + align - 1) & ~(align - 1);
+}
 LUNAI_FN bool lunai_bump_take(lunai_bump *b, bool data, size_t bytes, void **out) {
-  const size_t align = data ? LUNAI_ALIGN : 16, size = (bytes + align - 1) & ~(align - 1);
+  const size_t size = lunai_bump_size(data, bytes);
   *out = NULL;
   if (size < bytes || size > b->part[data].size - b->part[data].used) return false;
   if (b->part[data].start) *out = b->part[data].start + b->part[data].used;
@@ -13946,9 +13962,9 @@ LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const
    read and update, and what its parameters and its sources alone make, which is computed once. */
 typedef struct lunai_past {
   /* of a state that training carries, as in luna_op; then there are only means, weights and histories */
-  const lunai_int64 *positions;
+  const int64_t *positions;
   ptrdiff_t before;                  /* of the history as many eights of bytes */
-  const lunai_int64 *position;       /* tokens before */
+  const int64_t *position;       /* tokens before */
   double *mean_ka, *mean_av;         /* [batch, heads, head_dim, slots], [batch, heads, slots, head_dim] */
   double *weights;                   /* of a memory that forgets, [batch, heads, slots] */
   float *history;                    /* [batch, convolution - 1, dim] */
@@ -16705,7 +16721,7 @@ LUNAI_FN const char *lunai_lm_read(const lunai_st *st, lunai_lm_sizes *sizes) {
 }
 
 /* one row of sinusoidal positions */
-LUNAI_FN void lunai_sinusoid(lunai_int64 position, int64_t d, float *out) {
+LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   for (int64_t i = 0; i < half; i++) {
@@ -18739,7 +18755,7 @@ struct luna_stream {
   luna_lm model;                     /* what there is beside the layers */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
   int64_t batch, chunk, horizon;
-  lunai_int64 position, first_position;
+  int64_t position, first_position;
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
@@ -18748,6 +18764,7 @@ struct luna_stream {
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
   float *logits;                     /* [batch, outputs], on the host */
   int32_t *slots, *source_slots;     /* as in lunai_past, or null */
+  size_t measured;                   /* parameters, while the stream is measured */
   luna_error_id error;               /* of the last call */
   const luna_ctx *model_ctx;         /* of a stream opened from a model: its context, never dereferenced */
   size_t memory_size;
@@ -18793,7 +18810,7 @@ LUNAI_FN luna_tensor *lunai_stream_view(luna_stream *s, float *data, int rank, i
 
 /* What changes from step to step, in one place, which a device is sent before the step. */
 typedef struct lunai_inputs {
-  lunai_int64 *position;             /* rows before these */
+  int64_t *position;             /* rows before these */
   int32_t *tokens, *places;          /* [batch, rows]; of a learned table [rows] */
   float *angles;                     /* sinusoidal positions [rows, dim] */
   float *features;                   /* standardised, [batch, rows, features] */
@@ -18802,13 +18819,13 @@ LUNAI_FN int64_t lunai_stream_angles(const luna_stream *s) {
   return s->sizes.positions == LUNA_POSITIONS_SINUSOIDAL ? s->sizes.dim : 0;
 }
 LUNAI_FN size_t lunai_stream_inputs_size(const luna_stream *s, int64_t rows) {
-  return sizeof(lunai_int64) +
+  return sizeof(int64_t) +
          (size_t)((s->batch + 1 + s->batch * s->sizes.features + lunai_stream_angles(s)) * rows) * sizeof(float);
 }
 LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_t rows) {
   lunai_inputs in;
   if (s->ctx.reserving) rows = 0;    /* there are none, and an address past all memory is undefined */
-  in.position = (lunai_int64 *)(void *)at;
+  in.position = (int64_t *)(void *)at;
   in.tokens = (int32_t *)(void *)(in.position + 1);
   in.places = in.tokens + s->batch * rows;
   in.angles = (float *)(void *)(in.places + rows);
@@ -18819,17 +18836,20 @@ LUNAI_FN lunai_inputs lunai_stream_inputs(const luna_stream *s, char *at, int64_
 LUNAI_FN float lunai_stream_feature(const luna_stream *s, float x, int64_t f) {
   return x == x ? (x - s->standard[f]) * s->standard[s->sizes.features + f] : 0;
 }
-/* the inputs of the next `rows` from row `at` on of each sequence of n */
+/* The inputs of the next `rows` from row `at` on of each sequence of n. NaN for a feature that does not fit: no layer
+   remembers such a row, so its sequence is as it was before. */
 LUNAI_FN bool lunai_stream_send(luna_stream *s, const luna_input *from, int64_t at, int64_t rows) {
   const lunai_inputs in = lunai_stream_inputs(s, s->host_inputs, rows);
-  const lunai_int64 first = s->first_position + s->position;
+  const int64_t first = s->first_position + s->position;
   const int64_t k = s->sizes.features;
+  float x;
   *in.position = s->position;
   for (int64_t i = 0; i < s->batch * rows; i++) {
     const int64_t row = i / rows * (int64_t)from->n + at + i % rows;
     if (k == 0) in.tokens[i] = from->tokens[row];
     for (int64_t f = 0; f < k; f++)
-      in.features[i * k + f] = lunai_stream_feature(s, from->features[row * k + f], f);
+      in.features[i * k + f] = lunai_feature_fits(x = lunai_stream_feature(s, from->features[row * k + f], f)) ? x :
+          (float)NAN;
   }
   for (int64_t i = 0; i < rows; i++) {
     in.places[i] = (int32_t)(first + i);
@@ -18977,6 +18997,16 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   return NULL;
 }
 
+/* while a stream is measured: a tensor of this shape, which all parameters of that shape share */
+LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const int64_t *shape) {
+  const size_t each = lunai_bump_size(false, sizeof(luna_tensor));
+  s->measured++;
+  for (size_t at = 0; at < s->bump.part[0].used; at += each) {
+    luna_tensor *t = (luna_tensor *)(void *)(s->bump.part[0].start + at);
+    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1])) return t;
+  }
+  return lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
+}
 /* The stream's own tensors of parts, which then point to them: of a model those that they pointed to, else the file's
    by their names; without a file their shapes alone. False: s->ctx.error says what is wrong. */
 LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int count, const char *prefix,
@@ -18985,9 +19015,13 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
     for (int i = 0; i < 2; i++) {
       luna_tensor **at = i ? p->bias : p->weight, *own;
       const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
+      const int64_t shape[2] = { p->rows, rank == 1 ? 1 : p->columns };
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
-      if ((own = lunai_stream_view(s, NULL, rank, p->rows, rank == 1 ? 1 : p->columns, 1)) == NULL) return false;
-      if (s->model_ctx) *own = **at;
+      if (s->ctx.reserving) own = s->model_ctx ? lunai_stream_placeholder(s, (*at)->rank, (*at)->shape) :
+          lunai_stream_placeholder(s, rank, shape);
+      else own = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
+      if (!own) return false;
+      if (s->model_ctx && !s->ctx.reserving) *own = **at;
       own->ctx = &s->ctx;
       *at = own;
       if (!st) continue;
@@ -19092,13 +19126,21 @@ LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_
   return good;
 }
 
+/* the most tensors that measuring has at once, of parameters' shapes and of a layer's results; all that are recorded */
+#ifdef LUNA_ONLY_STREAM
+#define LUNAI_MEASURED 29
+#else
+#define LUNAI_MEASURED 44
+#endif
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
    without computing. On the host more rows take more. */
 LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   const size_t layers = (size_t)s->sizes.layers;
-  const luna_lm model = s->model;
   lunai_bump *b = &s->bump;
-  luna_tensor small[80];
+#ifndef LUNA_ONLY_STREAM
+  const luna_lm model = s->model;
+#endif
+  luna_tensor small[LUNAI_MEASURED];
   lunai_stream_layer layer;
   memset(&layer, 0, sizeof layer);
   s->ctx.bump = b;
@@ -19112,10 +19154,10 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   b->room = LUNAI_REPLAYS ? SIZE_MAX : 0;
   s->ctx.reserving = true;
   bool good = lunai_stream_model_open(s, NULL);
-  size_t each = b->part[0].used;
+  const size_t beside = s->measured, bytes = lunai_bump_size(false, sizeof(luna_tensor));
   good = good && lunai_stream_layer_open(s, 0, from, NULL);
-  size_t stays = b->floor = b->kept = b->part[0].used;
-  each = stays - each;
+  size_t each = (s->measured - beside) * bytes, stays = b->floor = b->kept = b->part[0].used;
+  const size_t shared = s->measured * bytes - stays; /* by placeholders, and by nothing later */
   s->sizes.layers = 1;
   good = good && lunai_stream_fold(s, &layer, NULL);
   const size_t folding = b->part[0].peak; /* before anything is recorded */
@@ -19136,12 +19178,14 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
     good = lunai_stream_forward(s, rows, true) != NULL;
   good = good && lunai_stream_reorder_all(s);
   b->part[0].peak += stays - b->floor;
-  b->part[0].peak = (folding > b->part[0].peak ? folding : b->part[0].peak) + each * (layers - 1);
+  b->part[0].peak = (folding > b->part[0].peak ? folding : b->part[0].peak) + shared + each * (layers - 1);
   b->part[0].used = 0;
   s->ctx.reserving = false;
   s->sizes.layers = (int64_t)layers;
   s->inputs = NULL;
-  s->model = model;
+#ifndef LUNA_ONLY_STREAM
+  s->model = model;                  /* without the placeholders */
+#endif
   return good;
 }
 
@@ -19340,6 +19384,17 @@ LUNA_API void luna_stream_close(luna_stream *s) {
 }
 
 /* --- running --- */
+/* how many sequences have a row of features that do not fit */
+LUNAI_FN int64_t lunai_stream_misfits(const luna_stream *s, const luna_input *input) {
+  const int64_t k = s->sizes.features, row = lunai_size(input->n) * k;
+  int64_t misfits = 0;
+  for (int64_t b = 0, i; b < s->batch && k; b++) {
+    for (i = 0; i < row; i++)
+      if (!lunai_feature_fits(lunai_stream_feature(s, input->features[b * row + i], i % k))) break;
+    misfits += i < row;
+  }
+  return misfits;
+}
 LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input *input) {
   const int64_t n = lunai_size(input->n), k = s->sizes.features;
   if (input->n < 1 || (k ? !input->features : !input->tokens))
@@ -19347,8 +19402,6 @@ LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input
   if (lunai_checked(lunai_checked(n, s->batch), k + 1) < 0) return LUNA_ERROR_STREAM_TOO_MANY_TOKENS;
   for (int64_t i = 0; k == 0 && i < n * s->batch; i++)
     if (input->tokens[i] < 0 || input->tokens[i] >= s->sizes.vocab) return LUNA_ERROR_STREAM_TOKEN;
-  for (int64_t i = 0; i < n * s->batch * k; i++)
-    if (!lunai_feature_fits(lunai_stream_feature(s, input->features[i], i % k))) return LUNA_ERROR_STREAM_FEATURE;
   if (s->sizes.positions == LUNA_POSITIONS_LEARNED && s->position + n > s->sizes.max_length)
     return LUNA_ERROR_STREAM_POSITIONS;
   return LUNA_ERROR_NONE;
@@ -19356,8 +19409,15 @@ LUNAI_FN luna_error_id lunai_stream_wrong(const luna_stream *s, const luna_input
 LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) {
   const int64_t n = lunai_size(input->n);
   luna_tensor *y = NULL;
+  bool finite = true;
   if (!s || !lunai_stream_ready(s)) return NULL;
   if ((s->error = lunai_stream_wrong(s, input)) != LUNA_ERROR_NONE) return NULL;
+  const int64_t misfits = lunai_stream_misfits(s, input);
+  const luna_error_id misfit = misfits > 0 ? LUNA_ERROR_STREAM_FEATURE : LUNA_ERROR_NONE;
+  if (misfits > 0 && (misfits == s->batch || n > 1)) {
+    s->error = misfit;
+    return NULL;
+  }
   for (int64_t at = 0, rows; at < n; at += rows) {
     luna_graph *graph = n == 1 ? s->ctx.graphs : NULL; /* a single token's calls: on a device one launch */
     rows = lunai_min(s->chunk, n - at);
@@ -19365,11 +19425,13 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
     y = lunai_stream_send(s, input, at, rows) ? lunai_stream_rows(s, rows, at + rows == n) : NULL;
     (void)luna_graph_end(graph);
     s->position += rows;
+    if (y && at + rows < n && !lunai_stream_on_device(s)) finite = finite && lunai_are_finite(luna_count(y), y->data);
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   if (!lunai_stream_ready(s) || !y) return NULL;
-  for (int64_t i = 0; i < luna_count(y); i++)
-    if (!lunai_is_finite(s->logits[i])) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
+  s->error = misfit;
+  finite = finite && lunai_are_finite(luna_count(y), s->logits);
+  if (misfits == 0 && !finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;
   return s->logits;
 }
 LUNAI_FN const float *lunai_stream_one(luna_stream *s, const int32_t *tokens, const float *features) {
@@ -19399,7 +19461,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #endif
   return lunai_sentences[luna_stream_error_id(s)];
 }
-LUNA_API lunai_int64 luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
+LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
 /* --- the state --- */
 LUNAI_FN luna_status lunai_stream_fail(luna_stream *s, luna_error_id error) {
@@ -19457,11 +19519,11 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
 /* a saved state: a header that identifies the model's sizes, then the state's bytes */
 typedef struct lunai_stream_head {
   uint64_t magic;
-  lunai_int64 batch, position;
+  int64_t batch, position;
   lunai_lm_sizes sizes;
 } lunai_stream_head;
 #define LUNAI_STREAM_MAGIC 0x316D61657274736Cu /* "lstream1" as this machine reads it */
-LUNAI_FN lunai_stream_head lunai_stream_head_of(int64_t batch, lunai_int64 position, const lunai_lm_sizes *sizes) {
+LUNAI_FN lunai_stream_head lunai_stream_head_of(int64_t batch, int64_t position, const lunai_lm_sizes *sizes) {
   lunai_stream_head head;
   memset(&head, 0, sizeof head);
   head.magic = LUNAI_STREAM_MAGIC;
@@ -19472,7 +19534,7 @@ LUNAI_FN lunai_stream_head lunai_stream_head_of(int64_t batch, lunai_int64 posit
 }
 LUNAI_FN bool lunai_stream_head_fits(const lunai_stream_head *head, int64_t batch, const lunai_lm_sizes *sizes) {
   return head->magic == LUNAI_STREAM_MAGIC && head->batch == batch && head->position >= 0 &&
-         head->position <= (lunai_int64)1 << 53 && memcmp(&head->sizes, sizes, sizeof *sizes) == 0;
+         head->position <= (int64_t)1 << 53 && memcmp(&head->sizes, sizes, sizeof *sizes) == 0;
 }
 LUNA_API size_t luna_stream_state_size(const luna_stream *s) {
   return s ? sizeof(lunai_stream_head) + s->state_size : 0;
@@ -19501,7 +19563,7 @@ struct luna_lm_state {
   int64_t batch;
   size_t size, layer_size;           /* bytes of a half, as a stream lays its state out, and of a layer in it */
   char *half[2];
-  lunai_int64 *position[2];          /* [batch] */
+  int64_t *position[2];          /* [batch] */
   int now;                           /* the half to go on from */
   bool written;                      /* the other one is newer */
 };
@@ -19526,7 +19588,7 @@ LUNAI_FN lunai_past lunai_state_layer(luna_lm_state *s, int64_t layer) {
   return past;
 }
 LUNAI_FN int64_t lunai_state_position(const luna_lm_state *s) { return s ? (int64_t)s->position[s->now][0] : 0; }
-LUNAI_FN bool lunai_state_even(const luna_lm_state *s, const lunai_int64 *position) {
+LUNAI_FN bool lunai_state_even(const luna_lm_state *s, const int64_t *position) {
   for (int64_t b = 1; b < s->batch; b++) if (position[b] != position[0]) return false;
   return true;
 }
@@ -19565,7 +19627,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   first.params = model->params;
   first.batch = batch;
   (void)lunai_state_at(&first, NULL, &first.layer_size);
-  first.size = lunai_round(first.layer_size * (size_t)model->config.layers + (size_t)batch * sizeof(lunai_int64));
+  first.size = lunai_round(first.layer_size * (size_t)model->config.layers + (size_t)batch * sizeof(int64_t));
   const size_t head = lunai_round(sizeof first);
   char *at = (char *)lunai_persist_host(ctx, name, head + 2 * first.size + LUNAI_ALIGN);
   if (!at) return NULL;
@@ -19575,7 +19637,7 @@ LUNA_API luna_lm_state *luna_lm_state_open(const luna_lm *model, int64_t batch) 
   *s = first;
   for (int i = 0; i < 2; i++) {
     s->half[i] = at + (size_t)i * s->size;
-    s->position[i] = (lunai_int64 *)(void *)(s->half[i] + s->layer_size * (size_t)model->config.layers);
+    s->position[i] = (int64_t *)(void *)(s->half[i] + s->layer_size * (size_t)model->config.layers);
   }
   return model->params->state = s;
 }
@@ -19629,13 +19691,13 @@ LUNAI_FN bool lunai_state_places(const luna_lm_state *s, const lunai_st_tensor *
   for (int64_t b = 0; b < s->batch; b++) {
     lunai_st_tensor part = *bytes;
     float words[2];
-    lunai_int64 position;
+    int64_t position;
     part.data += (const char *)(s->position[0] + b) - s->half[0];
     part.count = 2;
     part.bytes = sizeof words;
     lunai_st_floats(&part, words);
     memcpy(&position, words, sizeof position);
-    if (position < 0 || position > (lunai_int64)1 << 53) return false;
+    if (position < 0 || position > (int64_t)1 << 53) return false;
   }
   return true;
 }
@@ -19714,7 +19776,7 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
   return low;
 }
 
-LUNA_API int32_t luna_sample(const float *logits, lunai_int64 vocab, luna_sampling *sampling) {
+LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
   const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
   const int64_t n = lunai_size(vocab);
@@ -19996,10 +20058,6 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #pragma GCC pop_options
-#endif
-#ifdef LUNAI_SMALL_SIZES
-#undef int64_t
-#pragma pop_macro("INT64_MAX")
 #endif
 #endif /* !LUNAI_PASS */
 #endif /* LUNA_IMPLEMENTATION */

@@ -181,7 +181,7 @@ static void check_lm(luna_isa isa, bool pre_norm) {
 }
 
 /* ---- streaming ---- */
-/* a stream whose one sequence has met a NaN: the other does not notice, and a reset heals it */
+/* a stream whose one sequence has met a NaN: the other does not notice, and it forgets the NaN itself */
 static void check_stream(luna_isa isa) {
   enum { VOCAB = 11, N = 70 };
   luna_lm_config config = {0};
@@ -214,18 +214,18 @@ static void check_stream(luna_isa isa) {
     for (int i = 0; round == 1 && i < N; i++) {
       step[0] = tokens[i], step[1] = tokens[N + i];
       a = luna_stream_step(pair, step), b = luna_stream_step(alone, step);
+      CHECK(a && !isfinite(a[VOCAB]) == (i == 40), "%s: a NaN at step 40 shows at step %d", luna_isa_name(isa), i);
     }
     if (!CHECK(a && b, "stream: %s", luna_stream_error(pair))) break;
     CHECK(same_bits(a, b, VOCAB - 1) && isfinite(a[0]), "%s: a NaN in one sequence of a stream reached the other",
           luna_isa_name(isa));
-    CHECK(!isfinite(a[VOCAB]), "%s: the NaN did not show in its own sequence", luna_isa_name(isa));
+    CHECK(isfinite(a[VOCAB]), "%s: a NaN stays in a stream", luna_isa_name(isa));
     luna_stream_reset(pair), luna_stream_reset(alone);
     step[0] = 3, step[1] = 3;
     a = luna_stream_step(pair, step);
     memcpy(first, a, sizeof first);
     CHECK(same_bits(first, a + VOCAB, VOCAB - 1) && isfinite(a[VOCAB]),
-          "%s: a reset does not heal a stream that met a NaN",
-          luna_isa_name(isa));
+          "%s: a reset leaves something of what came before", luna_isa_name(isa));
     luna_stream_reset(pair);
   }
   luna_stream_close(pair), luna_stream_close(alone);

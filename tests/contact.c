@@ -463,6 +463,82 @@ static void check_stream(void) {
   luna_close(ctx);
 }
 
+/* the state of sequence `which` alone, in a stream of its model and batch; the position, bytes 16 to 23, is left out */
+static char *state_of(luna_stream *spare, const luna_stream *s, int32_t which, size_t *size) {
+  const int32_t order[2] = {which, which};
+  *size = luna_stream_state_size(s);
+  char *bytes = malloc(*size);
+  CHECK(luna_stream_copy(spare, s) == LUNA_OK && luna_stream_reorder(spare, order) == LUNA_OK &&
+        luna_stream_state_save(spare, bytes, *size) == LUNA_OK, "%s", luna_stream_error(spare));
+  memset(bytes + 16, 0, 8);
+  return bytes;
+}
+static bool same_state(luna_stream *spare, const luna_stream *s, const char *before, int32_t which) {
+  size_t size;
+  char *now = state_of(spare, s, which, &size);
+  const bool same = memcmp(before, now, size) == 0;
+  free(now);
+  return same;
+}
+
+/* A sequence whose features do not fit stays where it was, and the other of its batch makes its steps as if alone. */
+static void check_misfits(luna_isa isa, luna_forget forget, int64_t convolution) {
+  enum { F = 3 };
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm m;
+  CHECK(luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .features = F, .outputs = 2, .dim = 8, .heads = 2,
+      .layer = { .forget = forget, .convolution = convolution } }) == LUNA_OK, "%s", luna_error(ctx));
+  const luna_stream_config two = { .batch = 2, .isa = isa }, one = { .isa = isa };
+  luna_stream *s = luna_stream_open(&m, &two), *spare = luna_stream_open(&m, &two), *alone = luna_stream_open(&m, &one);
+  size_t size;
+  for (int t = 0; t < 30; t++) {
+    float x[2][F] = {{1, (float)(t % 7), NAN}, {2, 0, (float)(t % 5)}};
+    const bool spoilt = t % 4 == 0;                                /* from the first step on */
+    if (spoilt) x[1][t % F] = t % 8 ? 1e15f : -INFINITY;
+    char *before = state_of(spare, s, 1, &size);
+    const float *y = luna_stream_step_features(s, x[0]), *z = luna_stream_step_features(alone, x[0]);
+    CHECK(y && z && memcmp(y, z, 2 * sizeof *y) == 0 && isfinite(y[0]), "step %d: a sequence disturbs another: %s", t,
+          luna_stream_error(s));
+    CHECK(!spoilt || (y && isnan(y[2]) && isnan(y[3]) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_FEATURE),
+          "step %d: %g of a refused sequence, %s", t, y ? (double)y[2] : 0, luna_stream_error(s));
+    CHECK(spoilt || (y && isfinite(y[2]) && luna_stream_error_id(s) == LUNA_ERROR_NONE), "step %d: it stays: %s", t,
+          luna_stream_error(s));
+    CHECK(same_state(spare, s, before, 1) == (spoilt && t > 0) || t == 0, "step %d: the state", t);
+    free(before);
+  }
+  const float bad[2][F] = {{1e20f, 0, 0}, {0, 0, INFINITY}};
+  char *before = state_of(spare, s, 0, &size);
+  CHECK(!luna_stream_step_features(s, bad[0]) && luna_stream_error_id(s) == LUNA_ERROR_STREAM_FEATURE &&
+        luna_stream_position(s) == 30 && same_state(spare, s, before, 0), "a step that no sequence can make");
+  free(before);
+  luna_stream_close(s), luna_stream_close(spare), luna_stream_close(alone);
+  luna_close(ctx);
+}
+/* Where weights make a row that is not finite, the answer is said to be so, and the state forgets it. */
+static void check_overflow(luna_isa isa, luna_forget forget) {
+  luna_ctx *ctx = luna_open(NULL);
+  luna_lm m;
+  CHECK(luna_lm_init(&m, luna_params_open(ctx), &(luna_lm_config){ .vocab = 4, .dim = 8, .heads = 2, .outputs = 2,
+      .layer = { .forget = forget } }) == LUNA_OK, "%s", luna_error(ctx));
+  float rows[4 * 8];
+  CHECK(luna_read(m.embedding, rows) == LUNA_OK, "%s", luna_error(ctx));
+  rows[3 * 8] = INFINITY;
+  luna_write(m.embedding, rows);
+  luna_stream *s = luna_stream_open(&m, &(luna_stream_config){ .isa = isa });
+  const int32_t good = 1, bad = 3;
+  int32_t many[70];                                                /* of which a stream reads 64 at once */
+  for (int i = 0; i < 70; i++) many[i] = i == 40 ? bad : i % 3;
+  for (int t = 0; t < 6; t++) {
+    const float *y = luna_stream_step(s, &good);
+    CHECK(y && isfinite(y[0]) && luna_stream_error_id(s) == LUNA_ERROR_NONE, "token %d: %s", t, luna_stream_error(s));
+    y = t % 2 ? luna_stream_step(s, &bad) :
+        luna_stream_prefill(s, &(luna_input){ .tokens = many, .n = t < 4 ? 70 : 60 });
+    CHECK(y && luna_stream_error_id(s) == LUNA_ERROR_STREAM_NOT_FINITE, "Inf is an answer: %s", luna_stream_error(s));
+  }
+  luna_stream_close(s);
+  luna_close(ctx);
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -481,5 +557,10 @@ int main(void) {
   check_kinds();
   check_inputs();
   check_stream();
+  for (int i = 0; i < 12; i++) {
+    const luna_isa isa = i % 2 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST;
+    check_misfits(isa, (luna_forget)(i / 2 % 3), i / 6 ? 3 : 0);
+    if (i < 6) check_overflow(isa, (luna_forget)(i / 2 % 3));
+  }
   return test_report("contact");
 }

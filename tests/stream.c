@@ -409,7 +409,8 @@ static void pair_check(const pair *p) {
       if (t == 50) CHECK(luna_stream_state_load(s, state[2], size) == LUNA_OK, "loading: %s", luna_stream_error(s));
       if (t % 11 == 5) { /* fails, and changes nothing */
         int32_t wrong[8] = {-1};
-        float huge[8 * 4] = {INFINITY};
+        float huge[8 * 4];
+        for (int f = 0; f < 8 * 4; f++) huge[f] = INFINITY; /* of all sequences */
         CHECK(!pair_run(p, i, 1, wrong, p->features ? huge : NULL) && *luna_stream_error(s), "%s %d: token -1", p->what,
               p->kind);
       }
