@@ -2235,9 +2235,12 @@ LUNAI_INLINE size_t lunai_round(size_t bytes) { return (bytes + (LUNAI_ALIGN - 1
 
 LUNAI_INLINE bool lunai_is_finite(float x) { return x - x == 0; }
 LUNAI_FN bool lunai_are_finite(int64_t n, const float *x) {
-  for (int64_t i = 0; i < n; i++)
-    if (!lunai_is_finite(x[i])) return false;
-  return true;
+  float sum[4] = { 0, 0, 0, 0 };     /* of zeros, or NaN */
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4)
+    for (int j = 0; j < 4; j++) sum[j] += x[i + j] - x[i + j];
+  for (; i < n; i++) sum[0] += x[i] - x[i];
+  return sum[0] + sum[1] + sum[2] + sum[3] == 0;
 }
 /* of a layer */
 LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; }
