@@ -657,6 +657,33 @@ LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *ar
 #endif
 LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
 
+/* Causal Luna attention, as luna_causal_nested_attention. q, k, v, out [batch, rows, heads, head_dim], s and forget
+   [batch, rows, heads, slots], and their gradients alike: all dense. */
+typedef struct luna_causal_nested_args {
+  const float *q, *k, *v, *s;
+  const float *forget;               /* logits of forget gates, or null: the published form */
+  float *out;
+  float *kept;                       /* forward writes and backward reads as many floats as s has, with forget twice as
+                                        many; null: there is no backward */
+  int64_t batch, rows, heads, head_dim, slots;
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float scale;                       /* 0 = 1/sqrt(head_dim) */
+  luna_activation omega;             /* as of luna_causal_nested_config */
+  int64_t horizon;                   /* without forget, as of luna_causal_args */
+  /* A sequence in pieces, or null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless position is
+     0, and writes. There is no backward then. */
+  double *state;
+  int64_t position;                  /* rows of the pieces before */
+  const float *grad_out;             /* backward */
+  float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
+  luna_run run;
+} luna_causal_nested_args;
+LUNA_API luna_status luna_causal_nested_attention_f32(const luna_causal_nested_args *args);
+#ifndef LUNA_NO_TRAIN
+LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal_nested_args *args);
+#endif
+LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args); /* enough for both */
+
 /* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
 LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
 
@@ -8340,6 +8367,75 @@ LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args) { ret
 #ifndef LUNA_NO_TRAIN
 LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args) {
   return lunai_causal_call(args, true);
+}
+#endif
+
+/* --- causal Luna attention --- */
+LUNAI_FN luna_status lunai_causal_nested_of(const luna_causal_nested_args *args, lunai_causal_luna *a) {
+  const int64_t items = lunai_checked(args->batch, args->heads), rows = lunai_checked(items, args->rows);
+  memset(a, 0, sizeof *a);
+  if (args->heads < 1 || args->rows < 0 || !lunai_causal_fits(args->head_dim, args->slots) ||
+      lunai_checked(rows, args->head_dim) < 0 || lunai_checked(rows, args->slots) < 0 || args->horizon < 0 ||
+      !lunai_is_finite(args->scale) || args->position < 0) return LUNA_BAD_ARGUMENT;
+  for (int64_t b = 0; args->lengths && b < args->batch; b++)
+    if (args->lengths[b] < 0 || args->lengths[b] > args->slots) return LUNA_BAD_ARGUMENT;
+  a->batch = args->batch; a->rows = args->rows; a->heads = args->heads;
+  a->head_dim = args->head_dim; a->slots = args->slots;
+  a->q = args->q; a->k = args->k; a->v = args->v; a->s = args->s; a->gates = args->forget;
+  a->out = args->out;
+  a->w = args->state ? NULL : args->kept;
+  a->lengths = args->lengths;
+  a->scale = args->scale == 0 ? (float)(1.0 / sqrt((double)args->head_dim)) : args->scale;
+  a->activation = (int)(args->omega ? args->omega : LUNA_ACTIVATION_SOFTPLUS2);
+  a->horizon = args->horizon;
+  a->forgets = args->forget != NULL;
+  a->grad_out = args->grad_out;
+  a->grad_q = args->grad_q; a->grad_k = args->grad_k; a->grad_v = args->grad_v;
+  a->grad_s = args->grad_s; a->grad_gates = a->forgets ? args->grad_forget : NULL;
+  if (a->activation != LUNA_ACTIVATION_SOFTPLUS2 && a->activation != LUNA_ACTIVATION_SOFTPLUS &&
+      a->activation != LUNA_ACTIVATION_ELU1) return LUNA_BAD_ARGUMENT;
+  if (args->state) {
+    a->position = args->position;
+    a->mean_ka = args->state;
+    a->mean_av = a->mean_ka + items * a->head_dim * a->slots;
+    a->weights = a->mean_av + items * a->head_dim * a->slots;
+  }
+  return LUNA_OK;
+}
+LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args) {
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  lunai_causal_luna a;
+  if (!kernels || lunai_causal_nested_of(args, &a) != LUNA_OK) return 0;
+  const int64_t threads = lunai_parallel_of(&args->run).threads;
+  const size_t forward = kernels->causal_luna_scratch(&a, threads, false);
+  const size_t backward = a.mean_ka ? 0 : kernels->causal_luna_scratch(&a, threads, true);
+  return (forward > backward ? forward : backward) + LUNAI_ALIGN;
+}
+LUNAI_FN luna_status lunai_causal_nested_call(const luna_causal_nested_args *args, bool backward) {
+  const lunai_kernels *kernels = args ? lunai_kernels_of(args->run.isa) : NULL;
+  lunai_causal_luna a;
+  double small[900];
+  if (!args || lunai_causal_nested_of(args, &a) != LUNA_OK) return LUNA_BAD_ARGUMENT;
+  if (a.batch > 0 && a.rows > 0 && (!a.q || !a.k || !a.v || !a.s || (backward ? !a.grad_out || !a.w : !a.out)))
+    return LUNA_BAD_ARGUMENT;
+  if (!kernels) return LUNA_UNSUPPORTED;
+  if (a.batch == 0 || a.rows == 0) return LUNA_OK;
+  lunai_parallel parallel = lunai_parallel_of(&args->run);
+  void *scratch = lunai_scratch_of(&args->run, kernels->causal_luna_scratch(&a, parallel.threads, backward));
+  if (!scratch) {
+    kernels = &lunai_kernels_reference;
+    if (kernels->causal_luna_scratch(&a, 1, backward) > sizeof small) return LUNA_OUT_OF_MEMORY;
+    scratch = small;
+  }
+  (backward ? kernels->causal_luna_backward : kernels->causal_luna)(&a, &parallel, scratch);
+  return LUNA_OK;
+}
+LUNA_API luna_status luna_causal_nested_attention_f32(const luna_causal_nested_args *args) {
+  return lunai_causal_nested_call(args, false);
+}
+#ifndef LUNA_NO_TRAIN
+LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal_nested_args *args) {
+  return lunai_causal_nested_call(args, true);
 }
 #endif
 #endif /* !LUNA_ONLY_STREAM */

@@ -600,6 +600,41 @@ static void case_luna_causal_product_scratch(void) {
   expect(hostile || bytes > 0, "no scratch for a valid call");
   if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
 }
+static int nested_args(luna_causal_nested_args *a) {
+  int64_t none[3] = {0, 0, 0};
+  int v;
+  memset(a, 0, sizeof *a);
+  a->batch = small(), a->rows = small(), a->heads = size(1 + pick(2)), a->head_dim = small(), a->slots = small();
+  a->run = run_of();
+  v = worse(part_of(a->batch, a->rows, a->heads, a->head_dim, none, false, false),
+            part_of(a->batch, a->rows, a->heads, a->slots, none, false, false));
+  if (v == -1) return v;
+  a->q = a->k = a->v = a->s = a->grad_out = room, a->out = room + ROOM / 2, a->kept = a->out + ROOM / 8;
+  a->grad_q = room + ROOM / 2, a->grad_k = a->grad_q + ROOM / 16, a->grad_v = a->grad_k + ROOM / 16;
+  if (coin()) a->forget = room;
+  if ((double)a->batch * (double)a->rows * (double)a->heads *
+          (double)(a->head_dim > a->slots ? a->head_dim : a->slots) > ROOM / 32) a->q = a->k = a->v = NULL;
+  if (turn()) a->k = NULL;
+  return v;
+}
+static void case_luna_causal_nested_attention_f32(void) {
+  luna_causal_nested_args a;
+  const int v = nested_args(&a);
+  got_free(luna_causal_nested_attention_f32(turn() ? NULL : &a), v);
+}
+static void case_luna_causal_nested_attention_backward_f32(void) {
+  luna_causal_nested_args a;
+  const int v = nested_args(&a);
+  a.run.parallel_for = NULL;         /* gradients overlap here */
+  got_free(luna_causal_nested_attention_backward_f32(turn() ? NULL : &a), v);
+}
+static void case_luna_causal_nested_attention_scratch(void) {
+  luna_causal_nested_args a;
+  const int v = nested_args(&a);
+  const size_t bytes = luna_causal_nested_attention_scratch(turn() ? NULL : &a);
+  expect(hostile || bytes > 0, "no scratch for a valid call");
+  if (v == 0) expect(bytes == 0, "scratch for invalid sizes");
+}
 /* ==== context ==== */
 static void case_luna_open(void) {
   static double block[8192];
@@ -1962,7 +1997,9 @@ static void case_luna_stream_error_id(void) {
   F(luna_version) F(luna_status_text) F(luna_isa_best) F(luna_isa_available) F(luna_isa_name) F(luna_gemm_f32) \
   F(luna_gemm_scratch) F(luna_softmax_attention_f32) F(luna_softmax_attention_backward_f32) \
   F(luna_softmax_attention_scratch) F(luna_causal_product_f32) F(luna_causal_product_backward_f32) \
-  F(luna_causal_product_scratch) F(luna_philox) F(luna_open) F(luna_close) F(luna_begin_step) F(luna_begin_inference) \
+  F(luna_causal_product_scratch) F(luna_causal_nested_attention_f32) F(luna_causal_nested_attention_backward_f32) \
+  F(luna_causal_nested_attention_scratch) F(luna_philox) \
+  F(luna_open) F(luna_close) F(luna_begin_step) F(luna_begin_inference) \
   F(luna_ctx_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
   F(luna_concat) F(luna_expand) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \

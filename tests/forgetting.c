@@ -675,6 +675,67 @@ static void check_clamps(luna_isa isa) {
 }
 
 /* ---- finite differences of luna.h's own outputs, at four points: the error is that of float32 outputs ---- */
+/* ---- the function without a context: the op's bits, also of a sequence in pieces, and without scratch to 2e-6 ---- */
+static void args_of(const call *c, luna_isa isa, const results *r, luna_causal_nested_args *a) {
+  memset(a, 0, sizeof *a);
+  a->q = c->in[Q], a->k = c->in[K], a->v = c->in[V], a->s = c->in[S], a->forget = c->in[GATES];
+  a->batch = c->batch, a->rows = c->n, a->heads = c->heads, a->head_dim = c->dim / c->heads, a->slots = c->slots;
+  a->lengths = c->lengths, a->omega = c->omega, a->horizon = c->horizon, a->run.isa = isa;
+  a->out = r->y, a->grad_out = c->grad_out;
+  a->grad_q = r->grad[Q], a->grad_k = r->grad[K], a->grad_v = r->grad[V], a->grad_s = r->grad[S];
+  a->grad_forget = r->grad[GATES];
+}
+static void check_pieces(const call *c, luna_causal_nested_args a, const results *want) {
+  const int64_t parts[5] = {1, 1, 90, 1, c->n - 93}, numbers = a.heads * a.slots * (2 * a.head_dim + 1);
+  double *state = (double *)common_alloc((size_t)numbers * sizeof(double));
+  float *y = common_floats(count_of(c, Q));
+  for (int64_t i = 0; i < numbers; i++) state[i] = NAN; /* not read */
+  a.state = state, a.out = y;
+  for (int p = 0; p < 5; p++) {
+    a.rows = parts[p];
+    CHECK(luna_causal_nested_attention_f32(&a) == LUNA_OK, "a piece of %lld rows", (long long)a.rows);
+    a.position += a.rows, a.out += a.rows * c->dim;
+    a.q += a.rows * c->dim, a.k += a.rows * c->dim, a.v += a.rows * c->dim, a.s += a.rows * a.heads * a.slots;
+    if (a.forget) a.forget += a.rows * a.heads * a.slots;
+  }
+  test_close("a sequence in pieces", y, want->y, (size_t)count_of(c, Q), OUTPUT_LIMIT);
+  CHECK(luna_causal_nested_attention_backward_f32(&a) == LUNA_BAD_ARGUMENT, "backward of a piece");
+  free(state), free(y);
+}
+static void check_function(luna_isa isa, ranges range, int64_t batch, int64_t horizon) {
+  call c = call_open(batch, 130, 2, 8, 5, range);
+  luna_ctx *ctx = ctx_open(isa, 1);
+  c.horizon = horizon;
+  if (batch > 1) call_mask(&c);
+  for (int64_t b = 0; c.lengths && b < batch; b++) if (c.lengths[b] > c.slots) c.lengths[b] = (int32_t)c.slots;
+  results want = results_open(&c), got = results_open(&c);
+  luna_causal_nested_args a;
+  args_of(&c, isa, &got, &a);
+  a.kept = common_floats((a.forget ? 2 : 1) * count_of(&c, S));
+  const size_t size = luna_causal_nested_attention_scratch(&a);
+  void *scratch = common_alloc(size);
+  CHECK(call_run(ctx, &c, true, &want), "the op: %s", luna_error(ctx));
+  a.run.scratch = scratch, a.run.scratch_size = size;
+  for (int i = 0; i < INPUTS; i++) if (got.grad[i]) memset(got.grad[i], 0, (size_t)count_of(&c, i) * sizeof(float));
+  CHECK(luna_causal_nested_attention_f32(&a) == LUNA_OK && same(got.y, want.y, count_of(&c, Q)), "forward differs");
+  CHECK(luna_causal_nested_attention_backward_f32(&a) == LUNA_OK, "backward fails");
+  for (int i = 0; i < INPUTS; i++)
+    CHECK(!got.grad[i] || same(got.grad[i], want.grad[i], count_of(&c, i)), "the gradient of %s differs",
+          input_names[i]);
+  a.run.scratch = NULL;
+  CHECK(luna_causal_nested_attention_f32(&a) == LUNA_OK, "without scratch");
+  test_close("without scratch", got.y, want.y, (size_t)count_of(&c, Q), OUTPUT_LIMIT);
+  CHECK(luna_causal_nested_attention_backward_f32(&a) == (a.forget ? LUNA_OUT_OF_MEMORY : LUNA_OK),
+        "backward of 130 rows in 8 KB");
+  a.run.scratch = scratch;
+  if (batch == 1) check_pieces(&c, a, &want);
+  a.omega = LUNA_ACTIVATION_GELU;
+  CHECK(luna_causal_nested_attention_f32(&a) == LUNA_BAD_ARGUMENT, "an omega that is not positive");
+  free(a.kept), free(scratch);
+  results_close(&want), results_close(&got), call_close(&c);
+  luna_close(ctx);
+}
+
 static double loss_of(luna_ctx *ctx, const call *c, results *r) {
   double sum = 0;
   if (!call_run(ctx, c, false, r)) return NAN;
@@ -893,6 +954,8 @@ int main(void) {
     if (!luna_isa_available(isa)) continue;
     check_within(isa);
     check_clamps(isa);
+    check_function(isa, soft, 1, 0), check_function(isa, soft, 3, 0);
+    check_function(isa, published, 1, 50), check_function(isa, published, 3, 0);
     check_causality(isa, true), check_causality(isa, false);
     for (int m = 0; m < MODELS; m++) check_model_causality(model_names[m], isa);
     for (int k = 0; k < 4 && isa != LUNA_ISA_REFERENCE; k++) check_threads(isa, k % 2 ? 3 : 1, k < 2);
