@@ -1,12 +1,13 @@
 /* bench_layers: layers and models against the machine's multiply-add peak. Flops a token, forward: folded Luna 8hld +
-   4d ffn, unfolded 6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64; a training
-   step counts three times that, and what is computed twice counts once. */
+   4d ffn, unfolded 6d^2 + 8ld + 4d ffn, causal 2hld + 6d^2 + 8ld + 2c(hl + d) + 4d ffn in chunks of c = 64, with
+   gates 2hld more; a training step counts three times that, and what is computed twice counts once. */
 #include "bench.h"
 
 #define DIM 256
 #define HEADS 4
 #define FFN 1024
 
+typedef enum layer_kind { ENCODER, CAUSAL, FORGETTING } layer_kind;
 /* one layer, its input a parameter so that no run copies it */
 typedef struct layer_bench {
   luna_ctx *ctx;
@@ -15,7 +16,8 @@ typedef struct layer_bench {
   luna_encoder_layer encoder;
   luna_causal_layer causal;
   luna_tensor *x, *p;
-  bool is_causal, training;
+  layer_kind kind;
+  bool training;
 } layer_bench;
 
 static void layer_run(void *arg) {
@@ -24,7 +26,7 @@ static void layer_run(void *arg) {
   const int64_t flat[1] = {-1};
   if (b->training) luna_begin_step(b->ctx);
   else luna_begin_inference(b->ctx);
-  y = b->is_causal ? luna_causal_layer_forward(&b->causal, b->x) :
+  y = b->kind != ENCODER ? luna_causal_layer_forward(&b->causal, b->x) :
       luna_encoder_layer_forward(&b->encoder, b->x, &p, NULL);
   if (b->training) {
     luna_backward(luna_mean(luna_reshape(y, 1, flat), 0));
@@ -36,9 +38,10 @@ static void layer_run(void *arg) {
   }
 }
 
-static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, bool causal, bool training) {
+static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, layer_kind kind, bool training) {
   luna_options options = {.threads = threads, .isa = bench_isa()};
-  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN};
+  luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN,
+                              .forget = kind == FORGETTING ? LUNA_FORGET_GATED : LUNA_FORGET_NONE};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   const int64_t x[3] = {1, n, DIM}, p[3] = {1, memory, DIM};
   memset(b, 0, sizeof *b);
@@ -47,9 +50,9 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, b
   b->inputs = luna_params_open(b->ctx);
   b->x = luna_param(b->inputs, "x", 3, x, normal);
   b->p = luna_param(b->inputs, "p", 3, p, normal);
-  b->is_causal = causal;
+  b->kind = kind;
   b->training = training;
-  if (causal) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
+  if (kind != ENCODER) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
   b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
   if (!b->adam) {
@@ -67,7 +70,12 @@ static double causal_flops(double n, double l) {
   return n * (2 * HEADS * l * DIM + 6. * DIM * DIM + 8 * l * DIM + 2 * 64 * (HEADS * l + DIM) + 4. * DIM * FFN);
 }
 
-static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal, int threads, double forward,
+static double layer_flops(layer_kind kind, double n, double l) {
+  const double gates = kind == FORGETTING ? n * 2 * HEADS * l * DIM : 0;
+  return kind == ENCODER ? encoder_flops(n, l) : causal_flops(n, l) + gates;
+}
+
+static void layer_rows(const char *name, int64_t n, int64_t memory, layer_kind kind, int threads, double forward,
                        double training) {
   layer_bench b[4];
   bench_case c[4];
@@ -77,11 +85,10 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
   for (i = 0; i < 4; i++) {
     const int t = i % 2 ? threads : 1;
     if (i % 2 && threads == 1) continue;
-    layer_open(&b[i], t, n, memory, causal, i / 2);
+    layer_open(&b[i], t, n, memory, kind, i / 2);
     snprintf(c[count].name, sizeof c[count].name, "%s, %s", name, i / 2 ? "training step" : "forward");
     c[count].threads = t;
-    c[count].flops = (i / 2 ? 3 : 1) * (causal ? causal_flops((double)n, (double)memory) :
-                                        encoder_flops((double)n, (double)memory));
+    c[count].flops = (i / 2 ? 3 : 1) * layer_flops(kind, (double)n, (double)memory);
     c[count].run = layer_run;
     c[count].arg = &b[i];
     c[count].ctx = b[i].ctx;
@@ -98,18 +105,18 @@ static void layer_rows(const char *name, int64_t n, int64_t memory, bool causal,
 
 /* Time a token at a great length. The first two steps touch new memory (the second's is in one piece), 2.7 GB of it at
    262,144 tokens, and are not timed. */
-static void length_rows(const char *name, bool causal, int threads) {
+static void length_rows(const char *name, layer_kind kind, int threads) {
   for (int training = 0; training < 2; training++) {
     layer_bench b[2];
     bench_case c[2];
     memset(c, 0, sizeof c);
     for (int i = 0; i < 2; i++) {
       const int64_t n = i ? 262144 : 4096;
-      layer_open(&b[i], threads, n, 16, causal, training);
+      layer_open(&b[i], threads, n, 16, kind, training);
       for (int step = 0; step < 2 && bench_is_wanted(name); step++) layer_run(&b[i]);
       snprintf(c[i].name, sizeof c[i].name, "%s, n = %d, %s", name, (int)n, training ? "training step" : "forward");
       c[i].threads = threads;
-      c[i].flops = (training ? 3 : 1) * (causal ? causal_flops((double)n, 16) : encoder_flops((double)n, 16));
+      c[i].flops = (training ? 3 : 1) * layer_flops(kind, (double)n, 16);
       c[i].run = layer_run;
       c[i].arg = &b[i];
       c[i].ctx = b[i].ctx;
@@ -138,7 +145,7 @@ static void neighbour_rows(void) {
     for (int i = 0; i < 2; i++)
       snprintf(name[i], sizeof name[i], "training step, %s", row ? "no neighbours" : "a busy loop on each core");
     if (!bench_is_wanted(name[0]) || bench_turns) continue;
-    for (int i = 0; i < 2; i++) layer_open(&b[i], threads[row][i], 4096, 16, false, true), layer_run(&b[i]);
+    for (int i = 0; i < 2; i++) layer_open(&b[i], threads[row][i], 4096, 16, ENCODER, true), layer_run(&b[i]);
     if (row == 0) bench_busy(cores);
     for (int r = 0; r < RUNS; r++)
       for (int i = 0; i < 2; i++) seconds[i][r] = neighbour_time(&b[i], STEPS);
@@ -225,9 +232,9 @@ static void classifier_rows(int64_t batch, int threads, luna_pooling pooling) {
 }
 
 #ifdef BENCH_SHARED                  /* what tests/bench_peers.py calls */
-void *peer_layer(int threads, int64_t n, int64_t memory, int causal, int training) {
+void *peer_layer(int threads, int64_t n, int64_t memory, int kind, int training) { /* kind: a layer_kind */
   layer_bench *b = (layer_bench *)malloc(sizeof *b);
-  layer_open(b, threads, n, memory, causal != 0, training != 0);
+  layer_open(b, threads, n, memory, (layer_kind)kind, training != 0);
   return b;
 }
 void peer_layer_run(void *b) { layer_run(b); }
@@ -261,14 +268,15 @@ int main(int argc, char **argv) {
   bench_start(argc, argv);
   bench_budget = 0.3;
   bench_title("Luna encoder layer, n = 4096, d = 256, 4 heads, ffn 1024");
-  layer_rows("l = 16", 4096, 16, false, threads, 0.82, 0.78);
-  layer_rows("l = 128", 4096, 128, false, 1, 0.78, 0.74);
-  layer_rows("l = 256", 4096, 256, false, 1, 0.78, 0.74);
+  layer_rows("l = 16", 4096, 16, ENCODER, threads, 0.82, 0.78);
+  layer_rows("l = 128", 4096, 128, ENCODER, 1, 0.78, 0.74);
+  layer_rows("l = 256", 4096, 256, ENCODER, 1, 0.78, 0.74);
   bench_title("Luna causal layer");
-  layer_rows("causal, l = 16", 4096, 16, true, threads, 0.74, 0.70);
+  layer_rows("causal, l = 16", 4096, 16, CAUSAL, threads, 0.74, 0.70);
+  layer_rows("causal that forgets, l = 16", 4096, 16, FORGETTING, threads, 0.70, 0.66);
   bench_title("time a token at a great length");
-  length_rows("encoder", false, threads);
-  length_rows("causal", true, threads);
+  length_rows("encoder", ENCODER, threads);
+  length_rows("causal", CAUSAL, threads);
   bench_title("busy neighbours, and more threads than cores");
   neighbour_rows();
   bench_title("4-layer byte classifier, training step");

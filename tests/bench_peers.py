@@ -38,8 +38,8 @@ def cases():
         for what in ("forward", "training"):
             rows.append((f"encoder layer, l = {l}, {what}",
                          FORMS + JAX if l == 16 else ["torch plain", "torch compiled plain", "jax plain"]))
-    rows += [(f"causal layer, l = 16, {what}", ["torch chunked", "torch compiled chunked"])
-             for what in ("forward", "training")]
+    rows += [(f"{layer}, l = 16, {what}", ["torch chunked", "torch compiled chunked"])
+             for layer in ("causal layer", "causal layer that forgets") for what in ("forward", "training")]
     rows += [(f"classifier, batch {b}, training", FORMS) for b in (1, 4)]
     rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"])]
     return rows
@@ -64,7 +64,8 @@ def luna_open(name, threads):
         handle = ctypes.c_void_p(lib.peer_stream())
         return lambda: lib.peer_stream_run(handle)
     l = int(name.split("l = ")[1].split(",")[0])
-    handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), int("causal" in name), int("training" in name)))
+    kind = ("causal" in name) + ("forgets" in name)
+    handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), kind, int("training" in name)))
     return lambda: lib.peer_layer_run(handle)
 
 
@@ -162,18 +163,41 @@ def torch_open(name, threads, form):
             before = torch.cat([torch.zeros_like(state[:, :, :1]), state[:, :, :-1]], 2)
             return (x @ before + (x @ y.transpose(-1, -2) * mask) @ z) / t
 
-        def forward(self, x, c=64):
-            b, n, l = x.shape[0], x.shape[1], self.p.shape[1]
+        def scores(self, x):
             pq = split(self.pq(self.p)) * (D // H) ** -0.5
-            g = (pq @ self.pc.weight.view(H, D // H, D)).reshape(H * l, D)
-            s = F.linear(x, g, (pq @ self.pc.bias.view(H, D // H, 1)).reshape(H * l))
-            a = F.softplus(s * 0.6931471805599453) * 1.4426950408889634
+            g = (pq @ self.pc.weight.view(H, D // H, D)).reshape(-1, D)
+            return F.linear(x, g, (pq @ self.pc.bias.view(H, D // H, 1)).reshape(-1))
+
+        def forward(self, x, c=64):
+            b, n = x.shape[:2]
             chunks = lambda u: u.view(b, n // c, c, H, -1).permute(0, 3, 1, 2, 4)
-            a, q, v = chunks(a), chunks(self.q(x)) * (D // H) ** -0.5, chunks(self.c(x))
+            y = self.attend(x, chunks, n, c).permute(0, 2, 3, 1, 4).reshape(b, n, D)
+            return self.ffn(self.norm(x + self.out(y)))
+
+        def attend(self, x, chunks, n, c):
+            a = chunks(F.softplus(self.scores(x) * 0.6931471805599453) * 1.4426950408889634)
+            q, v = chunks(self.q(x)) * (D // H) ** -0.5, chunks(self.c(x))
             t, mask = torch.arange(1, n + 1, dtype=x.dtype).view(1, 1, n // c, c, 1), torch.ones(c, c).tril()
             w = F.softmax(self.product(q, v, a, t, mask), -1)
-            y = self.product(w, a, v, t, mask).permute(0, 2, 3, 1, 4).reshape(b, n, D)
-            return self.ffn(self.norm(x + self.out(y)))
+            return self.product(w, a, v, t, mask)
+
+    class Forgetting(Causal):        # weights e^s, which gates make less: the memory before each chunk in turn
+        def __init__(self, l):
+            super().__init__(l)
+            self.forget = torch.nn.Linear(D, H * l)
+
+        def attend(self, x, chunks, n, c):
+            q, v = chunks(self.q(x)) * (D // H) ** -0.5, chunks(self.c(x))
+            gates = (F.logsigmoid(chunks(self.forget(x))) / 16).clamp(min=-1).cumsum(3)
+            w, fades = torch.exp(chunks(self.scores(x)).clamp(-15, 15) - gates), torch.exp(gates[:, :, :, -1:])
+            own, total = v.transpose(-1, -2) @ w, w.sum(3, keepdim=True)
+            memory, sums = [torch.zeros_like(own[:, :, 0])], [torch.zeros_like(total[:, :, 0])]
+            for i in range(n // c - 1):
+                memory.append((memory[-1] + own[:, :, i]) * fades[:, :, i])
+                sums.append((sums[-1] + total[:, :, i]) * fades[:, :, i])
+            memory, z, mask = torch.stack(memory, 2), torch.stack(sums, 2) + w.cumsum(3), torch.ones(c, c).tril()
+            r = F.softmax((q @ memory + (q @ v.transpose(-1, -2) * mask) @ w) / z, -1) / z
+            return r @ memory.transpose(-1, -2) + (r @ w.transpose(-1, -2) * mask) @ v
 
     if name.startswith("streaming"):
         layers, table, log2 = [Causal(16) for _ in range(4)], torch.randn(256, D), 0.6931471805599453
@@ -225,7 +249,7 @@ def torch_open(name, threads, form):
         loss = compile(loss)
     else:
         l = int(name.split("l = ")[1].split(",")[0])
-        layer = Causal(l) if "causal" in name else Luna()
+        layer = Forgetting(l) if "forgets" in name else Causal(l) if "causal" in name else Luna()
         x, p = torch.randn(1, N, D, requires_grad=True), torch.randn(1, l, D, requires_grad=True)
         called = compile(layer)
         forward = (lambda: called(x)) if "causal" in name else (lambda: called(x, p)[0])
