@@ -226,6 +226,7 @@ typedef struct command {
   int (*run)(luna_ctx *ctx, const char **words); /* words: the file names. Returns 0, or 2 after a sentence */
 } command;
 static const command *program_commands;
+static const flag *program_flags;
 
 /* A command's letter is its name's first, a capital where an earlier command has that. */
 TOOL bool takes(const command *c, const flag *f) {
@@ -391,6 +392,12 @@ TOOL int parse(const command *c, const flag *flags, int count, char **given, con
   return ranks.rank > 0 ? 0 : check_files(c, flags, words);
 }
 
+TOOL bool flag_given(const void *place) {                  /* whether the command line has the flag of this number */
+  for (int i = 0; program_flags[i].name; i++)
+    if (flags_given >> i & 1 && (program_flags[i].whole == place || program_flags[i].real == place)) return true;
+  return false;
+}
+
 TOOL void write_text(void *file, const char *text) { fputs(text, (FILE *)file); }
 TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
   const size_t size = strlen(set.profile);
@@ -404,7 +411,7 @@ TOOL int write_profile(luna_ctx *ctx) { /* returns 0, or 2 after a sentence */
 TOOL int run_example(const char *name, const command *commands, const flag *flags, int count, char **given) {
   const char *word = count > 1 ? given[1] : "", *words[4] = { NULL };
   const command *c = commands;
-  program = name, program_commands = commands;
+  program = name, program_commands = commands, program_flags = flags;
   if (asks_help(word)) return usage(stdout, commands, flags, NULL), 0;
   while (c->name && strcmp(c->name, word) != 0) c++;
   if (!c->name) {

@@ -7,34 +7,35 @@
      series train FILE.ts --per-step [--causal]                 cases joined to long recordings: the class at each step
      series train FILE.csv --label COLUMN [--causal]            one recording: the class that COLUMN gives each row
      series train FILE.csv --forecast                           one recording: the next row's numbers
+     series train FILE.csv ... --causal --carry                 as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
      series predict M FILE [--svg PICTURE]                      what M finds, a line each; drawn: the first series
 
-   .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last; "?" is a missing
-   number. .csv: the first row may name the columns; those that are numbers are read, but for columns that never change.
-   Cases may differ in length. --causal models see no later step, so that they can be streamed. What a model must know
-   besides its weights lies in it: M is all one needs. */
+   .ts: after @data a line is a case, dimensions separated by ":", values by ",", the class last. .csv: the first row
+   may name the columns; those that are numbers are read, but for columns that never change; --columns and --drop
+   choose. Numbers are missing where there is nothing, ?, -, NA, N/A, NaN, null or none. Cases may differ in length. A
+   part of the data is not learnt from: on it the model is validated as it learns, and the best one is kept.
+   --causal models see no later step, so that they can be streamed. What a model must know besides its weights lies in
+   it: M is all one needs. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
 #include "example.h"
 
-#include <ctype.h>
-
-#define CLASSES 1000                 /* at most */
-#define COLUMNS 4096                 /* of a file, at most */
-#define WORD 1000                    /* bytes of a class and of a column's name, at most */
-
 static struct settings set = {
   .out = "series.safetensors",
   .steps = 1200, .batch = 16, .lr = 2e-3,
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
-  .seed = 1, .forget = LUNA_FORGET_GATED
+  .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20
 };
-static struct { const char *label, *svg; int64_t per_step, causal, forecast, window, held; double noise, stretch,
-               scale; } own = {
-  .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1
-};
+static struct {
+  const char *label, *svg, *columns, *drop;
+  int64_t per_step, causal, forecast, window, carry, held, patience;
+  double noise, stretch, scale, validate;
+} own = { .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .patience = 6 };
+
+#include "series_data.h"
+#include "series_score.h"
 
 static const flag flags[] = {
   FLAGS_TRAIN,
@@ -43,8 +44,14 @@ static const flag flags[] = {
   { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
   { "--window", "t", WHOLE(own.window, 2, 1e6), "steps of a recording that are learnt from at once" },
+  { "--carry", "t", SWITCH(own.carry), "windows of a recording continue one another: the memory goes on" },
+  { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
+  { "--drop", "t", STRING(own.drop), "CSV: columns to leave out, likewise" },
   { "--held", "t", WHOLE(own.held, 0, 5),
    "1 to 5: that fifth of the data is not learnt from but measured on; 0: none (CSV: the last)" },
+  { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
+  { "--patience", "t", WHOLE(own.patience, 0, 1e6),
+   "validations without a better model that end the training; 0: none do" },
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
@@ -59,281 +66,8 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* ---- the data: rows of k numbers; a series is some of them in a row ---------------------------------------------- */
-
-enum { NONE = -1, UNKNOWN = -2 };    /* labels: not given; given, but not one that the model knows */
-typedef struct series { int64_t at, n; int32_t label; } series;
-static struct {
-  contents text;
-  float *rows;                       /* [size,k], NaN where a number is missing */
-  int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
-  int64_t size, k;
-  series *list;                      /* those to learn from, then those held back */
-  int64_t count, training;
-  bool csv, classless;               /* .ts: the last part is a dimension too */
-} data;
-static struct word { const unsigned char *at; int64_t size; } labels[CLASSES], columns[COLUMNS];
-static int32_t label_count;
-static int64_t column_count;         /* of the model */
 /* [k] of each column, and of its changes from row to row; of the data that is learnt from */
 static float *mean, *deviation, *change;
-
-static bool is_word(struct word w, const char *text) {
-  return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0;
-}
-static bool same_word(struct word a, struct word b) {
-  return a.size == b.size && memcmp(a.at, b.at, (size_t)a.size) == 0;
-}
-static bool begins(struct word w, const char *text) { /* in capitals or small letters */
-  int64_t i = 0;
-  while (text[i] && i < w.size && tolower(w.at[i]) == tolower((unsigned char)text[i])) i++;
-  return text[i] == 0;
-}
-
-static bool is_missing(struct word w) {
-  return w.size == 0 || is_word(w, "?") || is_word(w, "NA") || (w.size == 3 && begins(w, "NaN"));
-}
-
-/* The number of a label, which is made when it is new and may be; UNKNOWN when not. */
-static int32_t label_of(struct word w, bool add) {
-  int32_t i = 0;
-  if (is_missing(w)) return NONE;
-  while (i < label_count && !same_word(labels[i], w)) i++;
-  if (i < label_count) return i;
-  if (!add || label_count == CLASSES) return UNKNOWN;
-  labels[label_count] = w;
-  return label_count++;
-}
-
-static struct word trimmed(const unsigned char *at, const unsigned char *end) {
-  while (at < end && (*at == ' ' || *at == '\t')) at++;
-  while (end > at && (end[-1] == ' ' || end[-1] == '\t')) end--;
-  if (end - at >= 2 && *at == '"' && end[-1] == '"') at++, end--;
-  return (struct word){ at, end - at };
-}
-
-/* Reads a number; NaN: it is missing, as "", "?", "NaN" and "NA" say. False: it is none, or so large that floats of a
-   model could overflow. */
-static bool number_of(struct word w, float *out) {
-  char text[64], *end;
-  *out = NAN;
-  if (is_missing(w)) return true;
-  if (w.size >= (int64_t)sizeof text) return false;
-  for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
-  memcpy(text, w.at, (size_t)w.size);
-  text[w.size] = 0;
-  double value = strtod(text, &end);
-  if (*end || end == text || !(fabs(value) <= 1e30)) return false;
-  *out = (float)value;
-  return true;
-}
-
-/* Cuts a line where the character is, but not between quotes, into words, of which out gets the first
-   COLUMNS + 1; returns how many there are. */
-static int64_t cut(const unsigned char *line, int64_t length, unsigned char by, struct word *out) {
-  const unsigned char *from = line, *end = line + length;
-  int64_t count = 0;
-  bool quoted = false;
-  for (const unsigned char *at = line; at <= end; at++) {
-    if (at < end && *at == '"') quoted = !quoted;
-    if (at < end && (*at != by || quoted)) continue;
-    if (count <= COLUMNS) out[count] = trimmed(from, at);
-    count++;
-    from = at + 1;
-  }
-  return count;
-}
-
-static void add_rows(int64_t n) {
-  static int64_t room;
-  if (data.size + n > room) {
-    room = 2 * room + n + 1024;
-    data.rows = (float *)grow(data.rows, room, (size_t)data.k * sizeof(float));
-    data.labels = (int32_t *)grow(data.labels, room, sizeof(int32_t));
-  }
-  for (int64_t i = data.size * data.k; i < (data.size + n) * data.k; i++) data.rows[i] = NAN;
-  for (int64_t i = data.size; i < data.size + n; i++) data.labels[i] = NONE;
-  data.size += n;
-}
-static void add_series(int64_t at, int64_t n, int32_t label) {
-  data.list = (series *)grow(data.list, data.count + 1, sizeof *data.list);
-  data.list[data.count++] = (series){ at, n, label };
-}
-
-/* A case: dimensions between ":", the class, if any, last. */
-static int read_case(const char *path, const unsigned char *line, int64_t length, int64_t number, bool learns) {
-  static struct word parts[COLUMNS + 1];
-  int64_t count = cut(line, length, ':', parts) - !data.classless, at = data.size, longest = 0;
-  if (count < 1)
-    return fail("%s: line %lld is not a case, dimensions and a class with ':' between", path, (long long)number);
-  if (count > COLUMNS)
-    return fail("%s: line %lld has more than %d dimensions", path, (long long)number, COLUMNS);
-  if (data.k == 0) data.k = count;
-  if (count != data.k)
-    return fail("%s: line %lld has %lld dimensions, not %lld", path, (long long)number, (long long)count,
-                (long long)data.k);
-  for (int64_t d = 0; d < data.k; d++) {
-    int64_t n = 1;
-    for (int64_t i = 0; i < parts[d].size; i++) n += parts[d].at[i] == ',';
-    if (n > longest) longest = n;
-  }
-  add_rows(longest);
-  for (int64_t d = 0; d < data.k; d++) {
-    const unsigned char *from = parts[d].at, *end = from + parts[d].size;
-    for (int64_t t = 0; from <= end; t++) {
-      const unsigned char *comma = (const unsigned char *)memchr(from, ',', (size_t)(end - from)),
-          *to = comma ? comma : end;
-      if (!number_of(trimmed(from, to), &data.rows[(at + t) * data.k + d]))
-        return fail("%s: line %lld: number %lld of dimension %lld is not a number", path, (long long)number,
-                    (long long)t + 1, (long long)d + 1);
-      from = to + 1;
-    }
-  }
-  if (!own.forecast && !data.classless && parts[data.k].size > WORD)
-    return fail("%s: the class of line %lld has more than %d bytes", path, (long long)number, WORD);
-  int32_t label = own.forecast || data.classless ? NONE : label_of(parts[data.k], learns);
-  if (label == UNKNOWN && learns) return fail("%s has more than %d classes", path, CLASSES);
-  if (label == NONE && learns && !own.forecast) return fail("%s: line %lld has no class", path, (long long)number);
-  for (int64_t i = at; i < data.size; i++) data.labels[i] = label;
-  add_series(at, longest, label);
-  return 0;
-}
-static bool says(struct word w, const char *name, const char *value) { /* a line before @data */
-  const int64_t size = (int64_t)strlen(name);
-  return begins(w, name) && begins(trimmed(w.at + size, w.at + w.size), value);
-}
-static int read_ts(const char *path, bool learns) {
-  int64_t at = 0, length, number = 0;
-  const unsigned char *line;
-  bool begun = false;
-  while ((line = next_line(data.text, &at, &length)) != NULL) {
-    struct word w = trimmed(line, line + length);
-    number++;
-    if (!begun && says(w, "@timeStamps", "true")) return fail("%s has time stamps, which are not read", path);
-    data.classless = data.classless || (!begun && says(w, "@classLabel", "false"));
-    if (data.classless && learns && !own.forecast) return fail("%s has no classes to learn (@classLabel false)", path);
-    if (begun && w.size > 0 && *w.at != '#' && read_case(path, w.at, w.size, number, learns)) return 2;
-    begun = begun || begins(w, "@data");
-  }
-  return 0;
-}
-
-/* One recording. Where the model has no columns yet, those become its: numbers in every row, and not always the
-   same. */
-static int read_csv(const char *path, bool learns) {
-  static struct word names[COLUMNS + 1], parts[COLUMNS + 1];
-  static char numbers[COLUMNS][8];
-  static struct { bool varies; float first; int64_t at, word; } is[COLUMNS]; /* word: the first row of no number */
-  int64_t at = 0, length, number = 1, count, label = -1, begin = 0;
-  float value;
-  bool header = true;
-  const unsigned char *line = next_line(data.text, &at, &length);
-  unsigned char by = ',';
-  for (int64_t i = length; i-- > 0;) if (strchr(",;\t", line[i]) && line[i]) by = line[i];
-  count = cut(line, length, by, names);
-  if (count > COLUMNS) return fail("%s has more than %d columns", path, COLUMNS);
-  for (int64_t c = 0; c < count; c++) header = header && !(number_of(names[c], &value) && value == value);
-  if (header) begin = at;
-  for (int64_t c = 0; c < count; c++) {
-    snprintf(numbers[c], sizeof numbers[c], "%d", (int)c + 1);
-    if (!header || names[c].size == 0) names[c] = (struct word){
-      (const unsigned char *)numbers[c], (int64_t)strlen(numbers[c])
-    };
-    if (own.label && (is_word(names[c], own.label) || strcmp(numbers[c], own.label) == 0)) label = c;
-    is[c].first = NAN;
-    if (names[c].size > WORD) return fail("%s: the name of column %d has more than %d bytes", path, (int)c + 1, WORD);
-    for (int64_t other = 0; other < c; other++)
-      if (same_word(names[c], names[other]))
-        return fail("%s has two columns '%.*s'", path, (int)names[c].size, (const char *)names[c].at);
-  }
-  if (own.label && label < 0 && learns) return fail("%s has no column '%s'", path, own.label);
-  int64_t rows = 0;
-  for (at = begin; (line = next_line(data.text, &at, &length)) != NULL; rows++) { /* what the columns are */
-    if (length == 0) { rows--; continue; }
-    if (cut(line, length, by, parts) != count)
-      return fail("%s: row %lld has not %lld columns", path, (long long)rows + 1 + header, (long long)count);
-    for (int64_t c = 0; c < count; c++) {
-      if (!number_of(parts[c], &value) && !is[c].word) is[c].word = rows + 1 + header;
-      if (is[c].first != is[c].first) is[c].first = value;
-      else if (value == value && value != is[c].first) is[c].varies = true;
-    }
-  }
-  for (int64_t c = 0; c < count && learns; c++) {
-    if (c == label) continue;
-    if (!is[c].word && is[c].varies) columns[column_count++] = names[c];
-    else if (ranks.rank == 0) {
-      printf("%s: column '", path), put_shown(stdout, names[c].at, names[c].size), printf("' is left out: ");
-      if (is[c].word) printf("row %lld is not a number\n", (long long)is[c].word);
-      else printf("it never changes\n");
-    }
-  }
-  if (column_count == 0) return fail("%s has no column of numbers that change", path);
-  for (int64_t i = 0; i < column_count; i++) {
-    int64_t c = 0;
-    while (c < count && !same_word(names[c], columns[i])) c++;
-    if (c == count) return fail("%s has no column '%.*s'", path, (int)columns[i].size, (const char *)columns[i].at);
-    is[i].at = c;
-  }
-  data.k = column_count;
-  add_rows(rows);
-  for (at = begin, rows = 0; (line = next_line(data.text, &at, &length)) != NULL; rows++) {
-    if (length == 0) { rows--; continue; }
-    cut(line, length, by, parts);
-    for (int64_t i = 0; i < column_count; i++)
-      if (!number_of(parts[is[i].at], &data.rows[rows * data.k + i]))
-        return fail("%s: row %lld: '%.*s' is not a number", path, (long long)rows + 1 + header,
-                    (int)(parts[is[i].at].size < 40 ? parts[is[i].at].size : 40), (const char *)parts[is[i].at].at);
-    if (label >= 0 && parts[label].size > WORD)
-      return fail("%s: the class of row %lld has more than %d bytes", path, (long long)rows + 1 + header, WORD);
-    if (label >= 0 && (data.labels[rows] = label_of(parts[label], learns)) == UNKNOWN && learns)
-      return fail("%s has more than %d classes", path, CLASSES);
-  }
-  (void)number;
-  add_series(0, rows, -1);
-  return 0;
-}
-
-/* Puts what --held says last: of cases a fifth of each class, of a recording a fifth of its time. */
-static void hold_back(void) {
-  int64_t seen[CLASSES + 1] = { 0 };
-  series *old = data.list;
-  int64_t count = data.count;
-  data.list = NULL, data.count = data.training = 0;
-  for (int held = 0; held < 2; held++) {
-    memset(seen, 0, sizeof seen);
-    for (int64_t i = 0; i < count; i++) {
-      series s = old[i];
-      if (data.csv && own.held) {
-        int64_t from = s.n * (own.held - 1) / 5, to = s.n * own.held / 5;
-        if (held) add_series(s.at + from, to - from, -1);
-        else if (from > 0) add_series(s.at, from, -1);
-        if (!held && to < s.n) add_series(s.at + to, s.n - to, -1);
-      } else if ((seen[s.label + 1]++ % 5 == own.held - 1) == (held == 1)) add_series(s.at, s.n, s.label);
-    }
-    if (!held) data.training = data.count;
-  }
-  free(old);
-}
-
-static int read_data(const char *path, bool learns) {
-  if (read_file(path, &data.text)) return 2;
-  if (data.text.size >= 3 && memcmp(data.text.data, "\xEF\xBB\xBF", 3) == 0) /* a byte order mark */
-    data.text.size -= 3, memmove(data.text.data, data.text.data + 3, (size_t)data.text.size + 1);
-  if (data.text.size == 0) return fail("%s is empty", path);
-  int64_t at = 0, length;
-  const unsigned char *line;
-  for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)
-    data.csv = !begins(trimmed(line, line + length), "@data");
-  if (!learns && data.csv != (column_count > 0))
-    return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) :
-        fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
-  if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
-  if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
-  if (learns && data.csv && !own.held) own.held = 5;
-  data.training = data.count;
-  if (learns) hold_back();
-  return 0;
-}
 
 /* ---- the model: a classifier, or with --causal a causal model with outputs --------------------------------------- */
 
@@ -367,6 +101,13 @@ static luna_status make_model(luna_params *params) {
                         .per_step = steps_have_labels(), .pooling = (luna_pooling)set.pooling, .encoder = encoder });
 }
 
+static luna_status read_deviations(void) {                 /* as the model has them */
+  luna_status status = luna_read(input_layer()->mean, mean);
+  if (status == LUNA_OK) status = luna_read(input_layer()->scale, deviation);
+  for (float *d = deviation; d < change; d++) *d = 1 / *d;
+  return status;
+}
+
 /* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a
    sentence. */
 static int measure(luna_ctx *ctx) {
@@ -387,12 +128,8 @@ static int measure(luna_ctx *ctx) {
     }
   }
   luna_status status = luna_input_layer_fit(input_layer(), &(luna_input){ .features = rows, .batch = 1, .n = n });
-  if (status == LUNA_OK) status = luna_read(input_layer()->mean, mean);
-  if (status == LUNA_OK) status = luna_read(input_layer()->scale, deviation);
-  for (int64_t c = 0; c < k; c++) {
-    deviation[c] = 1 / deviation[c];
-    change[c] = squares[c] > 0 ? (float)sqrt(squares[c] / squares[k + c]) : 1;
-  }
+  if (status == LUNA_OK) status = read_deviations();
+  for (int64_t c = 0; c < k; c++) change[c] = squares[c] > 0 ? (float)sqrt(squares[c] / squares[k + c]) : 1;
   free(rows), free(squares);
   return status == LUNA_OK ? 0 : failed(ctx);
 }
@@ -409,13 +146,6 @@ static void batch_open(int64_t rows, int64_t n) {
   batch.lengths = (int32_t *)grow(batch.lengths, rows, sizeof(int32_t));
   batch.rows = rows, batch.n = n;
 }
-
-static uint64_t random_state;
-static double uniform(void) {                              /* in [-1, 1) */
-  return (double)(splitmix(&random_state) >> 12) / 2251799813685248.0 - 1;
-}
-static int64_t below(int64_t n) { return (int64_t)((uniform() + 1) / 2 * (double)n) % n; }
-static double normal(void) { return uniform() + uniform() + uniform(); } /* of deviation 1, near enough */
 
 /* `n` rows of a series from row `from` on into row `at` of the batch's sequence `b`; its targets are what follows. */
 static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
@@ -453,13 +183,11 @@ static int64_t place_changed(int64_t b, int64_t at, series s, int64_t room) {
   return n;
 }
 
-/* What training step `step` learns from. */
-static void training_batch(int64_t step, int32_t *order) {
-  const bool joined = own.per_step && !data.csv, windows = own.forecast || data.csv;
+/* Which series a training step learns from, as lengths of the batch: in rounds through all, each in an order of its
+   own. Returns the length of the longest. */
+static int64_t choose_series(int64_t step, int32_t *order) {
   int64_t longest = 1;
-  random_state = draw(1, step, 0);
-  batch_open(set.batch, 1);
-  for (int64_t b = 0; b < set.batch; b++) {                /* in rounds through all, each in an order of its own */
+  for (int64_t b = 0; b < set.batch; b++) {
     int64_t index = (step * set.batch + b) % data.training;
     if (index == 0 || (b == 0 && step == 0))
       for (int64_t i = data.training - 1; i > 0; i--) {
@@ -471,33 +199,88 @@ static void training_batch(int64_t step, int32_t *order) {
     int64_t n = data.list[order[index]].n;
     longest = n > longest ? n : longest;
   }
-  longest = windows || joined ? own.window : (int64_t)((double)longest * (1 + own.stretch)) + 1;
-  batch_open(set.batch, longest);
+  return longest;
+}
+static void pad(int64_t b, int64_t n) {                    /* sequence b of the batch from row n on */
+  for (int64_t i = n; i < batch.n; i++) {
+    if (steps_have_labels()) batch.labels[b * batch.n + i] = -1;
+    for (int64_t c = 0; c < data.k; c++)
+      batch.x[(b * batch.n + i) * data.k + c] = batch.targets[(b * batch.n + i) * data.k + c] = NAN;
+  }
+}
+static int64_t place_window(int64_t b, series s, int64_t from, int64_t n) {
+  place(b, 0, s, from, n);
+  for (int64_t i = 0; i < n * data.k && !own.forecast; i++)
+    batch.x[b * batch.n * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
+  return n;
+}
+static int64_t place_random(int64_t b) {                   /* a part of a recording, the longer the likelier */
+  int64_t all = 0;
+  series s;
+  for (int64_t i = 0; i < data.training; i++) all += data.list[i].n;
+  all = below(all);
+  for (int64_t i = 0; all >= (s = data.list[i]).n; i++) all -= s.n;
+  const int64_t n = s.n < batch.n ? s.n : batch.n;
+  return place_window(b, s, below(s.n - n + 1), n);
+}
+static int64_t place_joined(int64_t b) {                   /* cases, one after another */
+  int64_t n = 0;
+  while (n < batch.n) {
+    series s = data.list[below(data.training)];
+    if (n == 0) { int64_t skip = below(s.n); s.at += skip, s.n -= skip; }
+    n += place_changed(b, n, s, batch.n - n);
+  }
+  return n;
+}
+
+/* What training step `step` learns from. */
+static void training_batch(int64_t step, int32_t *order) {
+  const bool joined = own.per_step && !data.csv, windows = own.forecast || data.csv;
+  random_state = draw(1, step, 0);
+  batch_open(set.batch, 1);
+  const int64_t longest = choose_series(step, order);
+  batch_open(set.batch, windows || joined ? own.window : (int64_t)((double)longest * (1 + own.stretch)) + 1);
   for (int64_t b = 0; b < set.batch; b++) {
-    series s = data.list[batch.lengths[b]];
-    int64_t n = 0;
-    if (windows) {                                         /* a recording's part, the longer the likelier */
-      int64_t all = 0, at;
-      for (int64_t i = 0; i < data.training; i++) all += data.list[i].n;
-      at = below(all);
-      for (int64_t i = 0; at >= (s = data.list[i]).n; i++) at -= s.n;
-      n = s.n < longest ? s.n : longest;
-      place(b, 0, s, below(s.n - n + 1), n);
-      for (int64_t i = 0; i < n * data.k && !own.forecast; i++)
-        batch.x[b * longest * data.k + i] += (float)(own.noise * (double)deviation[i % data.k] * normal());
-    } else if (joined)
-      while (n < longest) {
-        s = data.list[below(data.training)];
-        if (n == 0) { int64_t skip = below(s.n); s.at += skip, s.n -= skip; }
-        n += place_changed(b, n, s, longest - n);
-      }
-    else n = place_changed(b, 0, s, longest);
-    batch.lengths[b] = (int32_t)n;
-    for (int64_t i = n; i < longest; i++) {
-      if (steps_have_labels()) batch.labels[b * longest + i] = -1;
-      for (int64_t c = 0; c < data.k; c++)
-        batch.x[(b * longest + i) * data.k + c] = batch.targets[(b * longest + i) * data.k + c] = NAN;
+    const series s = data.list[batch.lengths[b]];
+    batch.lengths[b] = (int32_t)(windows ? place_random(b) : joined ? place_joined(b) :
+                                 place_changed(b, 0, s, batch.n));
+    pad(b, batch.lengths[b]);
+  }
+}
+
+static luna_lm_state *carried;       /* with --carry, from a step to the next; else null */
+
+/* With --carry: each sequence reads on where it stopped in the step before. At a recording's end it starts anew in the
+   next one, near its beginning, so that windows are not cut at the same rows in each round. */
+typedef struct reader { int64_t list, at; } reader;
+static reader *readers;              /* [set.batch] */
+
+static void place_readers(int64_t all) {                   /* evenly over all steps that are learnt from */
+  readers = (reader *)grow(NULL, set.batch, sizeof *readers);
+  for (int64_t b = 0; b < set.batch; b++) {
+    reader r = { 0, b * all / set.batch };
+    for (; r.at >= data.list[r.list].n; r.list++) r.at -= data.list[r.list].n;
+    readers[b] = r;
+  }
+}
+static void next_windows(int64_t step) {
+  const portion mine = rank_part(LUNA_PARALLEL_DATA, set.batch);
+  int64_t all = 0, n = own.window;
+  random_state = draw(1, step, 0);
+  for (int64_t i = 0; i < data.training; all += data.list[i++].n) if (data.list[i].n < n) n = data.list[i].n;
+  if (step == 0) place_readers(all);
+  batch_open(set.batch, n);
+  for (int64_t b = 0; b < set.batch; b++) {
+    reader *r = readers + b;
+    const int32_t sequence = (int32_t)(b - mine.first);
+    if (r->at + n > data.list[r->list].n) {
+      r->list = (r->list + 1) % data.training;
+      const int64_t room = data.list[r->list].n - n;
+      r->at = below((room < n ? room : n) + 1);
+      if (sequence >= 0 && sequence < mine.count) luna_lm_state_restart(carried, &sequence, 1);
     }
+    batch.lengths[b] = (int32_t)place_window(b, data.list[r->list], r->at, n);
+    r->at += n;
   }
 }
 
@@ -520,98 +303,74 @@ static void own_part(void) {
 static luna_tensor *loss_of(luna_tensor *y) {
   return own.forecast ? luna_huber(y, batch.targets, 0.1f) : luna_cross_entropy(y, batch.labels);
 }
-static luna_input batch_input(void) {
-  return (luna_input){ .features = batch.x, .lengths = batch.lengths, .batch = batch.rows, .n = batch.n };
+static luna_input batch_input(void) { /* with --carry all rows are real */
+  return (luna_input){ .features = batch.x, .lengths = own.carry ? NULL : batch.lengths, .batch = batch.rows,
+                       .n = batch.n };
 }
 
 /* ---- what a model finds ------------------------------------------------------------------------------------------ */
 
-/* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a
-   causal model gets the half before. Outputs are probabilities, or the next row. Returns 0, or 2 after a sentence. */
-static int find_all(luna_ctx *ctx, int64_t first, int64_t last,
-                    void (*found)(const series *s, int64_t row, const float *outputs)) {
-  const bool whole = !own.per_step && !own.forecast;
+typedef void found_fn(const series *s, int64_t row, const float *outputs);
+
+/* What the model gives for rows from .. from + n - 1 of a series, in *y; a state goes on. Returns 0, or 2 after a
+   sentence. */
+static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_state *state, float **y) {
   const int64_t outputs = own.forecast ? data.k : label_count;
-  float *y = NULL;
-  for (int64_t i = first; i < last; i++) {
-    series s = data.list[i];
-    for (int64_t from = 0, next = 0; next < s.n || (whole && from == 0); from =
-         next - (own.causal ? own.window / 2 : 0)) {
-      int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
-      batch_open(1, n);
-      batch.lengths[0] = (int32_t)n;
-      place(0, 0, s, from, n);
-      luna_begin_inference(ctx);
-      luna_input input = batch_input();
-      luna_tensor *out = run(&input);
-      if (!own.forecast) out = luna_softmax(out, NULL);
-      y = (float *)grow(y, (whole ? 1 : n) * outputs, sizeof(float));
-      if (luna_read(out, y) != LUNA_OK) return free(y), failed(ctx);
-      for (int64_t t = skip; t < (whole ? 1 : n); t++) {
-        float *at = y + t * outputs;
-        for (int64_t c = 0; c < data.k && own.forecast; c++)
-          at[c] = data.rows[(s.at + from + t) * data.k + c] + change[c] * at[c];
-        found(&s, from + t, at);
-      }
-      next = from + n;
-      if (whole) break;
-    }
-  }
-  free(y);
+  batch_open(1, n);
+  batch.lengths[0] = (int32_t)n;
+  place(0, 0, s, from, n);
+  luna_begin_inference(ctx);
+  if (state) luna_lm_state_continue(state);
+  luna_input input = batch_input();
+  luna_tensor *out = run(&input);
+  if (!own.forecast) out = luna_softmax(out, NULL);
+  *y = (float *)grow(*y, n * outputs, sizeof(float));
+  if (luna_read(out, *y) != LUNA_OK) return failed(ctx);
+  for (int64_t i = 0; i < n * outputs && own.forecast; i++)
+    (*y)[i] = data.rows[(s.at + from) * data.k + i] + change[i % data.k] * (*y)[i];
   return 0;
 }
 
-static int32_t best_of(const float *shares) {
-  int32_t best = 0;
-  for (int32_t c = 1; c < label_count; c++) if (shares[c] > shares[best]) best = c;
-  return best;
+/* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a
+   causal model gets the half before or, with --carry, its memory of all before. Outputs are probabilities, or the next
+   row. Returns 0, or 2 after a sentence. */
+static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found) {
+  const bool whole = !own.per_step && !own.forecast;
+  const int64_t outputs = own.forecast ? data.k : label_count, overlap = own.causal && !own.carry ? own.window / 2 : 0;
+  static luna_lm_state *state;       /* one is enough: a program measures one model */
+  float *y = NULL;
+  if (own.carry && !state) state = luna_lm_state_open(&model.lm, 1);
+  int status = own.carry && !state ? failed(ctx) : 0;
+  for (int64_t i = first; i < last && !status; i++) {
+    const series s = data.list[i];
+    if (state) luna_lm_state_restart(state, NULL, 0);
+    for (int64_t from = 0, next = 0; next < s.n && !status; from = next - overlap) {
+      const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
+      status = outputs_of(ctx, s, from, n, state, &y);
+      for (int64_t t = skip; t < (whole ? 1 : n) && !status; t++) found(&s, from + t, y + t * outputs);
+      next = from + n;
+    }
+  }
+  return free(y), status;
 }
 
-static struct { int64_t count, right; double error, last; } score;
 static void count_score(const series *s, int64_t row, const float *y) {
-  if (own.forecast) {
-    const float *now = data.rows + (s->at + row) * data.k;
-    for (int64_t c = 0; c < data.k && row + 1 < s->n; c++) {
-      double next = (double)now[data.k + c], by = fabs((double)y[c] - next), last = fabs((double)now[c] - next);
-      if (by == by && last == last) score.count++, score.error += by, score.last += last;
-    }
-    return;
-  }
-  int32_t label = own.per_step ? data.labels[s->at + row] : s->label;
-  if (label == NONE) return;
-  score.count++, score.right += label == best_of(y);       /* UNKNOWN is never right */
+  const float *now = data.rows + (s->at + row) * data.k;
+  if (!own.forecast) score_class(row, own.per_step ? data.labels[s->at + row] : s->label, y);
+  else if (row + 1 < s->n)
+    for (int64_t c = 0; c < data.k; c++)
+      score_forecast(c, (double)y[c], (double)now[c], (double)now[data.k + c], (double)deviation[c]);
 }
-/* Measures the model on series first .. last - 1, and prints it, after `begin`; only without that must there be
-   something to measure on. */
+/* Measures the model on series first .. last - 1, and prints it; the last line after `begin`, without which there must
+   be something to measure on. */
 static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *begin) {
-  memset(&score, 0, sizeof score);
+  score_clear();
   if (find_all(ctx, first, last, count_score)) return 2;
   if (score.count == 0) return *begin ? 0 : fail("there is nothing to measure on");
-  double count = (double)score.count;
-  if (own.forecast)
-    printf("%smean absolute error %.6g, of the last value %.6g\n", begin, score.error / count, score.last / count);
-  else printf("%saccuracy %.2f%%\n", begin, 100 * (double)score.right / count);
+  score_table();
+  printf("%s", begin);
+  score_line(deviation);
   return 0;
-}
-
-/* The cases from `first` on become one recording, in an order by chance. */
-static void join(int64_t first) {
-  const int64_t at = data.size, count = data.count - first;
-  random_state = 1;
-  for (int64_t i = count - 1; i > 0; i--) {
-    series *a = data.list + first + i, *b = data.list + first + below(i + 1), t = *a;
-    *a = *b, *b = t;
-  }
-  for (int64_t i = first; i < data.count; i++) {
-    series s = data.list[i];
-    int64_t to = data.size;
-    add_rows(s.n);
-    memcpy(data.rows + to * data.k, data.rows + s.at * data.k, (size_t)(s.n * data.k) * sizeof(float));
-    memcpy(data.labels + to, data.labels + s.at, (size_t)s.n * sizeof(int32_t));
-  }
-  if (count == 0) return;
-  data.list[first] = (series){ at, data.size - at, -1 };
-  data.count = first + 1;
 }
 
 /* ---- what a model must know besides its weights ------------------------------------------------------------------ */
@@ -627,8 +386,8 @@ static luna_status keep(luna_params *params, const char *what, int64_t index, co
 }
 static luna_status remember(luna_params *params) {
   char text[64];
-  snprintf(text, sizeof text, "%d %d %d %lld", (int)own.per_step, (int)own.causal, (int)own.forecast,
-           (long long)own.window);
+  snprintf(text, sizeof text, "%d %d %d %lld %d", (int)own.per_step, (int)own.causal, (int)own.forecast,
+           (long long)own.window, (int)own.carry);
   luna_status status = keep(params, "task", 0, text, (int64_t)strlen(text));
   if (status == LUNA_OK && own.label) status = keep(params, "label", 0, own.label, (int64_t)strlen(own.label));
   for (int32_t i = 0; i < label_count && status == LUNA_OK; i++)
@@ -647,33 +406,42 @@ static const char *kept(const luna_params *params, const char *what, int64_t ind
   return luna_params_get(params, key);
 }
 
-static int load(luna_ctx *ctx, const char *path) {
-  luna_params *params = luna_params_open(ctx);
-  const char *text;
-  int per_step, causal, forecast;
+/* Reads what the model knows of its task; false where that cannot be. */
+static bool recall(const luna_params *params) {
+  const char *text = kept(params, "task", 0);
+  int per_step, causal, forecast, carry;
   long long window;
-  if (luna_load_model(&model, params, path) != LUNA_OK) return failed(ctx);
-  const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
-  const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.features : 0;
-  bool fine = k > 0 && (text = kept(params, "task", 0)) != NULL &&
-      sscanf(text, "%d %d %d %lld", &per_step, &causal, &forecast, &window) == 4;
-  fine = fine && window >= 2 && window <= 1000000 && lm == (causal != 0) && (lm || !model.classifier.config.pair);
-  if (!fine) return fail("%s is not a model that series made", path);
-  own.per_step = per_step != 0, own.causal = causal != 0, own.forecast = forecast != 0, own.window = window;
+  if (!text || sscanf(text, "%d %d %d %lld %d", &per_step, &causal, &forecast, &window, &carry) != 5 || window < 2 ||
+      window > 1000000) return false;
+  own.per_step = per_step != 0, own.causal = causal != 0, own.forecast = forecast != 0, own.carry = carry != 0;
+  own.window = window;
   own.label = kept(params, "label", 0);
   for (; label_count < CLASSES && (text = kept(params, "class", label_count)) != NULL; label_count++)
-    labels[label_count] = (struct word){ (const unsigned char *)text, (int64_t)strlen(text) };
+    labels[label_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
   for (; column_count < COLUMNS && (text = kept(params, "column", column_count)) != NULL; column_count++)
-    columns[column_count] = (struct word){ (const unsigned char *)text, (int64_t)strlen(text) };
-  change = (float *)grow(NULL, k, sizeof(float));
+    columns[column_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
+  return !carry || causal;
+}
+static bool recall_columns(const luna_params *params, int64_t k) {
+  bool fine = true;
+  mean = (float *)grow(NULL, 3 * k, sizeof(float)), deviation = mean + k, change = deviation + k;
   for (int64_t i = 0; i < k; i++) {
-    text = kept(params, "change", i);
+    const char *text = kept(params, "change", i);
     change[i] = text ? (float)atof(text) : 0;
     fine = fine && change[i] > 0 && isfinite(change[i]);
   }
+  return fine && read_deviations() == LUNA_OK && (column_count == 0 || column_count == k);
+}
+
+static int load(luna_ctx *ctx, const char *path) {
+  luna_params *params = luna_params_open(ctx);
+  if (luna_load_model(&model, params, path) != LUNA_OK) return failed(ctx);
+  const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
+  const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.features : 0;
+  bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
+  fine = fine && recall_columns(params, k);
   fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == (own.forecast ? k : label_count);
   fine = fine && (!classifier || (model.classifier.config.per_step == steps_have_labels() && !own.forecast));
-  fine = fine && (column_count == 0 || column_count == k);
   data.k = column_count ? 0 : k;
   return fine ? 0 : fail("%s is not a model that series made", path);
 }
@@ -686,6 +454,47 @@ static int load_both(luna_ctx *ctx, const char **words) {
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static progress bar;
+static best_model best;
+
+/* On several ranks each measures alone, in a context that has no others: a model that reads the same parameters. */
+static struct { luna_ctx *ctx; luna_model model; } alone;
+static int open_alone(luna_ctx *ctx, luna_params *params) {
+  const luna_model trained = model;
+  alone.ctx = ctx;
+  if (ranks.ranks > 1) {
+    alone.ctx = luna_open(&(luna_options){ .threads = (int)set.threads });
+    if (make_model(luna_params_share(alone.ctx, params)) != LUNA_OK) return failed(alone.ctx);
+  }
+  alone.model = model, model = trained;
+  return 0;
+}
+static int measure_alone(int64_t first, int64_t last) {
+  const luna_model trained = model;
+  model = alone.model;
+  score_clear();
+  const int status = find_all(alone.ctx, first, last, count_score);
+  model = trained;
+  return status;
+}
+static int print_held(void) {
+  const int64_t first = data.training + data.validation;
+  model = alone.model;
+  return data.count > first ? print_score(alone.ctx, first, data.count, "on what was not learnt from: ") : 0;
+}
+
+/* Keeps the model if it is the best so far. Returns 0, or 2 after a sentence. */
+static int validate(luna_params *params) {
+  const double since = progress_validates();
+  if (data.validation == 0) return 0;
+  if (measure_alone(data.training, data.training + data.validation)) return 2;
+  const double count = (double)(score.count ? score.count : 1), loss = score.loss / count;
+  const double error = own.forecast ? loss : 1 - (double)score.right / count;
+  progress_validated(&bar, since, loss);
+  if (own.forecast) snprintf(bar.note, sizeof bar.note, "validation error %.4g", error);
+  else snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * (1 - error));
+  return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));
+}
+static bool waits(void) { return own.patience == 0 || best.worse < own.patience; }
 
 static int learn(luna_ctx *ctx, luna_params *params) {
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
@@ -693,30 +502,33 @@ static int learn(luna_ctx *ctx, luna_params *params) {
     .schedule = { .decay = LUNA_DECAY_COSINE, .warmup = set.steps < 500 ? set.steps / 10 : 50, .total = set.steps,
                  .floor = 0.02f } });
   int32_t *order = (int32_t *)grow(NULL, data.training, sizeof(int32_t));
+  int status = adam ? open_alone(ctx, params) : failed(ctx);
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;
   progress_start(&bar, 0);
-  while (adam && bar.step < set.steps && !interrupted) {
-    training_batch(bar.step, order);
+  while (!status && bar.step < set.steps && !interrupted && waits()) {
+    if (progress_due(&bar) && (status = validate(params)) != 0) break;
+    if (own.carry) next_windows(bar.step);
+    else training_batch(bar.step, order);
     own_part();
     luna_begin_step(ctx);
+    luna_lm_state_continue(carried);
     luna_input input = batch_input();
     luna_tensor *loss = loss_of(run(&input));
     luna_backward(loss);
-    if (luna_optimizer_step(adam) != LUNA_OK) return free(order), failed(ctx);
-    progress_step(&bar, (double)luna_item(loss), (double)(batch.rows * batch.n * ranks.ranks));
+    if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
+    else progress_step(&bar, (double)luna_item(loss), (double)(batch.rows * batch.n * ranks.ranks));
   }
-  progress_end(&bar);
   free(order);
-  return !adam ? failed(ctx) : bar.step ? 0 : fail("stopped before the first step: nothing learnt, nothing written");
-}
-
-/* On several ranks the first one measures alone, in a context that has no others. */
-static int score_held(luna_ctx *ctx, luna_params *params) {
-  luna_ctx *alone = ranks.ranks == 1 ? ctx : luna_open(&(luna_options){ .threads = (int)set.threads });
-  int status = alone != ctx && make_model(luna_params_share(alone, params)) != LUNA_OK ? failed(alone) : 0;
-  if (!status) status = print_score(alone, data.training, data.count, "on what was not learnt from: ");
-  if (alone != ctx) luna_close(alone);
+  if (!status && bar.step == 0) status = fail("stopped before the first step: nothing learnt, nothing written");
+  if (!status) status = validate(params);
+  if (!status) progress_end(&bar);
   return status;
+}
+static int keep_best(luna_ctx *ctx, const luna_params *params) {
+  if (best.values && best.step < bar.step)
+    printf("%sthe model of step %lld is the best by validation, and kept\n",
+           waits() ? "" : "training ends early: ", (long long)best.step);
+  return best_restore(&best, params) == LUNA_OK ? 0 : failed(ctx);
 }
 
 /* Refuses what was given on the command line but changes nothing in this task. */
@@ -724,62 +536,83 @@ static int check_flags(void) {
   const bool windows = own.forecast || data.csv;
   const struct { const void *place; bool idle; } all[] = {
     { &own.noise, own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
-    { &own.window, !windows && !own.per_step }, { &set.positions, own.causal },
+    { &own.window, !windows && !own.per_step },{ &set.positions, own.causal },
     { &set.pooling, own.causal || own.per_step }
   };
-  for (int i = 0; flags[i].name; i++)
-    for (size_t j = 0; j < sizeof all / sizeof *all && flags_given >> i & 1; j++)
-      if (all[j].idle && (flags[i].whole == all[j].place || flags[i].real == all[j].place))
+  for (size_t j = 0; j < sizeof all / sizeof *all; j++)
+    for (int i = 0; all[j].idle && flag_given(all[j].place); i++)
+      if (flags[i].whole == all[j].place || flags[i].real == all[j].place)
         return fail("%s changes nothing in this task; leave it out", flags[i].name);
   return 0;
 }
 
-static int train(luna_ctx *ctx, const char **words) {
-  luna_params *params = luna_params_open(ctx);
-  double start = seconds();
+/* Sets the task as the flags say, and reads the file for it. Returns 0, or 2 after a sentence. */
+static int read_task(const char *path) {
   if (own.forecast) own.causal = true;
   if (own.label) own.per_step = true;
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
-  if (read_data(words[0], true)) return 2;
+  if (read_data(path, true)) return 2;
   if (data.csv && !own.label && !own.forecast)
-    return fail("%s is a table: say what to learn by --label COLUMN or --forecast", words[0]);
-  if (!data.csv && own.label) return fail("%s has cases with a class each; --label is for tables (CSV)", words[0]);
+    return fail("%s is a table: say what to learn by --label COLUMN or --forecast", path);
+  if (!data.csv && own.label) return fail("%s has cases with a class each; --label is for tables (CSV)", path);
+  if (own.carry && !(own.causal && (own.forecast || data.csv)))
+    return fail("--carry is for a recording and --causal or --forecast");
   if (check_flags()) return 2;
-  if (!own.forecast && label_count < 2) return fail("%s has %d classes; it takes two", words[0], (int)label_count);
-  if (data.training == 0) return fail("%s has too few series to hold a fifth back", words[0]);
+  if (!own.forecast && label_count < 2) return fail("%s has %d classes; it takes two", path, (int)label_count);
+  if (data.training == 0) return fail("%s has too few series to hold a fifth back", path);
+  return 0;
+}
+static void join_unlearnt(void) {                          /* cases are measured on as they are learnt from */
+  if (!own.per_step || data.csv) return;
+  const int64_t last = join(data.training, data.training + data.validation);
+  data.validation = last - data.training;
+  join(last, data.count);
+}
+
+static int train_model(luna_ctx *ctx, const char **words) {
+  luna_params *params = luna_params_open(ctx);
+  double start = seconds();
+  if (read_task(words[0])) return 2;
   if (make_model(params) != LUNA_OK) return failed(ctx);
   if (measure(ctx)) return 2;
   if (remember(params) != LUNA_OK) return failed(ctx);
+  if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
+    return failed(ctx);
   printf("%s: %lld series, %lld steps of %lld numbers, %d classes; %lld parameters\n", words[0], (long long)data.count,
          (long long)data.size,
          (long long)data.k, (int)label_count, (long long)luna_params_element_count(params));
   fflush(stdout);
-  if (learn(ctx, params)) return 2;
+  join_unlearnt();
+  if (learn(ctx, params) || keep_best(ctx, params)) return 2;
   if (ranks.rank > 0) return 0;
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);
-  if (own.per_step && !data.csv) join(data.training);
-  if (data.count > data.training && score_held(ctx, params)) return 2;
-  return plot(&bar, words[0]);
+  return print_held() || plot(&bar, words[0]) ? 2 : 0;
+}
+
+static int train(luna_ctx *ctx, const char **words) {
+  const int status = train_model(ctx, words);
+  if (alone.ctx != ctx) luna_close(alone.ctx);
+  return status;
 }
 
 static int eval(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
-  if (own.per_step && !data.csv) join(0);
+  if (own.per_step && !data.csv) join(0, data.count);
   return print_score(ctx, 0, data.count, "");
 }
 
 /* what is found of the first series: each row's class, or its forecast, made a row before */
 static float *drawn;
 static void print_found(const series *s, int64_t row, const float *y) {
-  const int32_t best = own.forecast ? 0 : best_of(y);
-  if (!own.forecast) put_label(labels[best].at, labels[best].size), printf("\t%.3f\n", (double)y[best]);
+  const int32_t found = own.forecast ? 0 : best_of(y);
+  if (!own.forecast) put_label(labels[found].at, labels[found].size), printf("\t%.3f\n", (double)y[found]);
   else if (row + 1 == s->n)
     for (int64_t c = 0; c < data.k; c++) printf("%.6g%c", (double)y[c], c + 1 < data.k ? ',' : '\n');
   if (s->at != data.list[0].at) return;
   if (own.forecast) memcpy(drawn + (row + 1) * data.k, y, (size_t)data.k * sizeof(float));
-  else drawn[row] = (float)best;
+  else drawn[row] = (float)found;
 }
 
 static int draw_series(const char *title);
@@ -868,6 +701,8 @@ static const command commands[] = {
 int main(int count, char **given) {
   int status = example("series", commands, flags, count, given);
   free(batch.x), free(batch.targets), free(batch.labels), free(batch.lengths);
-  free(data.text.data), free(data.rows), free(data.labels), free(data.list), free(mean ? mean : change), free(drawn);
+  free(data.text.data), free(data.rows), free(data.labels), free(data.list), free(mean), free(drawn);
+  free(best.values), free(readers);
+  score_close();
   return status;
 }

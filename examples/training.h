@@ -137,6 +137,40 @@ TOOL void progress_end(const progress *p) {
   if (p->live) printf("\n");
 }
 
+/* ---- the best model of a training -------------------------------------------------------------------------------- */
+
+/* Its parameters, and what validation said of it; values is to be freed. */
+typedef struct best_model { float *values; double error, loss; int64_t step, worse; } best_model;
+
+/* Keeps a copy of the parameters if validation finds fewer errors than ever or, of as many, less loss; else it counts
+   in `worse` how often in a row that was not so. */
+TOOL luna_status best_keep(best_model *best, const luna_params *params, int64_t step, double error, double loss) {
+  const bool first = best->values == NULL;
+  luna_status status = LUNA_OK;
+  if (!first && !(error < best->error || (error <= best->error && loss < best->loss))) return best->worse++, LUNA_OK;
+  if (first) best->values = (float *)grow(NULL, luna_params_element_count(params), sizeof(float));
+  float *to = best->values;
+  for (int64_t i = 0; i < luna_params_tensor_count(params) && status == LUNA_OK; i++) {
+    luna_tensor *t = luna_params_at(params, i, NULL);
+    status = luna_read(t, to);
+    to += luna_count(t);
+  }
+  best->error = error, best->loss = loss, best->step = step, best->worse = 0;
+  return status;
+}
+/* Gives the parameters the kept values, if there are any, and frees those. */
+TOOL luna_status best_restore(best_model *best, const luna_params *params) {
+  luna_status status = LUNA_OK;
+  const float *from = best->values;
+  for (int64_t i = 0; from && i < luna_params_tensor_count(params) && status == LUNA_OK; i++) {
+    luna_tensor *t = luna_params_at(params, i, NULL);
+    status = luna_write(t, from);
+    from += luna_count(t);
+  }
+  free(best->values), best->values = NULL;
+  return status;
+}
+
 typedef struct axis { double low, high, tick; } axis;
 
 TOOL axis axis_of(double low, double high) { /* round numbers around them, 5 to 10 ticks */

@@ -127,7 +127,7 @@ check "listops: softmax attention cannot be cut, it says" grep -q "cut over" err
 
 # series: the losses of one rank, and its score of what was held
 program=series
-sizes="--dim 16 --heads 2 --memory 4 --ffn 32 --batch 5 --layers 2 --steps 30 --threads 1"
+sizes="--dim 16 --heads 2 --memory 4 --ffn 32 --batch 5 --layers 2 --steps 30 --patience 0 --threads 1"
 awk 'BEGIN { srand(1); print "@data"; for (i = 0; i < 60; i++) { n = 9 + int(rand() * 9)
   for (d = 0; d < 2; d++) { for (t = 0; t < n; t++)
   printf "%s%s", t ? "," : "", rand() < 0.03 ? "?" : (i % 2 ? 1 : -1) * t / n + 0.2 * rand()
@@ -136,7 +136,7 @@ awk 'BEGIN { print "wave,other,state"; for (t = 0; t < 400; t++) { f = int(t / 5
   a += f ? 1.2 : 0.3; printf "%.4f,%.4f,%s\n", sin(a) + f, cos(a), f ? "fast" : "slow" } }' >waves.csv
 series_losses() {
   sed -n 's/^step *\([0-9]*\).* loss \([0-9.]*\).*/\1 \2/p
-          s/^on what.* \(accuracy\|error\) \([0-9.]*\).*/\1 \2/p' "$1"
+          s/^on what.* \(accuracy\|deviations,\) \([0-9.]*\).*/\1 \2/p' "$1"
 }
 series_near() {
   series_losses one >a; series_losses out >b
@@ -144,7 +144,8 @@ series_near() {
     paste -d ' ' a b | awk '{ d = $2 - $4; if ($1 != $3 || d * d > 2e-6) bad = 1 } END { exit bad }'
 }
 for what in "slopes.ts --held 2" "slopes.ts --held 1 --per-step --window 40" \
-  "waves.csv --label state --causal --window 40" "waves.csv --forecast --window 40 --recompute layer"; do
+  "waves.csv --label state --causal --window 40" "waves.csv --forecast --window 40 --recompute layer" \
+  "waves.csv --forecast --window 40 --carry"; do
   mpi -n 1 "$build/mpi/series" train $what --out one.st $sizes
   check "series $what on one rank" cp out one
   for mode in data sequence; do

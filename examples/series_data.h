@@ -1,0 +1,460 @@
+/* series_data.h: what series reads: cases (.ts) or a recording (CSV), as rows of k numbers. Included after example.h
+   and `own`, the settings of series.
+
+     read_data(path, learns)     fills `data`: 0, or 2 after a sentence. `learns`: columns and classes are the file's,
+                                 and series are split into those to learn from, to validate on and held back; else
+                                 they are the model's
+     join(first, last)           cases become one recording */
+#include <ctype.h>
+
+#define CLASSES 1000                 /* at most */
+#define COLUMNS 4096                 /* of a file, at most */
+#define WORD 1000                    /* bytes of a class and of a column's name, at most */
+#define BAD_CELLS 0.05               /* of a column of numbers, at most, that are neither numbers nor missing */
+
+enum { NONE = -1, UNKNOWN = -2 };    /* labels: not given; given, but not one that the model knows */
+typedef struct series { int64_t at, n; int32_t label; } series; /* rows at .. at + n - 1 */
+static struct {
+  contents text;
+  float *rows;                       /* [size,k], NaN where a number is missing */
+  int32_t *labels;                   /* [size], NONE or UNKNOWN where it is no class of the model */
+  int64_t size, k;
+  series *list;                      /* those to learn from, to validate on, and held back */
+  int64_t count, training, validation;
+  bool csv, classless;               /* .ts: the last part is a dimension too */
+} data;
+typedef struct word { const unsigned char *at; int64_t size; } word;
+static word labels[CLASSES], columns[COLUMNS];
+static int32_t label_count;
+static int64_t column_count;         /* of the model */
+
+TOOL bool is_word(word w, const char *text) {
+  return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0;
+}
+TOOL bool same_word(word a, word b) { return a.size == b.size && memcmp(a.at, b.at, (size_t)a.size) == 0; }
+TOOL bool begins(word w, const char *text) { /* in capitals or small letters */
+  int64_t i = 0;
+  while (text[i] && i < w.size && tolower(w.at[i]) == tolower((unsigned char)text[i])) i++;
+  return text[i] == 0;
+}
+TOOL int shown_size(word w) { return (int)(w.size < 40 ? w.size : 40); } /* of a word in a sentence */
+
+/* Whether a word says that there is nothing. A class may be called "none", "null" or "-". */
+TOOL bool is_missing(word w, bool number) {
+  static const char *const words[] = { "?", "na", "n/a", "nan", "-", "null", "none" };
+  for (size_t i = 0; i < (number ? 7 : 4); i++)
+    if (w.size == (int64_t)strlen(words[i]) && begins(w, words[i])) return true;
+  return w.size == 0;
+}
+
+/* The number of a label, which is made when it is new and may be; UNKNOWN when not. */
+TOOL int32_t label_of(word w, bool add) {
+  int32_t i = 0;
+  if (is_missing(w, false)) return NONE;
+  while (i < label_count && !same_word(labels[i], w)) i++;
+  if (i < label_count) return i;
+  if (!add || label_count == CLASSES) return UNKNOWN;
+  labels[label_count] = w;
+  return label_count++;
+}
+
+TOOL word trimmed(const unsigned char *at, const unsigned char *end) { /* without spaces and quotes around it */
+  for (int quotes = 0; quotes < 2; quotes++) {
+    while (at < end && (*at == ' ' || *at == '\t')) at++;
+    while (end > at && (end[-1] == ' ' || end[-1] == '\t')) end--;
+    if (quotes || end - at < 2 || *at != '"' || end[-1] != '"') break;
+    at++, end--;
+  }
+  return (word){ at, end - at };
+}
+
+/* Reads a number; NaN: it is missing. False: it is none, or so large that floats of a model could overflow. */
+TOOL bool number_of(word w, float *out) {
+  char text[64], *end;
+  *out = NAN;
+  if (is_missing(w, true)) return true;
+  if (w.size >= (int64_t)sizeof text) return false;
+  for (int64_t i = 0; i < w.size; i++) if (!w.at[i] || !strchr("0123456789+-.eE", w.at[i])) return false;
+  memcpy(text, w.at, (size_t)w.size);
+  text[w.size] = 0;
+  double value = strtod(text, &end);
+  if (*end || end == text || !(fabs(value) <= 1e30)) return false;
+  *out = (float)value;
+  return true;
+}
+
+/* Cuts a line where the character is, but not between quotes, into words, of which out gets the first
+   COLUMNS + 1; returns how many there are. */
+TOOL int64_t cut(const unsigned char *line, int64_t length, unsigned char by, word *out) {
+  const unsigned char *from = line, *end = line + length;
+  int64_t count = 0;
+  bool quoted = false;
+  for (const unsigned char *at = line; at <= end; at++) {
+    if (at < end && *at == '"') quoted = !quoted;
+    if (at < end && (*at != by || quoted)) continue;
+    if (count <= COLUMNS) out[count] = trimmed(from, at);
+    count++;
+    from = at + 1;
+  }
+  return count;
+}
+
+TOOL void add_rows(int64_t n) {
+  static int64_t room;
+  if (data.size + n > room) {
+    room = 2 * room + n + 1024;
+    data.rows = (float *)grow(data.rows, room, (size_t)data.k * sizeof(float));
+    data.labels = (int32_t *)grow(data.labels, room, sizeof(int32_t));
+  }
+  for (int64_t i = data.size * data.k; i < (data.size + n) * data.k; i++) data.rows[i] = NAN;
+  for (int64_t i = data.size; i < data.size + n; i++) data.labels[i] = NONE;
+  data.size += n;
+}
+TOOL void add_series(int64_t at, int64_t n, int32_t label) {
+  data.list = (series *)grow(data.list, data.count + 1, sizeof *data.list);
+  data.list[data.count++] = (series){ at, n, label };
+}
+
+/* ---- cells that are neither a number nor missing ----------------------------------------------------------------- */
+
+/* of a column, or of all dimensions of a .ts file; line, place, column: of the first bad one */
+typedef struct cells { int64_t count, bad, line, place, column; word first; } cells;
+TOOL float read_cell(cells *all, word w, int64_t line, int64_t place, int64_t column) {
+  float value;
+  const bool fine = number_of(w, &value);
+  all->count += !is_missing(w, true);
+  if (!fine && all->bad++ == 0) all->line = line, all->place = place, all->column = column, all->first = w;
+  return value;
+}
+TOOL bool too_bad(const cells *all) { return (double)all->bad > BAD_CELLS * (double)all->count; }
+TOOL void warn_of_cells(const char *path, const cells *all, const char *where, bool learns) {
+  FILE *to = learns ? stdout : stderr;                     /* what predict finds goes to stdout */
+  if (all->bad == 0 || ranks.rank > 0) return;
+  fprintf(to, "%s: line %lld, ", path, (long long)all->line), put_shown(to, where, (int64_t)strlen(where));
+  fprintf(to, ": '"), put_shown(to, all->first.at, shown_size(all->first));
+  fprintf(to, "' is not a number, and counts as missing");
+  if (all->bad > 1) fprintf(to, ", as %lld more", (long long)all->bad - 1);
+  fputc('\n', to);
+}
+
+/* ---- .ts: cases -------------------------------------------------------------------------------------------------- */
+
+static cells ts_cells;
+
+/* A case: dimensions between ":", the class, if any, last. */
+TOOL int read_case(const char *path, const unsigned char *line, int64_t length, int64_t number, bool learns) {
+  static word parts[COLUMNS + 1];
+  int64_t count = cut(line, length, ':', parts) - !data.classless, at = data.size, longest = 0;
+  if (count < 1)
+    return fail("%s: line %lld is not a case, dimensions and a class with ':' between", path, (long long)number);
+  if (count > COLUMNS)
+    return fail("%s: line %lld has more than %d dimensions", path, (long long)number, COLUMNS);
+  if (data.k == 0) data.k = count;
+  if (count != data.k)
+    return fail("%s: line %lld has %lld dimensions, not %lld", path, (long long)number, (long long)count,
+                (long long)data.k);
+  for (int64_t d = 0; d < data.k; d++) {
+    int64_t n = 1;
+    for (int64_t i = 0; i < parts[d].size; i++) n += parts[d].at[i] == ',';
+    if (n > longest) longest = n;
+  }
+  add_rows(longest);
+  for (int64_t d = 0; d < data.k; d++) {
+    const unsigned char *from = parts[d].at, *end = from + parts[d].size;
+    for (int64_t t = 0; from <= end; t++) {
+      const unsigned char *comma = (const unsigned char *)memchr(from, ',', (size_t)(end - from)),
+          *to = comma ? comma : end;
+      data.rows[(at + t) * data.k + d] = read_cell(&ts_cells, trimmed(from, to), number, t + 1, d + 1);
+      from = to + 1;
+    }
+  }
+  if (!own.forecast && !data.classless && parts[data.k].size > WORD)
+    return fail("%s: the class of line %lld has more than %d bytes", path, (long long)number, WORD);
+  int32_t label = own.forecast || data.classless ? NONE : label_of(parts[data.k], learns);
+  if (label == UNKNOWN && learns) return fail("%s has more than %d classes", path, CLASSES);
+  if (label == NONE && learns && !own.forecast) return fail("%s: line %lld has no class", path, (long long)number);
+  for (int64_t i = at; i < data.size; i++) data.labels[i] = label;
+  add_series(at, longest, label);
+  return 0;
+}
+TOOL bool says(word w, const char *name, const char *value) { /* a line before @data */
+  const int64_t size = (int64_t)strlen(name);
+  return begins(w, name) && begins(trimmed(w.at + size, w.at + w.size), value);
+}
+TOOL int read_ts(const char *path, bool learns) {
+  int64_t at = 0, length, number = 0;
+  const unsigned char *line;
+  char where[80];
+  bool begun = false;
+  while ((line = next_line(data.text, &at, &length)) != NULL) {
+    word w = trimmed(line, line + length);
+    number++;
+    if (!begun && says(w, "@timeStamps", "true")) return fail("%s has time stamps, which are not read", path);
+    data.classless = data.classless || (!begun && says(w, "@classLabel", "false"));
+    if (data.classless && learns && !own.forecast) return fail("%s has no classes to learn (@classLabel false)", path);
+    if (begun && w.size > 0 && *w.at != '#' && read_case(path, w.at, w.size, number, learns)) return 2;
+    begun = begun || begins(w, "@data");
+  }
+  snprintf(where, sizeof where, "number %lld of dimension %lld", (long long)ts_cells.place,
+           (long long)ts_cells.column);
+  if (too_bad(&ts_cells))
+    return fail("%s: line %lld: %s is not a number, nor are %lld of %lld", path, (long long)ts_cells.line, where,
+                (long long)ts_cells.bad, (long long)ts_cells.count);
+  return warn_of_cells(path, &ts_cells, where, learns), 0;
+}
+
+/* ---- CSV: one recording ------------------------------------------------------------------------------------------ */
+
+static struct table_of_numbers {
+  word names[COLUMNS + 1];
+  char numbers[COLUMNS][8];          /* names of columns that have none */
+  int64_t count, begin;              /* columns; where the first row begins */
+  int64_t label, first_line;         /* the column of labels, or -1; the line of the first row */
+  unsigned char by;                  /* between columns */
+  struct { cells cells; bool wanted, unwanted, varies, rises, falls; float first, last; } is[COLUMNS];
+} csv;
+
+/* The column that a word names or, from 1, counts; -1: none. */
+TOOL int64_t column_of(word w) {
+  for (int64_t c = 0; c < csv.count; c++) if (same_word(csv.names[c], w)) return c;
+  for (int64_t c = 0; c < csv.count; c++) if (is_word(w, csv.numbers[c])) return c;
+  return -1;
+}
+
+/* The first line: what is between columns, and their names, where it is not numbers. */
+TOOL int read_names(const char *path) {
+  int64_t at = 0, length;
+  float value;
+  const unsigned char *line = next_line(data.text, &at, &length);
+  bool header = true;
+  csv.by = ',';
+  for (int64_t i = length; i-- > 0;) if (strchr(",;\t", line[i]) && line[i]) csv.by = line[i];
+  csv.count = cut(line, length, csv.by, csv.names);
+  if (csv.count > COLUMNS) return fail("%s has more than %d columns", path, COLUMNS);
+  for (int64_t c = 0; c < csv.count; c++) header = header && !(number_of(csv.names[c], &value) && value == value);
+  csv.begin = header ? at : 0, csv.first_line = 1 + header;
+  for (int64_t c = 0; c < csv.count; c++) {
+    snprintf(csv.numbers[c], sizeof csv.numbers[c], "%d", (int)c + 1);
+    if (!header || csv.names[c].size == 0)
+      csv.names[c] = (word){ (const unsigned char *)csv.numbers[c], (int64_t)strlen(csv.numbers[c]) };
+    if (csv.names[c].size > WORD)
+      return fail("%s: the name of column %d has more than %d bytes", path, (int)c + 1, WORD);
+    for (int64_t other = 0; other < c; other++)
+      if (same_word(csv.names[c], csv.names[other]))
+        return fail("%s has two columns '%.*s'", path, (int)csv.names[c].size, (const char *)csv.names[c].at);
+  }
+  csv.label = own.label ? column_of((word){ (const unsigned char *)own.label, (int64_t)strlen(own.label) }) : -1;
+  return 0;
+}
+
+/* Sets a mark of each column of a list, "a,b,7". */
+TOOL int mark_columns(const char *path, const char *list, bool drops) {
+  static word words[COLUMNS + 1];
+  const int64_t count = list ? cut((const unsigned char *)list, (int64_t)strlen(list), ',', words) : 0;
+  for (int64_t i = 0; i < count && i <= COLUMNS; i++) {
+    const int64_t c = column_of(words[i]);
+    if (c < 0) return fail("%s has no column '%.*s'", path, shown_size(words[i]), (const char *)words[i].at);
+    if (drops) csv.is[c].unwanted = true;
+    else csv.is[c].wanted = true;
+  }
+  return 0;
+}
+
+/* The next row that is not empty, cut into `parts`: 1, 0 at the end, or -1 after a sentence. */
+TOOL int next_row(const char *path, int64_t *at, int64_t *number, word *parts) {
+  int64_t length;
+  const unsigned char *line;
+  while ((line = next_line(data.text, at, &length)) != NULL) {
+    ++*number;
+    if (length == 0) continue;
+    if (cut(line, length, csv.by, parts) == csv.count) return 1;
+    return fail("%s: row %lld has not %lld columns", path, (long long)*number, (long long)csv.count), -1;
+  }
+  return 0;
+}
+
+/* Finds out what the columns are; returns how many rows there are, or -1 after a sentence. */
+TOOL int64_t survey(const char *path, word *parts) {
+  int64_t rows = 0, at = csv.begin, number = csv.first_line - 1;
+  int more;
+  for (int64_t c = 0; c < csv.count; c++)
+    csv.is[c].first = csv.is[c].last = NAN, csv.is[c].rises = csv.is[c].falls = true;
+  for (; (more = next_row(path, &at, &number, parts)) > 0; rows++)
+    for (int64_t c = 0; c < csv.count; c++) {
+      const float value = read_cell(&csv.is[c].cells, parts[c], number, 0, c + 1);
+      if (value != value) continue;
+      if (csv.is[c].first != csv.is[c].first) csv.is[c].first = csv.is[c].last = value;
+      csv.is[c].varies = csv.is[c].varies || value != csv.is[c].first;
+      csv.is[c].rises = csv.is[c].rises && value >= csv.is[c].last;
+      csv.is[c].falls = csv.is[c].falls && value <= csv.is[c].last;
+      csv.is[c].last = value;
+    }
+  return more < 0 ? -1 : rows;
+}
+
+TOOL void say_of_column(const char *path, int64_t c, const char *what) {
+  if (ranks.rank > 0) return;
+  printf("%s: column '", path), put_shown(stdout, csv.names[c].at, csv.names[c].size), printf("' %s", what);
+}
+/* The model's columns: those of numbers that change, but for what --columns and --drop say. */
+TOOL int choose_columns(const char *path) {
+  if (mark_columns(path, own.columns, false) || mark_columns(path, own.drop, true)) return 2;
+  for (int64_t c = 0; c < csv.count; c++) {
+    const cells *of = &csv.is[c].cells;
+    if (c == csv.label || csv.is[c].unwanted || (own.columns && !csv.is[c].wanted)) continue;
+    if (too_bad(of)) {
+      if (csv.is[c].wanted)
+        return fail("%s: column '%.*s' is not of numbers: line %lld has '%.*s'", path, shown_size(csv.names[c]),
+                    (const char *)csv.names[c].at, (long long)of->line, shown_size(of->first),
+                    (const char *)of->first.at);
+      say_of_column(path, c, "is left out: ");
+      if (ranks.rank == 0) printf("line %lld is not a number\n", (long long)of->line);
+    } else if (!csv.is[c].varies) say_of_column(path, c, "is left out: it never changes\n");
+    else {
+      columns[column_count++] = csv.names[c];
+      if (csv.is[c].rises || csv.is[c].falls)
+        say_of_column(path, c, csv.is[c].rises ? "only rises" : "only falls"),
+            ranks.rank == 0 ? printf(", as a clock or a counter; --drop %.*s leaves it out\n", shown_size(csv.names[c]),
+                                     (const char *)csv.names[c].at) : 0;
+    }
+  }
+  return 0;
+}
+
+TOOL int read_rows(const char *path, const int64_t *places, word *parts, bool learns) {
+  int64_t at = csv.begin, number = csv.first_line - 1;
+  for (int64_t row = 0; next_row(path, &at, &number, parts) > 0; row++) {
+    for (int64_t i = 0; i < column_count; i++) (void)number_of(parts[places[i]], &data.rows[row * data.k + i]);
+    if (csv.label < 0) continue;
+    if (parts[csv.label].size > WORD)
+      return fail("%s: the class of row %lld has more than %d bytes", path, (long long)number, WORD);
+    if ((data.labels[row] = label_of(parts[csv.label], learns)) == UNKNOWN && learns)
+      return fail("%s has more than %d classes", path, CLASSES);
+  }
+  return 0;
+}
+
+/* Where the model has no columns yet, the file's become its. */
+TOOL int read_csv(const char *path, bool learns) {
+  static word parts[COLUMNS + 1];
+  static int64_t places[COLUMNS];
+  char where[WORD + 20];
+  if (read_names(path)) return 2;
+  if (own.label && csv.label < 0 && learns) return fail("%s has no column '%s'", path, own.label);
+  const int64_t rows = survey(path, parts);
+  if (rows < 0 || (learns && choose_columns(path))) return 2;
+  if (column_count == 0) return fail("%s has no column of numbers that change", path);
+  for (int64_t i = 0; i < column_count; i++) {
+    int64_t c = 0;
+    while (c < csv.count && !same_word(csv.names[c], columns[i])) c++;
+    if (c == csv.count) return fail("%s has no column '%.*s'", path, (int)columns[i].size, (const char *)columns[i].at);
+    if (too_bad(&csv.is[c].cells))
+      return fail("%s: line %lld: '%.*s' is not a number, nor are %lld of column '%.*s'", path,
+                  (long long)csv.is[c].cells.line, shown_size(csv.is[c].cells.first),
+                  (const char *)csv.is[c].cells.first.at, (long long)csv.is[c].cells.bad, shown_size(columns[i]),
+                  (const char *)columns[i].at);
+    snprintf(where, sizeof where, "column '%.*s'", (int)columns[i].size, (const char *)columns[i].at);
+    warn_of_cells(path, &csv.is[c].cells, where, learns);
+    places[i] = c;
+  }
+  data.k = column_count;
+  add_rows(rows);
+  add_series(0, rows, -1);
+  return read_rows(path, places, parts, learns);
+}
+
+/* ---- what is learnt from, and what is not ------------------------------------------------------------------------ */
+
+enum { TRAINING, VALIDATION, HELD, PARTS };
+#define LEAST_CASES 20               /* to validate on, where --validate is not given: of fewer, chance decides */
+#define LEAST_STEPS 20               /* of a recording, likewise */
+#define MOST_STEPS 20000             /* more only take time */
+
+/* A recording's parts in time: a fifth is held back, and of what is left the end is to validate on. */
+TOOL void split_recording(series s, int part) {
+  const int64_t from = own.held ? s.n * (own.held - 1) / 5 : s.n, to = own.held ? s.n * own.held / 5 : s.n;
+  const int64_t last = to < s.n ? s.n : from, begin = to < s.n ? to : 0; /* what is left ends with begin .. last - 1 */
+  int64_t cut = (int64_t)(own.validate * (double)(s.n - (to - from)));
+  if (cut < LEAST_STEPS) cut = 0;
+  if (cut > MOST_STEPS) cut = MOST_STEPS;
+  if (cut > (last - begin) / 2) cut = (last - begin) / 2;
+  if (part == HELD && to > from) add_series(s.at + from, to - from, -1);
+  if (part == VALIDATION && cut) add_series(s.at + last - cut, cut, -1);
+  if (part == TRAINING && begin > 0 && from > 0) add_series(s.at, from, -1);
+  if (part == TRAINING && last - cut > begin) add_series(s.at + begin, last - cut - begin, -1);
+}
+
+/* Puts what is not learnt from last: of cases a fifth of each class, and a share of the rest. */
+TOOL void split_data(void) {
+  static int64_t seen[CLASSES + 1];
+  series *old = data.list;
+  const int64_t count = data.count, every = own.validate > 0 ? (int64_t)(1 / own.validate + 0.5) : INT64_MAX;
+  data.list = NULL, data.count = data.training = data.validation = 0;
+  for (int part = 0; part < PARTS; part++) {
+    memset(seen, 0, sizeof seen);
+    for (int64_t i = 0; i < count; i++) {
+      const series s = old[i];
+      if (data.csv) { split_recording(s, part); continue; }
+      const int64_t number = seen[s.label + 1]++;
+      const bool held = own.held && number % 5 == own.held - 1;
+      const int64_t left = number - (own.held ? number / 5 + (number % 5 >= own.held) : 0);
+      if (part == (held ? HELD : left % every == every - 1 ? VALIDATION : TRAINING)) add_series(s.at, s.n, s.label);
+    }
+    if (part == TRAINING) data.training = data.count;
+    if (part == VALIDATION) data.validation = data.count - data.training;
+  }
+  free(old);
+  if (data.csv || flag_given(&own.validate) || data.validation >= LEAST_CASES) return;
+  data.training += data.validation, data.validation = 0;
+}
+
+TOOL int read_data(const char *path, bool learns) {
+  if (read_file(path, &data.text)) return 2;
+  if (data.text.size >= 3 && memcmp(data.text.data, "\xEF\xBB\xBF", 3) == 0) /* a byte order mark */
+    data.text.size -= 3, memmove(data.text.data, data.text.data + 3, (size_t)data.text.size + 1);
+  if (data.text.size == 0) return fail("%s is empty", path);
+  int64_t at = 0, length;
+  const unsigned char *line;
+  for (data.csv = true; data.csv && (line = next_line(data.text, &at, &length)) != NULL;)
+    data.csv = !begins(trimmed(line, line + length), "@data");
+  if (!learns && data.csv != (column_count > 0))
+    return data.csv ? fail("%s is a table (CSV), but the model learnt from cases (.ts)", path) :
+        fail("%s has cases (.ts), but the model learnt from a table (CSV)", path);
+  if (!data.csv && (own.columns || own.drop)) return fail("--columns and --drop are for tables (CSV)");
+  if (data.csv ? read_csv(path, learns) : read_ts(path, learns)) return 2;
+  if (data.count == 0 || data.size == 0) return fail("%s holds no series", path);
+  if (learns && data.csv && !own.held) own.held = 5;
+  data.training = data.count;
+  if (learns) split_data();
+  return 0;
+}
+
+static uint64_t random_state;
+TOOL double uniform(void) {                                /* in [-1, 1) */
+  return (double)(splitmix(&random_state) >> 12) / 2251799813685248.0 - 1;
+}
+TOOL int64_t below(int64_t n) { return (int64_t)((uniform() + 1) / 2 * (double)n) % n; }
+TOOL double normal(void) { return uniform() + uniform() + uniform(); } /* of deviation 1, near enough */
+
+/* Series first .. last - 1 become one recording, in an order by chance; those after it move down. Returns its number
+   plus 1. */
+TOOL int64_t join(int64_t first, int64_t last) {
+  const int64_t at = data.size, count = last - first;
+  random_state = 1;
+  for (int64_t i = count - 1; i > 0; i--) {
+    series *a = data.list + first + i, *b = data.list + first + below(i + 1), t = *a;
+    *a = *b, *b = t;
+  }
+  for (int64_t i = first; i < last; i++) {
+    const series s = data.list[i];
+    const int64_t to = data.size;
+    add_rows(s.n);
+    memcpy(data.rows + to * data.k, data.rows + s.at * data.k, (size_t)(s.n * data.k) * sizeof(float));
+    memcpy(data.labels + to, data.labels + s.at, (size_t)s.n * sizeof(int32_t));
+  }
+  if (count == 0) return first;
+  data.list[first] = (series){ at, data.size - at, -1 };
+  memmove(data.list + first + 1, data.list + last, (size_t)(data.count - last) * sizeof(series));
+  data.count -= count - 1;
+  return first + 1;
+}

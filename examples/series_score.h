@@ -1,0 +1,154 @@
+/* series_score.h: how well a model of series does. Included after series_data.h.
+
+     score_clear()                     then
+     score_class(row, label, shares)   for each series or row: its class, and the probabilities that the model gives
+     score_forecast(...)               for each number that is forecast
+     score_table()                     a line for each class or column, and which classes are taken for which
+     score_line(deviations)            the whole in a line */
+#define SHOWN_CLASSES 20             /* in the matrix, at most */
+#define NAME_WIDTH 24                /* of a class or a column in a table */
+
+static struct {
+  int64_t count, right;
+  double loss;                       /* sum of -ln p of the true class, or of absolute errors in deviations */
+  int64_t *pairs;                    /* [classes + 1, classes]: true class (the last: unknown), class found */
+  /* of each class [classes]: how often it begins, in how many of these it is found, after how many steps in all */
+  int64_t *runs, *found, *delay;
+  double *error, *last;              /* [columns]: sums of absolute errors, and of repeating the last value */
+  int64_t *errors;                   /* [columns]: how many */
+  /* the class that lasts, and where it began; whether the model has found it since */
+  struct { int32_t label; int64_t row; bool found; } run;
+} score;
+
+TOOL void score_close(void) {
+  free(score.pairs), free(score.runs), free(score.error), free(score.errors);
+}
+TOOL void score_clear(void) {
+  score_close();
+  const int64_t c = label_count, k = data.k;
+  memset(&score, 0, sizeof score);
+  score.pairs = (int64_t *)memset(grow(NULL, (c + 1) * c + 1, sizeof(int64_t)), 0,
+                                  (size_t)((c + 1) * c) * sizeof(int64_t));
+  score.runs = (int64_t *)memset(grow(NULL, 3 * c + 1, sizeof(int64_t)), 0, (size_t)(3 * c) * sizeof(int64_t));
+  score.found = score.runs + c, score.delay = score.found + c;
+  score.error = (double *)memset(grow(NULL, 2 * k, sizeof(double)), 0, (size_t)(2 * k) * sizeof(double));
+  score.last = score.error + k;
+  score.errors = (int64_t *)memset(grow(NULL, k, sizeof(int64_t)), 0, (size_t)k * sizeof(int64_t));
+}
+
+TOOL int32_t best_of(const float *shares) {
+  int32_t best = 0;
+  for (int32_t c = 1; c < label_count; c++) if (shares[c] > shares[best]) best = c;
+  return best;
+}
+
+/* When a class begins, how long the model takes to find it. A series' first class is not counted: when that began is
+   unknown. */
+TOOL void score_run(int64_t row, int32_t label, int32_t best) {
+  if (row == 0 || label != score.run.label) {
+    score.run.label = label, score.run.row = row, score.run.found = row == 0;
+    if (row > 0 && label >= 0) score.runs[label]++;
+  }
+  if (score.run.found || label < 0 || best != label) return;
+  score.run.found = true;
+  score.found[label]++, score.delay[label] += row - score.run.row;
+}
+TOOL void score_class(int64_t row, int32_t label, const float *shares) {
+  const int32_t best = best_of(shares);
+  if (own.per_step) score_run(row, label, best);
+  if (label == NONE) return;
+  score.count++, score.right += label == best;             /* UNKNOWN is never right */
+  score.pairs[(label == UNKNOWN ? label_count : label) * label_count + best]++;
+  score.loss -= label >= 0 ? log(fmax((double)shares[label], 1e-12)) : 0;
+}
+/* deviation: the column's, in the training data */
+TOOL void score_forecast(int64_t column, double value, double now, double next, double deviation) {
+  const double by = fabs(value - next), last = fabs(now - next);
+  if (by != by || last != last) return;
+  score.count++, score.errors[column]++;
+  score.error[column] += by, score.last[column] += last;
+  score.loss += by / deviation;
+}
+
+TOOL int64_t pairs_of(int32_t label, bool is_true) { /* how often a class is true, or found */
+  int64_t sum = 0;
+  for (int32_t c = 0; c < label_count + !is_true; c++)
+    sum += score.pairs[is_true ? label * label_count + c : c * label_count + label];
+  return sum;
+}
+TOOL double share(int64_t part, int64_t of) { return of ? 100 * (double)part / (double)of : NAN; }
+TOOL void put_name(word w) { /* a column of a table */
+  const int64_t size = w.size < NAME_WIDTH ? w.size : NAME_WIDTH;
+  put_shown(stdout, w.at, size);
+  printf("%*s", NAME_WIDTH - (int)size, "");
+}
+TOOL void put_share(double percent) { /* of nothing there is no share */
+  if (percent == percent) printf(" %9.1f%%", percent);
+  else printf(" %10s", "-");
+}
+
+TOOL void matrix_of_classes(void) {
+  if (label_count > SHOWN_CLASSES) return;
+  printf("%*s found as", NAME_WIDTH + 5, "true class");
+  for (int32_t c = 0; c < label_count; c++) printf("%s%7d", c ? "" : "\n                             ", (int)c + 1);
+  for (int32_t c = 0; c < label_count; c++) {
+    printf("\n%4d ", (int)c + 1), put_name(labels[c]);
+    for (int32_t f = 0; f < label_count; f++) printf("%7lld", (long long)score.pairs[c * label_count + f]);
+  }
+  printf("\n");
+}
+TOOL void table_of_classes(void) {
+  printf("%-*s %10s %10s %10s %10s", NAME_WIDTH, "class", own.per_step ? "steps" : "series", "recall", "precision",
+         "F1");
+  if (own.per_step) printf(" %10s %10s %10s", "begins", "found", "delay");
+  for (int32_t c = 0; c < label_count; c++) {
+    const int64_t is = pairs_of(c, true), found = pairs_of(c, false), right = score.pairs[c * label_count + c];
+    printf("\n"), put_name(labels[c]);
+    printf(" %10lld", (long long)is);
+    put_share(share(right, is)), put_share(share(right, found)), put_share(share(2 * right, is + found));
+    if (!own.per_step) continue;
+    printf(" %10lld %10lld", (long long)score.runs[c], (long long)score.found[c]);
+    if (score.found[c]) printf(" %10.1f", (double)score.delay[c] / (double)score.found[c]);
+    else printf(" %10s", "-");
+  }
+  printf("\n");
+}
+TOOL void table_of_columns(void) {
+  printf("%-*s %16s %16s %10s\n", NAME_WIDTH, "column", "absolute error", "of last value", "ratio");
+  for (int64_t k = 0; k < data.k; k++) {
+    const double count = (double)score.errors[k];
+    char number[24];
+    snprintf(number, sizeof number, "%lld", (long long)k + 1);
+    put_name(column_count ? columns[k] : (word){ (const unsigned char *)number, (int64_t)strlen(number) });
+    printf(" %16.6g %16.6g", score.error[k] / count, score.last[k] / count);
+    put_share(100 * score.error[k] / score.last[k]), printf("\n");
+  }
+}
+TOOL void score_table(void) {
+  if (own.forecast) { table_of_columns(); return; }
+  table_of_classes(), matrix_of_classes();
+}
+
+/* One line: accuracy beside that of always saying the most frequent class, and the mean of the classes' recalls; or the
+   mean over columns of the errors in deviations, so that each counts alike. */
+TOOL void score_line(const float *deviations) {
+  double recalls = 0, error = 0, last = 0;
+  int32_t classes = 0, most = 0;
+  for (int32_t c = 0; c < label_count && !own.forecast; c++) {
+    const int64_t is = pairs_of(c, true);
+    if (is > 0) classes++, recalls += share(score.pairs[c * label_count + c], is);
+    if (is > pairs_of(most, true)) most = c;
+  }
+  for (int64_t k = 0; k < data.k && own.forecast; k++) {
+    if (score.errors[k] == 0) continue;
+    const double by = (double)score.errors[k] * (double)deviations[k];
+    classes++, error += score.error[k] / by, last += score.last[k] / by;
+  }
+  if (own.forecast) {
+    printf("mean absolute error, in deviations, %.6g, of the last value %.6g\n", error / classes, last / classes);
+    return;
+  }
+  printf("accuracy %.2f%%, balanced %.2f%%; always '", share(score.right, score.count), recalls / classes);
+  put_shown(stdout, labels[most].at, shown_size(labels[most]));
+  printf("': %.2f%%\n", share(pairs_of(most, true), score.count));
+}
