@@ -51,8 +51,9 @@
         labels[i] is the token after tokens[i], shifted by you; a negative label is ignored: give -1 to padding and
         to the last place where nothing follows. A begin, here and below, is luna_begin_step or luna_begin_inference.
         Tensors, luna_tensor_new's too, end with the next begin: make inputs after it, in the loop.
-        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, or, for several
-        questions with yes and no, luna_binary_cross_entropy. NaN targets are ignored.
+        Regression is a classifier of one class with another loss: luna_mse(y, targets), luna_huber, for intervals
+        luna_quantile_loss or, for several questions with yes and no, luna_binary_cross_entropy. NaN targets are
+        ignored.
         Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
         tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
         first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
@@ -359,6 +360,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
+  X(LEVEL, BAD_ARGUMENT, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
+  X(LEVELS, BAD_ARGUMENT, "%s: the last axis of values %t must have the size of levels, %d") \
   X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
     "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
     "them") \
@@ -1088,6 +1091,12 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets);
 LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, float delta);
 LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float *targets);
+/* The quantile loss, also called pinball loss [Koenker and Bassett 1978]: values [...,count] and one target a row ->
+   [1], the mean over targets t that are not NaN and over values x of max(q (t - x), (q - 1) (t - x)), q = levels[i] in
+   0..1. What it trains are quantiles: value i is above a share levels[i] of what comes. Two levels make an interval;
+   quantiles of one row can cross: sort them [Chernozhukov, Fernandez-Val and Galichon 2010]. */
+LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
+                                         int64_t count);
 
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
@@ -15035,6 +15044,32 @@ LUNA_API luna_tensor *luna_huber(luna_tensor *values, const float *targets, floa
   if ((e = lunai_errors(&t, values, targets, "luna_huber")) == NULL) return NULL;
   luna_tensor *r = luna_clamp(e, -delta, delta);
   return lunai_result(scope, lunai_mean_given(&t, luna_mul(r, luna_sub(e, luna_scale(r, 0.5f)))));
+}
+
+/* max(-q e, (1 - q) e) of the errors e = x - t */
+LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
+                                         int64_t count) {
+  static const char name[] = "luna_quantile_loss";
+  const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
+  lunai_targets t;
+  luna_ctx *ctx = values ? values->ctx : NULL;
+  if (!values) return NULL;
+  const int64_t all = luna_count(values);
+  if (count < 1 || values->rank < 1 || values->shape[values->rank - 1] != count)
+    return lunai_fail(ctx, LUNA_ERROR_LEVELS, name, values, count);
+  if (!levels || (!targets && all > 0)) return lunai_fail_null(ctx, name, levels ? "targets" : "levels");
+  for (int64_t i = 0; i < count; i++)
+    if (!(levels[i] > 0 && levels[i] < 1))
+      return lunai_fail(ctx, LUNA_ERROR_LEVEL, name, i, (double)levels[i]);
+  float *made = (float *)lunai_step_host(ctx, name, true, (size_t)(all + 2 * count) * sizeof *made);
+  if (!made) return NULL;
+  float *sides = made + all;
+  for (int64_t i = 0; i < all; i++) made[i] = targets[i / count];
+  for (int64_t i = 0; i < count; i++) sides[i] = -levels[i], sides[count + i] = 1 - levels[i];
+  luna_tensor *e = lunai_reshape(lunai_errors(&t, values, made, name), 2, all / count, count, 1, 1);
+  luna_tensor *below = luna_mul(e, luna_tensor_new(ctx, sides, 1, &count));
+  luna_tensor *above = luna_mul(e, luna_tensor_new(ctx, sides + count, 1, &count));
+  return lunai_result(scope, lunai_mean_given(&t, lunai_reshape(luna_maximum(below, above), 2, all, 1, 1, 1)));
 }
 
 /* t ln(1 + e^-x) + (1 - t) ln(1 + e^x): accurate for confident logits too */

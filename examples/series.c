@@ -7,6 +7,7 @@
      series train FILE.ts --per-step [--causal]                 cases joined to long recordings: the class at each step
      series train FILE.csv --label COLUMN [--causal]            one recording: the class that COLUMN gives each row
      series train FILE.csv --forecast                           one recording: the next row's numbers
+     series train FILE.csv --forecast --ahead 1,6,24            and of rows further ahead, each with an interval
      series train FILE.csv ... --causal --carry                 as one endless sequence, window by window
      series eval M FILE                                         how well M does on a file
      series predict M FILE [--svg PICTURE]                      what M finds, a line each; drawn: the first series
@@ -29,10 +30,11 @@ static struct settings set = {
   .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20
 };
 static struct {
-  const char *label, *svg, *columns, *drop;
-  int64_t per_step, causal, forecast, window, carry, held, patience;
+  const char *label, *svg, *columns, *drop, *ahead;
+  int64_t per_step, causal, forecast, window, carry, held, patience, interval;
   double noise, stretch, scale, validate;
-} own = { .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .patience = 6 };
+} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .patience = 6,
+          .interval = 80 };
 
 #include "series_data.h"
 #include "series_score.h"
@@ -43,6 +45,9 @@ static const flag flags[] = {
   { "--per-step", "t", SWITCH(own.per_step), "a class at each step; of .ts in recordings joined from cases" },
   { "--causal", "t", SWITCH(own.causal), "at each step, from that step and earlier ones alone" },
   { "--forecast", "t", SWITCH(own.forecast), "the next step's numbers" },
+  { "--ahead", "t", STRING(own.ahead), "how many steps ahead forecasts are for, \"1,6,24\"" },
+  { "--interval", "t", WHOLE(own.interval, 0, 99),
+   "percent of what comes that should lie between a forecast's bounds; 0: no bounds" },
   { "--window", "t", WHOLE(own.window, 2, 1e6), "steps of a recording that are learnt from at once" },
   { "--carry", "t", SWITCH(own.carry), "windows of a recording continue one another: the memory goes on" },
   { "--columns", "t", STRING(own.columns), "CSV: the columns to read, \"a,b,7\", by names or numbers from 1" },
@@ -66,8 +71,12 @@ static const flag flags[] = {
   { 0 }
 };
 
-/* [k] of each column, and of its changes from row to row; of the data that is learnt from */
+/* Of the data that is learnt from: of each column [k], and of how it changes from a row to each of those ahead
+   [ahead_count,k] */
 static float *mean, *deviation, *change;
+static int64_t outputs(void) { /* of a step */
+  return own.forecast ? ahead_count * data.k * level_count : label_count;
+}
 
 /* ---- the model: a classifier, or with --causal a causal model with outputs --------------------------------------- */
 
@@ -89,7 +98,7 @@ static luna_status make_model(luna_params *params) {
   const luna_encoder_config encoder = { .layers = set.layers, .dim = set.dim, .heads = set.heads, .ffn = set.ffn,
                                        .memory = set.memory,
     .positions = (luna_positions)set.positions, .max_length = 4096, .layer = layer };
-  luna_lm_config lm = { .features = data.k, .outputs = own.forecast ? data.k : label_count, .layers = set.layers,
+  luna_lm_config lm = { .features = data.k, .outputs = outputs(), .layers = set.layers,
                        .dim = set.dim, .heads = set.heads,
     .ffn = set.ffn, .memory = set.memory, .layer = layer };
   lm.layer.convolution = 4;
@@ -108,40 +117,50 @@ static luna_status read_deviations(void) {                 /* as the model has t
   return status;
 }
 
-/* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a
-   sentence. */
-static int measure(luna_ctx *ctx) {
-  int64_t k = data.k, n = 0;
-  for (int64_t i = 0; i < data.training; i++) n += data.list[i].n;
-  float *rows = (float *)grow(NULL, n * k, sizeof(float));
-  mean = (float *)grow(NULL, 3 * k, sizeof(float)), deviation = mean + k, change = deviation + k;
-  double *squares = (double *)grow(NULL, 2 * k, sizeof(double));
-  memset(squares, 0, (size_t)(2 * k) * sizeof(double));
-  n = 0;
+static void columns_open(int64_t k) {
+  mean = (float *)grow(NULL, (2 + ahead_count) * k, sizeof(float)), deviation = mean + k, change = deviation + k;
+}
+/* The deviation of changes of column c over so many rows; 1 where there are none. */
+static float change_over(int64_t rows, int64_t c) {
+  double squares = 0, count = 0;
   for (int64_t i = 0; i < data.training; i++) {
-    const float *from = data.rows + data.list[i].at * k;
-    memcpy(rows + n * k, from, (size_t)(data.list[i].n * k) * sizeof(float));
-    n += data.list[i].n;
-    for (int64_t j = k; j < data.list[i].n * k; j++) {
-      double by = (double)from[j] - (double)from[j - k];
-      if (by == by) squares[j % k] += by * by, squares[k + j % k]++;
+    const float *from = data.rows + data.list[i].at * data.k + c;
+    for (int64_t j = rows; j < data.list[i].n; j++) {
+      const double by = (double)from[j * data.k] - (double)from[(j - rows) * data.k];
+      if (by == by) squares += by * by, count++;
     }
   }
+  return squares > 0 ? (float)sqrt(squares / count) : 1;
+}
+
+/* Mean and deviation of each column, which the model keeps, and the deviation of its changes. Returns 0, or 2 after a
+   sentence. */
+static int measure(void) {
+  const int64_t k = data.k;
+  int64_t n = 0;
+  for (int64_t i = 0; i < data.training; i++) n += data.list[i].n;
+  float *rows = (float *)grow(NULL, n * k, sizeof(float));
+  n = 0;
+  for (int64_t i = 0; i < data.training; i++) {
+    memcpy(rows + n * k, data.rows + data.list[i].at * k, (size_t)(data.list[i].n * k) * sizeof(float));
+    n += data.list[i].n;
+  }
+  columns_open(k);
   luna_status status = luna_input_layer_fit(input_layer(), &(luna_input){ .features = rows, .batch = 1, .n = n });
   if (status == LUNA_OK) status = read_deviations();
-  for (int64_t c = 0; c < k; c++) change[c] = squares[c] > 0 ? (float)sqrt(squares[c] / squares[k + c]) : 1;
-  free(rows), free(squares);
-  return status == LUNA_OK ? 0 : failed(ctx);
+  for (int64_t i = 0; i < ahead_count * k && own.forecast; i++) change[i] = change_over(ahead[i / k], i % k);
+  free(rows);
+  return status == LUNA_OK ? 0 : failed(luna_params_ctx(input_layer()->params));
 }
 
 /* ---- batches ----------------------------------------------------------------------------------------------------- */
 
-/* [rows,n,k], of the next step's changes too; [rows,n] or [rows]; [rows] */
+/* [rows,n,k]; of the changes from a row to those ahead [rows,n,ahead_count,k]; [rows,n] or [rows]; [rows] */
 static struct { float *x, *targets; int32_t *labels, *lengths; int64_t rows, n; } batch;
 
 static void batch_open(int64_t rows, int64_t n) {
   batch.x = (float *)grow(batch.x, rows * n * data.k, sizeof(float));
-  batch.targets = (float *)grow(batch.targets, rows * n * data.k, sizeof(float));
+  if (own.forecast) batch.targets = (float *)grow(batch.targets, rows * n * ahead_count * data.k, sizeof(float));
   batch.labels = (int32_t *)grow(batch.labels, rows * n, sizeof(int32_t));
   batch.lengths = (int32_t *)grow(batch.lengths, rows, sizeof(int32_t));
   batch.rows = rows, batch.n = n;
@@ -150,11 +169,13 @@ static void batch_open(int64_t rows, int64_t n) {
 /* `n` rows of a series from row `from` on into row `at` of the batch's sequence `b`; its targets are what follows. */
 static void place(int64_t b, int64_t at, series s, int64_t from, int64_t n) {
   const int64_t k = data.k, first = (s.at + from) * k;
-  float *x = batch.x + (b * batch.n + at) * k, *y = batch.targets + (b * batch.n + at) * k;
-  memcpy(x, data.rows + first, (size_t)(n * k) * sizeof(float));
-  if (own.forecast)
-    for (int64_t i = 0; i < n * k; i++)
-      y[i] = from + i / k + 1 < s.n ? (data.rows[first + i + k] - data.rows[first + i]) / change[i % k] : NAN;
+  memcpy(batch.x + (b * batch.n + at) * k, data.rows + first, (size_t)(n * k) * sizeof(float));
+  for (int64_t i = 0; i < n * ahead_count && own.forecast; i++) {
+    const int64_t row = i / ahead_count, over = ahead[i % ahead_count];
+    const float *now = data.rows + first + row * k, *by = change + i % ahead_count * k;
+    float *to = batch.targets + ((b * batch.n + at) * ahead_count + i) * k;
+    for (int64_t c = 0; c < k; c++) to[c] = from + row + over < s.n ? (now[over * k + c] - now[c]) / by[c] : NAN;
+  }
   if (steps_have_labels())
     memcpy(batch.labels + b * batch.n + at, data.labels + s.at + from, (size_t)n * sizeof(int32_t));
   else batch.labels[b] = s.label;
@@ -204,8 +225,9 @@ static int64_t choose_series(int64_t step, int32_t *order) {
 static void pad(int64_t b, int64_t n) {                    /* sequence b of the batch from row n on */
   for (int64_t i = n; i < batch.n; i++) {
     if (steps_have_labels()) batch.labels[b * batch.n + i] = -1;
-    for (int64_t c = 0; c < data.k; c++)
-      batch.x[(b * batch.n + i) * data.k + c] = batch.targets[(b * batch.n + i) * data.k + c] = NAN;
+    for (int64_t c = 0; c < data.k; c++) batch.x[(b * batch.n + i) * data.k + c] = NAN;
+    for (int64_t c = 0; c < ahead_count * data.k && own.forecast; c++)
+      batch.targets[(b * batch.n + i) * ahead_count * data.k + c] = NAN;
   }
 }
 static int64_t place_window(int64_t b, series s, int64_t from, int64_t n) {
@@ -287,12 +309,13 @@ static void next_windows(int64_t step) {
 /* Of the batch this rank's sequences, or its rows of each; lengths stay those of whole sequences. */
 static void own_part(void) {
   const portion rows = rank_part(LUNA_PARALLEL_DATA, batch.rows), cut = rank_part(LUNA_PARALLEL_SEQUENCE, batch.n);
-  const size_t numbers = (size_t)(cut.count * data.k) * sizeof(float);
+  const int64_t k = data.k, t = own.forecast ? ahead_count * k : 0;
   const int64_t per = steps_have_labels() ? cut.count : 1; /* labels of a sequence */
   for (int64_t b = 0; b < rows.count; b++) {               /* what moves, moves down */
     const int64_t from = (rows.first + b) * batch.n + cut.first;
-    memmove(batch.x + b * cut.count * data.k, batch.x + from * data.k, numbers);
-    memmove(batch.targets + b * cut.count * data.k, batch.targets + from * data.k, numbers);
+    memmove(batch.x + b * cut.count * k, batch.x + from * k, (size_t)(cut.count * k) * sizeof(float));
+    if (t)
+      memmove(batch.targets + b * cut.count * t, batch.targets + from * t, (size_t)(cut.count * t) * sizeof(float));
     memmove(batch.labels + b * per, batch.labels + (steps_have_labels() ? from : rows.first + b),
             (size_t)per * sizeof(int32_t));
     batch.lengths[b] = batch.lengths[rows.first + b];
@@ -301,7 +324,8 @@ static void own_part(void) {
 }
 
 static luna_tensor *loss_of(luna_tensor *y) {
-  return own.forecast ? luna_huber(y, batch.targets, 0.1f) : luna_cross_entropy(y, batch.labels);
+  if (!own.forecast) return luna_cross_entropy(y, batch.labels);
+  return luna_quantile_loss(luna_reshape(y, 2, (int64_t[]){ -1, level_count }), batch.targets, levels, level_count);
 }
 static luna_input batch_input(void) { /* with --carry all rows are real */
   return (luna_input){ .features = batch.x, .lengths = own.carry ? NULL : batch.lengths, .batch = batch.rows,
@@ -310,12 +334,15 @@ static luna_input batch_input(void) { /* with --carry all rows are real */
 
 /* ---- what a model finds ------------------------------------------------------------------------------------------ */
 
+static int by_size(const void *a, const void *b) {
+  const float x = *(const float *)a, y = *(const float *)b;
+  return (x > y) - (x < y);
+}
 typedef void found_fn(const series *s, int64_t row, const float *outputs);
 
 /* What the model gives for rows from .. from + n - 1 of a series, in *y; a state goes on. Returns 0, or 2 after a
    sentence. */
 static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_state *state, float **y) {
-  const int64_t outputs = own.forecast ? data.k : label_count;
   batch_open(1, n);
   batch.lengths[0] = (int32_t)n;
   place(0, 0, s, from, n);
@@ -324,19 +351,24 @@ static int outputs_of(luna_ctx *ctx, series s, int64_t from, int64_t n, luna_lm_
   luna_input input = batch_input();
   luna_tensor *out = run(&input);
   if (!own.forecast) out = luna_softmax(out, NULL);
-  *y = (float *)grow(*y, n * outputs, sizeof(float));
+  *y = (float *)grow(*y, n * outputs(), sizeof(float));
   if (luna_read(out, *y) != LUNA_OK) return failed(ctx);
-  for (int64_t i = 0; i < n * outputs && own.forecast; i++)
-    (*y)[i] = data.rows[(s.at + from) * data.k + i] + change[i % data.k] * (*y)[i];
+  const int64_t forecasts = ahead_count * data.k;
+  for (int64_t i = 0; i < n * forecasts && own.forecast; i++) {
+    float *q = *y + i * level_count;
+    const float now = data.rows[(s.at + from + i / forecasts) * data.k + i % data.k];
+    for (int64_t l = 0; l < level_count; l++) q[l] = now + change[i % forecasts] * q[l];
+    qsort(q, (size_t)level_count, sizeof *q, by_size);     /* quantiles that do not cross */
+  }
   return 0;
 }
 
 /* Calls found(series, row, outputs) for each series, or each of its rows; long recordings go by windows, of which a
-   causal model gets the half before or, with --carry, its memory of all before. Outputs are probabilities, or the next
-   row. Returns 0, or 2 after a sentence. */
+   causal model gets the half before or, with --carry, its memory of all before. Outputs are probabilities, or of the
+   rows ahead [ahead_count,k,level_count]. Returns 0, or 2 after a sentence. */
 static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found) {
   const bool whole = !own.per_step && !own.forecast;
-  const int64_t outputs = own.forecast ? data.k : label_count, overlap = own.causal && !own.carry ? own.window / 2 : 0;
+  const int64_t overlap = own.causal && !own.carry ? own.window / 2 : 0;
   static luna_lm_state *state;       /* one is enough: a program measures one model */
   float *y = NULL;
   if (own.carry && !state) state = luna_lm_state_open(&model.lm, 1);
@@ -347,7 +379,7 @@ static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found)
     for (int64_t from = 0, next = 0; next < s.n && !status; from = next - overlap) {
       const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
       status = outputs_of(ctx, s, from, n, state, &y);
-      for (int64_t t = skip; t < (whole ? 1 : n) && !status; t++) found(&s, from + t, y + t * outputs);
+      for (int64_t t = skip; t < (whole ? 1 : n) && !status; t++) found(&data.list[i], from + t, y + t * outputs());
       next = from + n;
     }
   }
@@ -356,10 +388,15 @@ static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found)
 
 static void count_score(const series *s, int64_t row, const float *y) {
   const float *now = data.rows + (s->at + row) * data.k;
-  if (!own.forecast) score_class(row, own.per_step ? data.labels[s->at + row] : s->label, y);
-  else if (row + 1 < s->n)
-    for (int64_t c = 0; c < data.k; c++)
-      score_forecast(c, (double)y[c], (double)now[c], (double)now[data.k + c], (double)deviation[c]);
+  if (!own.forecast) {
+    score_class(row, own.per_step ? data.labels[s->at + row] : s->label, y);
+    return;
+  }
+  for (int64_t i = 0; i < ahead_count * data.k; i++) {
+    const int64_t over = ahead[i / data.k], c = i % data.k;
+    if (row + over < s->n)
+      score_forecast(i, y + i * level_count, (double)now[c], (double)now[over * data.k + c], (double)deviation[c]);
+  }
 }
 /* Measures the model on series first .. last - 1, and prints it; the last line after `begin`, without which there must
    be something to measure on. */
@@ -368,8 +405,7 @@ static int print_score(luna_ctx *ctx, int64_t first, int64_t last, const char *b
   if (find_all(ctx, first, last, count_score)) return 2;
   if (score.count == 0) return *begin ? 0 : fail("there is nothing to measure on");
   score_table();
-  printf("%s", begin);
-  score_line(deviation);
+  score_lines(begin, deviation);
   return 0;
 }
 
@@ -386,15 +422,16 @@ static luna_status keep(luna_params *params, const char *what, int64_t index, co
 }
 static luna_status remember(luna_params *params) {
   char text[64];
-  snprintf(text, sizeof text, "%d %d %d %lld %d", (int)own.per_step, (int)own.causal, (int)own.forecast,
-           (long long)own.window, (int)own.carry);
+  snprintf(text, sizeof text, "%d %d %d %lld %d %d", (int)own.per_step, (int)own.causal, (int)own.forecast,
+           (long long)own.window, (int)own.carry, (int)own.interval);
   luna_status status = keep(params, "task", 0, text, (int64_t)strlen(text));
+  if (status == LUNA_OK && own.forecast) status = keep(params, "ahead", 0, own.ahead, (int64_t)strlen(own.ahead));
   if (status == LUNA_OK && own.label) status = keep(params, "label", 0, own.label, (int64_t)strlen(own.label));
   for (int32_t i = 0; i < label_count && status == LUNA_OK; i++)
-    status = keep(params, "class", i, (const char *)labels[i].at, labels[i].size);
+    status = keep(params, "class", i, (const char *)classes[i].at, classes[i].size);
   for (int64_t i = 0; i < column_count && status == LUNA_OK; i++)
     status = keep(params, "column", i, (const char *)columns[i].at, columns[i].size);
-  for (int64_t i = 0; i < data.k && status == LUNA_OK; i++) {
+  for (int64_t i = 0; own.forecast && i < ahead_count * data.k && status == LUNA_OK; i++) {
     snprintf(text, sizeof text, "%.9g", (double)change[i]);
     status = keep(params, "change", i, text, (int64_t)strlen(text));
   }
@@ -409,23 +446,24 @@ static const char *kept(const luna_params *params, const char *what, int64_t ind
 /* Reads what the model knows of its task; false where that cannot be. */
 static bool recall(const luna_params *params) {
   const char *text = kept(params, "task", 0);
-  int per_step, causal, forecast, carry;
+  int per_step, causal, forecast, carry, interval;
   long long window;
-  if (!text || sscanf(text, "%d %d %d %lld %d", &per_step, &causal, &forecast, &window, &carry) != 5 || window < 2 ||
-      window > 1000000) return false;
+  if (!text || sscanf(text, "%d %d %d %lld %d %d", &per_step, &causal, &forecast, &window, &carry, &interval) != 6 ||
+      window < 2 || window > 1000000 || interval < 0 || interval > 99) return false;
   own.per_step = per_step != 0, own.causal = causal != 0, own.forecast = forecast != 0, own.carry = carry != 0;
-  own.window = window;
+  own.window = window, own.interval = interval;
+  own.ahead = forecast ? kept(params, "ahead", 0) : "1";
   own.label = kept(params, "label", 0);
   for (; label_count < CLASSES && (text = kept(params, "class", label_count)) != NULL; label_count++)
-    labels[label_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
+    classes[label_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
   for (; column_count < COLUMNS && (text = kept(params, "column", column_count)) != NULL; column_count++)
     columns[column_count] = (word){ (const unsigned char *)text, (int64_t)strlen(text) };
-  return !carry || causal;
+  return (!carry || causal) && own.ahead && read_ahead(own.ahead);
 }
 static bool recall_columns(const luna_params *params, int64_t k) {
   bool fine = true;
-  mean = (float *)grow(NULL, 3 * k, sizeof(float)), deviation = mean + k, change = deviation + k;
-  for (int64_t i = 0; i < k; i++) {
+  columns_open(k);
+  for (int64_t i = 0; i < ahead_count * k && own.forecast; i++) {
     const char *text = kept(params, "change", i);
     change[i] = text ? (float)atof(text) : 0;
     fine = fine && change[i] > 0 && isfinite(change[i]);
@@ -440,7 +478,8 @@ static int load(luna_ctx *ctx, const char *path) {
   const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.features : 0;
   bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
   fine = fine && recall_columns(params, k);
-  fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == (own.forecast ? k : label_count);
+  data.k = k;
+  fine = fine && (lm ? model.lm.config.outputs : model.classifier.config.classes) == outputs();
   fine = fine && (!classifier || (model.classifier.config.per_step == steps_have_labels() && !own.forecast));
   data.k = column_count ? 0 : k;
   return fine ? 0 : fail("%s is not a model that series made", path);
@@ -535,7 +574,7 @@ static int keep_best(luna_ctx *ctx, const luna_params *params) {
 static int check_flags(void) {
   const bool windows = own.forecast || data.csv;
   const struct { const void *place; bool idle; } all[] = {
-    { &own.noise, own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
+    { &own.noise, own.forecast }, { &own.interval, !own.forecast }, { &own.stretch, windows }, { &own.scale, windows },
     { &own.window, !windows && !own.per_step },{ &set.positions, own.causal },
     { &set.pooling, own.causal || own.per_step }
   };
@@ -549,6 +588,8 @@ static int check_flags(void) {
 /* Sets the task as the flags say, and reads the file for it. Returns 0, or 2 after a sentence. */
 static int read_task(const char *path) {
   if (own.forecast) own.causal = true;
+  if (!read_ahead(own.ahead))
+    return fail("--ahead takes up to %d ascending numbers of steps with ',' between, not '%s'", AHEADS, own.ahead);
   if (own.label) own.per_step = true;
   if (own.label && own.forecast) return fail("--label and --forecast are two tasks; choose one");
   if (own.causal && !own.per_step && !own.forecast) return fail("--causal is for a class at each step; add --per-step");
@@ -575,7 +616,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   double start = seconds();
   if (read_task(words[0])) return 2;
   if (make_model(params) != LUNA_OK) return failed(ctx);
-  if (measure(ctx)) return 2;
+  if (measure()) return 2;
   if (remember(params) != LUNA_OK) return failed(ctx);
   if (own.carry && !(carried = luna_lm_state_open(&model.lm, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
@@ -603,23 +644,40 @@ static int eval(luna_ctx *ctx, const char **words) {
   return print_score(ctx, 0, data.count, "");
 }
 
-/* what is found of the first series: each row's class, or its forecast, made a row before */
+/* Of the first series: each row's class and its probability, or the forecasts that end there of the fewest steps ahead,
+   [rows,k,level_count] */
 static float *drawn;
+static void print_forecasts(const series *s, const float *y) {
+  for (int64_t i = 0; i < ahead_count * level_count; i++) {
+    printf("%lld,%lld,%g", (long long)(s - data.list) + 1, (long long)ahead[i / level_count],
+           (double)levels[i % level_count]);
+    for (int64_t c = 0; c < data.k; c++)
+      printf(",%.6g", (double)y[(i / level_count * data.k + c) * level_count + i % level_count]);
+    printf("\n");
+  }
+}
 static void print_found(const series *s, int64_t row, const float *y) {
   const int32_t found = own.forecast ? 0 : best_of(y);
-  if (!own.forecast) put_label(labels[found].at, labels[found].size), printf("\t%.3f\n", (double)y[found]);
-  else if (row + 1 == s->n)
-    for (int64_t c = 0; c < data.k; c++) printf("%.6g%c", (double)y[c], c + 1 < data.k ? ',' : '\n');
-  if (s->at != data.list[0].at) return;
-  if (own.forecast) memcpy(drawn + (row + 1) * data.k, y, (size_t)data.k * sizeof(float));
-  else drawn[row] = (float)found;
+  const int64_t size = data.k * level_count;
+  if (!own.forecast) put_label(classes[found].at, classes[found].size), printf("\t%.3f\n", (double)y[found]);
+  else if (row + 1 == s->n) print_forecasts(s, y);
+  if (s != data.list) return;
+  if (own.forecast) memcpy(drawn + (row + ahead[0]) * size, y, (size_t)size * sizeof(float));
+  else drawn[2 * row] = (float)found, drawn[2 * row + 1] = y[found];
 }
 
 static int draw_series(const char *title);
 static int predict(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
-  drawn = (float *)grow(NULL, (data.list[0].n + 1) * data.k, sizeof(float));
-  for (int64_t i = 0; i < data.k; i++) drawn[i] = NAN;     /* nothing forecasts the first row */
+  const int64_t size = own.forecast ? data.k * level_count : 2, count = (data.list[0].n + ahead[0]) * size;
+  drawn = (float *)grow(NULL, count, sizeof(float));
+  for (int64_t i = 0; i < count; i++) drawn[i] = NAN;      /* nothing forecasts the first rows */
+  if (own.forecast) printf("series,ahead,quantile");
+  for (int64_t c = 0; c < data.k && own.forecast; c++) {
+    const word w = column_name(c);
+    putchar(','), put_label(w.at, w.size);
+  }
+  if (own.forecast) printf("\n");
   if (find_all(ctx, 0, data.count, print_found)) return 2;
   if (ferror(stdout)) return fail("cannot write what is found: %s", strerror(errno));
   return own.svg ? draw_series(words[1]) : 0;
@@ -661,7 +719,7 @@ static int draw_series(const char *title) {
              "<rect width=\"900\" height=\"360\" fill=\"#fff\"/>\n<text x=\"20\" y=\"28\" font-size=\"15\">");
   draw_text(f, title, (int64_t)strlen(title));
   if (!own.forecast && !own.per_step)
-    fprintf(f, ": "), draw_text(f, (const char *)labels[(int)drawn[0]].at, labels[(int)drawn[0]].size);
+    fprintf(f, ": "), draw_text(f, (const char *)classes[(int)drawn[0]].at, classes[(int)drawn[0]].size);
   fprintf(f, "</text>\n");
   for (int64_t c = 0; c < k && c < LINES; c++) {
     double low = HUGE_VAL, high = -HUGE_VAL;
@@ -671,17 +729,18 @@ static int draw_series(const char *title) {
     if (low > high) continue;
     if (low == high) high = low + 1;
     draw_line(f, rows + c, n, k, low, high, COLOUR(c), false);
-    if (own.forecast) draw_line(f, drawn + skip * k + c, n, k, low, high, COLOUR(c), true);
+    if (own.forecast) draw_line(f, drawn + (skip * k + c) * level_count + level_count / 2, n,
+                                k * level_count, low, high, COLOUR(c), true);
   }
   for (int64_t i = 0, from = 0; own.per_step && !own.forecast && i < n; i++) {
-    if (i + 1 < n && drawn[skip + i + 1] == drawn[skip + i]) continue;
-    const int32_t label = (int32_t)drawn[skip + i];
+    if (i + 1 < n && drawn[2 * (skip + i + 1)] == drawn[2 * (skip + i)]) continue;
+    const int32_t label = (int32_t)drawn[2 * (skip + i)];
     const double x = 20 + 860 * (double)from / (double)n, width = 860 * (double)(i + 1 - from) / (double)n;
     fprintf(f, "<rect x=\"%.1f\" y=\"305\" width=\"%.1f\" height=\"20\" fill=\"hsl(%d,60%%,70%%)\"/>", x, width,
             COLOUR(label));
     if (width > 40)
-      fprintf(f, "<text x=\"%.1f\" y=\"320\">", x + 3), draw_text(f, (const char *)labels[label].at,
-          labels[label].size < 12 ? labels[label].size : 12), fprintf(f, "</text>");
+      fprintf(f, "<text x=\"%.1f\" y=\"320\">", x + 3), draw_text(f, (const char *)classes[label].at,
+          classes[label].size < 12 ? classes[label].size : 12), fprintf(f, "</text>");
     fputc('\n', f);
     from = i + 1;
   }

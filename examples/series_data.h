@@ -24,9 +24,30 @@ static struct {
   bool csv, classless;               /* .ts: the last part is a dimension too */
 } data;
 typedef struct word { const unsigned char *at; int64_t size; } word;
-static word labels[CLASSES], columns[COLUMNS];
+static word classes[CLASSES], columns[COLUMNS]; /* names */
 static int32_t label_count;
 static int64_t column_count;         /* of the model */
+#define AHEADS 16
+static int64_t ahead[AHEADS] = { 1 }, ahead_count = 1; /* how many rows after the present one forecasts are for */
+static float levels[3] = { 0.5f };   /* of a forecast's quantiles */
+static int64_t level_count = 1;
+
+/* Reads --ahead, and sets the levels that --interval means; false where it is no ascending list. */
+TOOL bool read_ahead(const char *list) {
+  ahead_count = 0;
+  for (char *end; ahead_count < AHEADS; list = end + 1) {
+    const long long n = strtoll(list, &end, 10);
+    if (end == list || n < 1 || n > 1000000 || (ahead_count && n <= ahead[ahead_count - 1])) return false;
+    ahead[ahead_count++] = n;
+    if (*end == 0) break;
+    if (*end != ',' || ahead_count == AHEADS) return false;
+  }
+  const float outside = (float)(100 - own.interval) / 200;
+  level_count = own.interval ? 3 : 1;
+  for (int64_t i = 0; i < level_count; i++)
+    levels[i] = own.interval == 0 || i == 1 ? 0.5f : i == 0 ? outside : 1 - outside;
+  return true;
+}
 
 TOOL bool is_word(word w, const char *text) {
   return (int64_t)strlen(text) == w.size && memcmp(w.at, text, (size_t)w.size) == 0;
@@ -36,6 +57,11 @@ TOOL bool begins(word w, const char *text) { /* in capitals or small letters */
   int64_t i = 0;
   while (text[i] && i < w.size && tolower(w.at[i]) == tolower((unsigned char)text[i])) i++;
   return text[i] == 0;
+}
+TOOL word column_name(int64_t c) {                         /* or, of dimensions, the number */
+  static char number[24];
+  snprintf(number, sizeof number, "%lld", (long long)c + 1);
+  return column_count ? columns[c] : (word){ (const unsigned char *)number, (int64_t)strlen(number) };
 }
 TOOL int shown_size(word w) { return (int)(w.size < 40 ? w.size : 40); } /* of a word in a sentence */
 
@@ -51,10 +77,10 @@ TOOL bool is_missing(word w, bool number) {
 TOOL int32_t label_of(word w, bool add) {
   int32_t i = 0;
   if (is_missing(w, false)) return NONE;
-  while (i < label_count && !same_word(labels[i], w)) i++;
+  while (i < label_count && !same_word(classes[i], w)) i++;
   if (i < label_count) return i;
   if (!add || label_count == CLASSES) return UNKNOWN;
-  labels[label_count] = w;
+  classes[label_count] = w;
   return label_count++;
 }
 

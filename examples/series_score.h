@@ -4,7 +4,7 @@
      score_class(row, label, shares)   for each series or row: its class, and the probabilities that the model gives
      score_forecast(...)               for each number that is forecast
      score_table()                     a line for each class or column, and which classes are taken for which
-     score_line(deviations)            the whole in a line */
+     score_lines(begin, deviations)    the whole in a line, or one for each number of steps ahead */
 #define SHOWN_CLASSES 20             /* in the matrix, at most */
 #define NAME_WIDTH 24                /* of a class or a column in a table */
 
@@ -14,8 +14,10 @@ static struct {
   int64_t *pairs;                    /* [classes + 1, classes]: true class (the last: unknown), class found */
   /* of each class [classes]: how often it begins, in how many of these it is found, after how many steps in all */
   int64_t *runs, *found, *delay;
-  double *error, *last;              /* [columns]: sums of absolute errors, and of repeating the last value */
-  int64_t *errors;                   /* [columns]: how many */
+  /* [ahead_count,k]: sums of absolute errors, and of repeating the last value; how many, and how many inside the
+     interval */
+  double *error, *last;
+  int64_t *errors, *inside;
   /* the class that lasts, and where it began; whether the model has found it since */
   struct { int32_t label; int64_t row; bool found; } run;
 } score;
@@ -25,7 +27,7 @@ TOOL void score_close(void) {
 }
 TOOL void score_clear(void) {
   score_close();
-  const int64_t c = label_count, k = data.k;
+  const int64_t c = label_count, k = ahead_count * data.k;
   memset(&score, 0, sizeof score);
   score.pairs = (int64_t *)memset(grow(NULL, (c + 1) * c + 1, sizeof(int64_t)), 0,
                                   (size_t)((c + 1) * c) * sizeof(int64_t));
@@ -33,7 +35,8 @@ TOOL void score_clear(void) {
   score.found = score.runs + c, score.delay = score.found + c;
   score.error = (double *)memset(grow(NULL, 2 * k, sizeof(double)), 0, (size_t)(2 * k) * sizeof(double));
   score.last = score.error + k;
-  score.errors = (int64_t *)memset(grow(NULL, k, sizeof(int64_t)), 0, (size_t)k * sizeof(int64_t));
+  score.errors = (int64_t *)memset(grow(NULL, 2 * k, sizeof(int64_t)), 0, (size_t)(2 * k) * sizeof(int64_t));
+  score.inside = score.errors + k;
 }
 
 TOOL int32_t best_of(const float *shares) {
@@ -61,13 +64,14 @@ TOOL void score_class(int64_t row, int32_t label, const float *shares) {
   score.pairs[(label == UNKNOWN ? label_count : label) * label_count + best]++;
   score.loss -= label >= 0 ? log(fmax((double)shares[label], 1e-12)) : 0;
 }
-/* deviation: the column's, in the training data */
-TOOL void score_forecast(int64_t column, double value, double now, double next, double deviation) {
-  const double by = fabs(value - next), last = fabs(now - next);
+/* i: of ahead_count times k forecasts; deviation: the column's, in the training data */
+TOOL void score_forecast(int64_t i, const float *quantiles, double now, double next, double deviation) {
+  const double by = fabs((double)quantiles[level_count / 2] - next), last = fabs(now - next);
   if (by != by || last != last) return;
-  score.count++, score.errors[column]++;
-  score.error[column] += by, score.last[column] += last;
+  score.count++, score.errors[i]++;
+  score.error[i] += by, score.last[i] += last;
   score.loss += by / deviation;
+  score.inside[i] += next >= (double)quantiles[0] && next <= (double)quantiles[level_count - 1];
 }
 
 TOOL int64_t pairs_of(int32_t label, bool is_true) { /* how often a class is true, or found */
@@ -92,7 +96,7 @@ TOOL void matrix_of_classes(void) {
   printf("%*s found as", NAME_WIDTH + 5, "true class");
   for (int32_t c = 0; c < label_count; c++) printf("%s%7d", c ? "" : "\n                             ", (int)c + 1);
   for (int32_t c = 0; c < label_count; c++) {
-    printf("\n%4d ", (int)c + 1), put_name(labels[c]);
+    printf("\n%4d ", (int)c + 1), put_name(classes[c]);
     for (int32_t f = 0; f < label_count; f++) printf("%7lld", (long long)score.pairs[c * label_count + f]);
   }
   printf("\n");
@@ -103,7 +107,7 @@ TOOL void table_of_classes(void) {
   if (own.per_step) printf(" %10s %10s %10s", "begins", "found", "delay");
   for (int32_t c = 0; c < label_count; c++) {
     const int64_t is = pairs_of(c, true), found = pairs_of(c, false), right = score.pairs[c * label_count + c];
-    printf("\n"), put_name(labels[c]);
+    printf("\n"), put_name(classes[c]);
     printf(" %10lld", (long long)is);
     put_share(share(right, is)), put_share(share(right, found)), put_share(share(2 * right, is + found));
     if (!own.per_step) continue;
@@ -114,14 +118,16 @@ TOOL void table_of_classes(void) {
   printf("\n");
 }
 TOOL void table_of_columns(void) {
-  printf("%-*s %16s %16s %10s\n", NAME_WIDTH, "column", "absolute error", "of last value", "ratio");
-  for (int64_t k = 0; k < data.k; k++) {
-    const double count = (double)score.errors[k];
-    char number[24];
-    snprintf(number, sizeof number, "%lld", (long long)k + 1);
-    put_name(column_count ? columns[k] : (word){ (const unsigned char *)number, (int64_t)strlen(number) });
-    printf(" %16.6g %16.6g", score.error[k] / count, score.last[k] / count);
-    put_share(100 * score.error[k] / score.last[k]), printf("\n");
+  printf("%-*s %8s %16s %16s %10s", NAME_WIDTH, "column", "ahead", "absolute error", "of last value", "ratio");
+  if (level_count > 1) printf("   in %2lld%%", (long long)own.interval);
+  printf("\n");
+  for (int64_t i = 0; i < ahead_count * data.k; i++) {
+    const double count = (double)score.errors[i];
+    put_name(column_name(i % data.k));
+    printf(" %8lld %16.6g %16.6g", (long long)ahead[i / data.k], score.error[i] / count, score.last[i] / count);
+    put_share(100 * score.error[i] / score.last[i]);
+    if (level_count > 1) put_share(share(score.inside[i], score.errors[i]));
+    printf("\n");
   }
 }
 TOOL void score_table(void) {
@@ -129,26 +135,37 @@ TOOL void score_table(void) {
   table_of_classes(), matrix_of_classes();
 }
 
-/* One line: accuracy beside that of always saying the most frequent class, and the mean of the classes' recalls; or the
-   mean over columns of the errors in deviations, so that each counts alike. */
-TOOL void score_line(const float *deviations) {
-  double recalls = 0, error = 0, last = 0;
-  int32_t classes = 0, most = 0;
-  for (int32_t c = 0; c < label_count && !own.forecast; c++) {
+/* The mean over columns of the errors in deviations, so that each counts alike. */
+TOOL void forecast_line(const char *begin, int64_t a, const float *deviations) {
+  double error = 0, last = 0, used = 0;
+  int64_t inside = 0, count = 0;
+  for (int64_t k = 0; k < data.k; k++) {
+    const int64_t i = a * data.k + k;
+    if (score.errors[i] == 0) continue;
+    const double by = (double)score.errors[i] * (double)deviations[k];
+    used++, error += score.error[i] / by, last += score.last[i] / by;
+    inside += score.inside[i], count += score.errors[i];
+  }
+  printf("%s%lld ahead: mean absolute error, in deviations, %.6g, of the last value %.6g", begin, (long long)ahead[a],
+         error / used, last / used);
+  if (level_count > 1)
+    printf("; intervals of %lld%% hold %.1f%%", (long long)own.interval, share(inside, count));
+  printf("\n");
+}
+/* Accuracy beside that of always saying the most frequent class, and the mean of the classes' recalls. */
+TOOL void class_line(const char *begin) {
+  double recalls = 0;
+  int32_t there = 0, most = 0;
+  for (int32_t c = 0; c < label_count; c++) {
     const int64_t is = pairs_of(c, true);
-    if (is > 0) classes++, recalls += share(score.pairs[c * label_count + c], is);
+    if (is > 0) there++, recalls += share(score.pairs[c * label_count + c], is);
     if (is > pairs_of(most, true)) most = c;
   }
-  for (int64_t k = 0; k < data.k && own.forecast; k++) {
-    if (score.errors[k] == 0) continue;
-    const double by = (double)score.errors[k] * (double)deviations[k];
-    classes++, error += score.error[k] / by, last += score.last[k] / by;
-  }
-  if (own.forecast) {
-    printf("mean absolute error, in deviations, %.6g, of the last value %.6g\n", error / classes, last / classes);
-    return;
-  }
-  printf("accuracy %.2f%%, balanced %.2f%%; always '", share(score.right, score.count), recalls / classes);
-  put_shown(stdout, labels[most].at, shown_size(labels[most]));
+  printf("%saccuracy %.2f%%, balanced %.2f%%; always '", begin, share(score.right, score.count), recalls / there);
+  put_shown(stdout, classes[most].at, shown_size(classes[most]));
   printf("': %.2f%%\n", share(pairs_of(most, true), score.count));
+}
+TOOL void score_lines(const char *begin, const float *deviations) {
+  if (!own.forecast) class_line(begin);
+  else for (int64_t a = 0; a < ahead_count; a++) forecast_line(begin, a, deviations);
 }

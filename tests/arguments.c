@@ -993,6 +993,13 @@ static void loss_of(int kind) {
 static void case_luna_mse(void) { loss_of(0); }
 static void case_luna_huber(void) { loss_of(1); }
 static void case_luna_binary_cross_entropy(void) { loss_of(2); }
+static void case_luna_quantile_loss(void) {
+  static float levels[4];
+  const int64_t count = size(1 + pick(4));
+  luna_tensor *x = tensor(3, small(), small(), count, 1);
+  for (int i = 0; i < 4; i++) levels[i] = turn() ? hostile_real() : 0.2f * (float)(i + 1);
+  got_tensor(luna_quantile_loss(x, targets_of(x), count > 4 || turn() ? NULL : levels, count), x != NULL);
+}
 static void case_luna_softmax_attention(void) {
   static int32_t offsets[2][4];
   const int64_t b = small(), n = small(), m = small(), h = size(1 + pick(3)), d = product(h, small()),
@@ -2036,7 +2043,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_backend_self) F(luna_backend_state) F(luna_backend_fail) F(luna_graph_open) F(luna_graph_close) \
   F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) F(luna_ctx_error_id) F(luna_stream_error_id) \
   F(luna_scope_end) F(luna_keep) F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) \
-  F(luna_binary_cross_entropy) F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward) \
+  F(luna_quantile_loss) F(luna_binary_cross_entropy) \
+  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward) \
   F(luna_stream_step_features) F(luna_lm_state_open) F(luna_lm_state_continue) F(luna_lm_state_restart) \
   F(luna_lm_state_size) F(luna_lm_state_save) F(luna_lm_state_load)
 typedef struct row { const char *name; void (*run)(void); int times; } row;

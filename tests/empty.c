@@ -135,6 +135,9 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
   OP(luna_mse(x, targets));
   OP(luna_huber(x, targets, 0));
   OP(luna_binary_cross_entropy(x, targets));
+  const float levels[1] = {0.2f};
+  const int64_t column[2] = {b * n * d, 1};
+  OP(luna_quantile_loss(luna_reshape(x, 2, column), targets, levels, 1));
   OP(luna_short_convolution(x, axes(3, d, 3, -1, -1), axes(4, d, -1, -1, -1)));
   OP(luna_short_convolution(x, axes(3, d, 0, -1, -1), NULL));
   OP(luna_causal_product(x, z, x, 1));

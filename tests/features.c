@@ -172,24 +172,32 @@ static luna_ctx *ctx_open(uint64_t seed, int threads) {
 static bool same(const float *a, const float *b, int64_t n) { return memcmp(a, b, (size_t)n * sizeof(float)) == 0; }
 
 /* ---- the losses alone ---- */
-enum { MSE, HUBER, BINARY, LOSSES };
+enum { MSE, HUBER, BINARY, QUANTILE, LOSSES };
 static luna_tensor *loss_of(int kind, luna_tensor *x, const float *targets) {
+  static const float level = 0.3f;
+  int64_t shape[3] = {0, 0, 1};
+  for (int i = 0; x && i < x->rank; i++) shape[i] = x->shape[i];
+  if (x) shape[x->rank] = 1;
   return kind == MSE ? luna_mse(x, targets) : kind == HUBER ? luna_huber(x, targets, 0.5f) :
-      luna_binary_cross_entropy(x, targets);
+      kind == BINARY ? luna_binary_cross_entropy(x, targets) :
+      luna_quantile_loss(x ? luna_reshape(x, x->rank + 1, shape) : NULL, targets, &level, 1);
 }
 static double equation(int kind, double x, double t) {
   const double e = fabs(x - t);
   if (kind == MSE) return e * e;
   if (kind == HUBER) return e <= 0.5 ? e * e / 2 : 0.5 * (e - 0.25);
+  if (kind == QUANTILE) return x < t ? (double)0.3f * e : (1 - (double)0.3f) * e;
   return (x > 0 ? x : 0) + log1p(exp(-fabs(x))) - t * x;
 }
 static double slope(int kind, double x, double t) {
   const double e = x - t;
+  if (kind == QUANTILE) return x < t ? -(double)0.3f : 1 - (double)0.3f;
   return kind == MSE ? 2 * e : kind == HUBER ? (e > 0.5 ? 0.5 : e < -0.5 ? -0.5 : e) : 1 / (1 + exp(-x)) - t;
 }
 static void check_losses(void) {
   enum { ROWS = 7, COLUMNS = 5, COUNT = ROWS * COLUMNS };
-  static const char *const names[LOSSES] = {"luna_mse", "luna_huber", "luna_binary_cross_entropy"};
+  static const char *const names[LOSSES] = {"luna_mse", "luna_huber", "luna_binary_cross_entropy",
+                                            "luna_quantile_loss"};
   const int64_t shape[2] = {ROWS, COLUMNS}, none[2] = {0, COLUMNS};
   luna_ctx *ctx = ctx_open(1, 2);
   for (int kind = 0; kind < LOSSES; kind++)
@@ -251,6 +259,64 @@ static void check_losses(void) {
           luna_ctx_error_id(ctx) == LUNA_ERROR_NEGATIVE,
           "a delta of %g: %s", (double)deltas[i], luna_error(ctx));
   }
+  luna_close(ctx);
+}
+
+/* several quantiles: the equation, its differences, and that the loss is least where a share of targets lies below */
+static void check_quantiles(void) {
+  enum { ROWS = 6, LEVELS = 3, COUNT = ROWS * LEVELS, MANY = 1000 };
+  static const float levels[LEVELS] = {0.1f, 0.5f, 0.9f}, wrong[] = {0, 1, -0.5f, NAN};
+  const int64_t shape[2] = {ROWS, LEVELS}, many[2] = {MANY, 1};
+  luna_ctx *ctx = ctx_open(1, 1);
+  float *x = common_random(COUNT, 7, 2), *t = common_random(ROWS, 8, 2), *grad = common_floats(COUNT),
+      *y = common_floats(MANY), *targets = common_floats(MANY);
+  double sum = 0;
+  t[2] = NAN;
+  for (int i = 0; i < COUNT; i++) {
+    const double e = (double)t[i / LEVELS] - (double)x[i], q = (double)levels[i % LEVELS];
+    if (e == e) sum += e > 0 ? q * e : (q - 1) * e;
+  }
+  luna_begin_step(ctx);
+  luna_tensor *values = luna_require_grad(luna_tensor_new(ctx, x, 2, shape)),
+              *loss = luna_quantile_loss(values, t, levels, LEVELS);
+  CHECK(fabs((double)luna_item(loss) * (ROWS - 1) * LEVELS / sum - 1) < 1e-6, "three quantiles: %g, not %g: %s",
+        (double)luna_item(loss), sum / (ROWS - 1) / LEVELS, luna_error(ctx));
+  CHECK(luna_backward(loss) == LUNA_OK && luna_read_grad(values, grad) == LUNA_OK, "%s", luna_error(ctx));
+  for (int i = 0; i < COUNT; i++) {
+    double at[2];
+    const float was = x[i], h = 1.0f / 64;
+    for (int side = 0; side < 2; side++) {
+      x[i] = side ? was + h : was - h;
+      luna_begin_inference(ctx);
+      at[side] = (double)luna_item(luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, levels, LEVELS));
+    }
+    x[i] = was;
+    CHECK(fabs((at[1] - at[0]) / (2 * (double)h) - (double)grad[i]) < 2e-5 || fabsf(was - t[i / LEVELS]) < h,
+          "quantile %d: gradient %g, by differences %g", i, (double)grad[i], (at[1] - at[0]) / (2 * (double)h));
+  }
+  for (int i = 0; i < MANY; i++) targets[i] = (float)((i * 619) % MANY) / MANY; /* each thousandth once */
+  for (int q = 0; q < LEVELS; q++) {
+    float least = 9, best = 0;
+    for (int at = 1; at < 20; at++) {
+      for (int i = 0; i < MANY; i++) y[i] = (float)at / 20;
+      luna_begin_inference(ctx);
+      const float value = luna_item(luna_quantile_loss(luna_tensor_new(ctx, y, 2, many), targets, levels + q, 1));
+      if (value < least) least = value, best = (float)at / 20;
+    }
+    CHECK(fabsf(best - levels[q]) < 0.01f, "the quantile of %g is %g", (double)levels[q], (double)best);
+  }
+  for (int i = 0; i < 4; i++) {
+    luna_begin_inference(ctx);
+    CHECK(!luna_quantile_loss(luna_tensor_new(ctx, y, 2, many), targets, wrong + i, 1) &&
+          luna_ctx_error_id(ctx) == LUNA_ERROR_LEVEL, "a level of %g: %s", (double)wrong[i], luna_error(ctx));
+  }
+  luna_begin_inference(ctx);
+  CHECK(!luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, levels, 2) &&
+        luna_ctx_error_id(ctx) == LUNA_ERROR_LEVELS, "two levels for three values: %s", luna_error(ctx));
+  luna_begin_inference(ctx);
+  CHECK(!luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, NULL, 3) &&
+        luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "no levels: %s", luna_error(ctx));
+  free(x), free(t), free(grad), free(y), free(targets);
   luna_close(ctx);
 }
 
@@ -615,7 +681,7 @@ static void check_differences(void) {
           luna_error(ctx));
     for (int i = 0; i < BATCH * N * 2; i++)
       targets[i] = i % 5 == 4 ? NAN : (float)(0.5 + 0.5 * common_number(4, (uint64_t)i));
-    for (int kind = 0; kind < LOSSES; kind++) {
+    for (int kind = 0; kind < QUANTILE; kind++) {
       luna_begin_step(ctx);
       CHECK(luna_backward(loss_of(kind, model_forward(&m, x), targets)) == LUNA_OK, "%s", luna_error(ctx));
       for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
@@ -763,6 +829,7 @@ static void check_hostile(void) {
 int main(void) {
   features_files(NULL);
   check_losses();
+  check_quantiles();
   check_models();
   check_tagger();
   check_fit();

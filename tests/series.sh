@@ -91,9 +91,12 @@ for causal in no yes; do
 done
 check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
 check "is measured" run eval f.safetensors waves.csv
-check "against the last value, which is worse" awk '/^mean/ { gsub(",", ""); exit !($6 < $11) }' out
+check "against the last value, which is worse" awk '/ahead: mean/ { gsub("[,;]", ""); exit !($8 < $13) }' out
 check "predicts the next row" run predict f.safetensors waves.csv --svg forecast.svg
-check "of two numbers" [ "$(grep -c '^-*[0-9.e-]*,-*[0-9.e-]*$' out)" = 1 ]
+check "of two numbers, each with bounds" [ "$(grep -c '^1,1,0.[159],-*[0-9.e-]*,-*[0-9.e-]*$' out)" = 3 ]
+check "under their columns' names" [ "$(head -n 1 out)" = "series,ahead,quantile,wave,other" ]
+check "which do not cross" awk -F, 'NR > 1 { if (NR > 2 && ($4 < a || $5 < b)) bad = 1; a = $4; b = $5 }
+  END { exit bad || NR != 4 }' out
 check "drawn beside what came" [ "$(tags forecast.svg path)" = 4 ]
 
 # what it says of a model is true: three classes of 6, 3 and 1 cases, of which a model that says "a" always knows one
@@ -130,14 +133,15 @@ awk 'BEGIN { print "ms,big,wave,flat"; for (t = 0; t < 400; t++) printf "%d,%.4f
 check "a forecast of columns of different units" run train units.csv --forecast --out u.safetensors --steps 3 $small
 check "a clock is named" grep -q "column 'ms' only rises.*--drop ms" out
 check "and what is constant" grep -q "column 'flat' is left out: it never changes" out
-check "each column has its line" [ "$(grep -c '^\(ms\|big\|wave\)  *[0-9.e+]*  *[0-9.e+]*  *[0-9.]*%$' out)" = 3 ]
+number=" *[0-9.e+]*"
+check "each column has its line" [ "$(grep -c "^\(ms\|big\|wave\)  *1 $number $number $number% $number%$" out)" = 3 ]
 check "one column is dropped" run train units.csv --forecast --drop ms,3 --out u.safetensors --steps 3 $small
 check "so that one is left" grep -q 'steps of 1 numbers' out
 awk 'BEGIN { for (t = 0; t < 320; t++) { s += sin(t * 1.3); q += sin(t * 1.3) ^ 2 }
   m = s / 320; d = sqrt(q / 320 - m * m)
   for (t = 320; t < 399; t++) { e = sin((t + 1) * 1.3) - sin(t * 1.3); a += e < 0 ? -e : e }
   printf "%.4f\n", a / 79 / d }' >wanted
-check "its error is in deviations" sh -c "sed -n 's/.*of the last value //p' out | paste wanted - |
+check "its error is in deviations" sh -c "sed -n 's/.*of the last value \([0-9.]*\).*/\1/p' out | paste wanted - |
   awk '{ d = \$1 / \$2 - 1; exit !(d * d < 0.001) }'"
 check "two are chosen" run train units.csv --forecast --columns 2,wave --out u.safetensors --steps 3 $small
 check "so that two are left" grep -q 'steps of 2 numbers' out
@@ -152,6 +156,28 @@ refuses "is not of numbers: line 2" train waves.csv --forecast --columns time --
 refuses "are for tables" train slopes.ts --drop 1 --out a.safetensors
 refuses "--carry is for a recording" train waves.csv --label state --carry --out a.safetensors
 
+# several steps ahead: what is periodic is as easy far ahead as near, and intervals hold what they say
+awk 'BEGIN { srand(4); print "x"
+  for (t = 0; t < 1500; t++) printf "%.4f\n", 100 + 2 * sin(t * 0.5236) + 4 * rand() }' >sine.csv
+check "a forecast of 1, 6 and 24 steps" run train sine.csv --forecast --ahead 1,6,24 --window 60 --out h.safetensors \
+  --steps 400 $small
+check "has a line for each" [ "$(grep -c ' ahead: mean absolute error' out)" = 3 ]
+check "far better than the last value at 6" awk '/ 6 ahead:/ { gsub("[,;]", ""); for (i = 1; i < NF; i++) {
+  if ($i == "deviations") error = $(i + 1)
+  if ($i == "value") last = $(i + 1) } } END { exit !(error < 0.6 * last) }' out
+check "an interval holds about what it says" awk '/ hold / { sub("%", "", $NF); n++; if ($NF < 60 || $NF > 95) bad = 1 }
+  END { exit bad || n != 3 }' out
+check "three forecasts" run predict h.safetensors sine.csv
+check "of three quantiles" [ "$(grep -c '^1,\(1\|6\|24\),0.[159],[0-9.]*$' out)" = 9 ]
+check "that do not cross" awk -F, 'NR > 1 { if ($2 == ahead && $4 < was) bad = 1; ahead = $2; was = $4 }
+  END { exit bad }' out
+check "without intervals" run train sine.csv --forecast --interval 0 --window 60 --out h.safetensors --steps 3 $small
+check "there are none" [ "$(grep -c intervals out)" = 0 ]
+for wrong in 0 6,1 1,,2 1,x 1,; do
+  refuses "--ahead takes" train sine.csv --forecast --ahead $wrong --out a.safetensors
+done
+refuses "--interval changes nothing" train slopes.ts --interval 50 --out a.safetensors
+
 # cells: every word for nothing, and one that is a slip
 awk 'BEGIN { split("NA N/A na null None ? - NaN", w, " "); print "x,y"; for (t = 0; t < 300; t++) {
   x = t % 40 == 7 ? " " w[int(t / 40) + 1] " " : t % 40 == 8 ? "\" \"" : t % 7
@@ -162,7 +188,7 @@ check "one bad cell is a warning" grep -q "line 101, column 'y': 'oops' is not a
 check "and no other" [ "$(grep -c 'counts as missing' out)" = 1 ]
 check "also where a model reads it" run predict m.safetensors nothing.csv
 check "but not among what it finds" grep -q "line 101, column 'y': 'oops'" err
-check "which is one line" [ "$(wc -l <out)" = 1 ]
+check "which is a name and three lines" [ "$(wc -l <out)" = 4 ]
 awk '{ if (NR == 12) sub(/[0-9]\.[0-9]*,/, "x7,"); print }' slopes.ts >slip.ts
 check "a case with a slip" run train slip.ts --out m.safetensors --steps 3 $small
 check "is a warning too" grep -q "line 12, number [0-9]* of dimension 1: '-*x7' is not a number" out
@@ -247,7 +273,7 @@ refuses "is empty" train mark.csv --forecast --out a.safetensors
 awk 'BEGIN { print "big,typo,huge,same"; for (t = 0; t < 60; t++)
   print (t % 2 ? "" : "-") "1e30," (t % 9 == 8 ? "1e999" : t) "," (t % 9 == 0 ? "2e38" : t) ",5" }' >big.csv
 check "large numbers" run train big.csv --forecast --out n.safetensors --steps 3 $small
-check "give a finite error" grep -q 'in deviations, [0-9.e+]*, of the last value [0-9.e+]*$' out
+check "give a finite error" grep -q 'in deviations, [0-9.e+]*, of the last value [0-9.e+]*;' out
 check "what is no number is said" grep -q "column 'typo' is left out: line 10 is not a number" out
 check "or is too large" grep -q "column 'huge' is left out: line 2 is not a number" out
 check "or never changes" grep -q "column 'same' is left out: it never changes" out
@@ -263,7 +289,7 @@ check "of which the blank is none" [ "$(grep -c '^[ab]	' out)" = 3 ]
 printf 'x,y\n1,2\nNA,4\n5,3\n' >short.csv
 check "a recording too short to hold a fifth back" run train short.csv --forecast --out n.safetensors --steps 3 $small
 check "with a missing number: two columns" run predict n.safetensors short.csv
-check "in the forecast" grep -q '^-*[0-9.e-]*,-*[0-9.e-]*$' out
+check "in the forecast" grep -q '^1,1,0.5,-*[0-9.e-]*,-*[0-9.e-]*$' out
 printf '@data\n1,2:other\n' >other.ts
 check "a class that the model does not know is an error of it" run eval o.safetensors other.ts
 refuses "2 dimensions, not 1" eval o.safetensors test.ts
