@@ -7,6 +7,8 @@
      batch_random(&s, step)            the batch of a training step: from --seed and the step alone
      batch_at(&s, first, count, at)    the batch at `at` of samples first .. first + count - 1
      train_classifier(ctx, params, &s) a model of the flags, trained and saved: 0, or 2 after a sentence */
+#include "calibration.h"
+
 #define QUICK 500                    /* samples that validations during a training look at, at most */
 /* batches fetched at once and sorted by length, so that little of a batch is padding */
 #define POOL 16
@@ -97,6 +99,8 @@ TOOL batch batch_at(const samples *s, int64_t first, int64_t count, int64_t at) 
   return pool_batch(s, at - block, rows < set.batch ? rows : set.batch);
 }
 
+static calibration *calibrated;      /* what gets the logits of all samples that are looked at, or null */
+
 /* The share of right answers among `count` samples from `first` on, and their mean loss; negative on failure. */
 TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples *s, int64_t first, int64_t count,
                      double *loss) {
@@ -115,6 +119,7 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
       for (int32_t c = 1; c < s->classes; c++)
         if (logits[i * s->classes + c] > logits[i * s->classes + best]) best = c;
       right += best == b.labels[i];
+      if (calibrated) calibration_add(calibrated, logits + i * s->classes, b.labels[i]);
     }
   }
   free(logits);
@@ -131,6 +136,18 @@ TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples 
   return share;
 }
 
+/* Divides the logits of a model by the temperature that makes its probabilities right for these samples, and saves it.
+   Returns 0, or 2 after a sentence. */
+TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const calibration *c) {
+  const double t = calibration_temperature(c);
+  if (c->count < LEAST_CALIBRATED) return 0;
+  printf("temperature %.3f on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
+         100 * calibration_error(c, t), 100 * calibration_error(c, 1));
+  if (calibration_apply(model->projection, t) != LUNA_OK || luna_save(model->params, set.out) != LUNA_OK)
+    return failed(ctx);
+  return 0;
+}
+
 /* Saves what has been learnt, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a
    sentence. */
 TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar) {
@@ -139,8 +156,13 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
   if (ranks.rank == 0 && luna_save(model->params, set.out) != LUNA_OK) return failed(ctx);
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
+  calibration all = { .classes = s->classes };
+  calibrated = ranks.ranks == 1 ? &all : NULL;             /* a rank has its part of the samples alone */
   const double share = validate(ctx, model, s, bar, s->held);
-  if (share < 0) return failed(ctx);
+  calibrated = NULL;
+  const int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, &all);
+  calibration_close(&all);
+  if (status) return status;
   printf("%s: %lld steps in %.0f s and %.1f MB, accuracy on %lld samples not learnt from: %.2f%% (loss %.3f)\n",
          set.out, (long long)bar->step, took, megabytes(ctx), (long long)s->held, 100 * share,
          bar->validation.y[bar->validation.count - 1]);
@@ -202,9 +224,14 @@ TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, 
 TOOL int eval_classifier(luna_ctx *ctx, const luna_classifier *model, const samples *s) {
   int64_t count = s->training + s->held;
   double loss, share = -1;
+  calibration all = { .classes = s->classes };
   int status = batch_open(s);
+  calibrated = &all;
   if (!status && (share = accuracy(ctx, model, s, 0, count, &loss)) < 0) status = failed(ctx);
+  calibrated = NULL;
   if (!status)
-    printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f)\n", s->title, (long long)count, 100 * share, loss);
+    printf("%s: accuracy on %lld samples: %.2f%% (loss %.3f, expected calibration error %.2f%%)\n", s->title,
+           (long long)count, 100 * share, loss, 100 * calibration_error(&all, 1));
+  calibration_close(&all);
   return batch_close(), status;
 }

@@ -6,9 +6,10 @@
      zcat imdb_train.tsv.gz | cut -f 1,3 >imdb.tsv             25,000 reviews
      classify train imdb.tsv [--plot loss.svg] ...             about a minute; writes classify.safetensors
      classify eval M FILE                                      how often M gives a file's labels
-     classify predict M <TEXTS                                 a label and its probability for each line
+     classify predict M <TEXTS [--top 3]                       a label and its probability for each line, or more
 
-   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate. Labels and
+   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate. On them the
+   model's logits are divided by a temperature, so that its probabilities are what they say. Labels and
    the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -26,13 +27,14 @@ static struct settings set = {
   .layers = 2, .dim = 64, .heads = 4, .memory = 16, .ffn = 128, .dropout = 0.1,
   .seed = 1
 };
-static struct { int64_t tokens, vocab, longest; } own = { .vocab = 20000, .longest = 400 };
+static struct { int64_t tokens, vocab, longest, top; } own = { .vocab = 20000, .longest = 400, .top = 1 };
 
 static const flag flags[] = {
   FLAGS_TRAIN,
   { "--tokens", "t", CHOICE(own.tokens, "words bytes"), "what a text is cut into" },
   { "--vocab", "t", WHOLE(own.vocab, 2, 1e7), "how many words to tell apart; bytes are 256" },
   { "--longest", "t", WHOLE(own.longest, 1, 1e6), "tokens of a text that are read, at most" },
+  { "--top", "p", WHOLE(own.top, 1, LABELS), "labels of a line, the likeliest first" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
@@ -185,6 +187,16 @@ static int eval(luna_ctx *ctx, const char **words) {
   return status;
 }
 
+/* Prints the likeliest label, and takes it out of the shares. */
+static void print_likeliest(float *shares, bool more) {
+  int32_t best = 0;
+  for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;
+  if (more) printf("\t");
+  put_label(labels[best].at, labels[best].size);
+  printf("\t%.3f", (double)shares[best]);
+  shares[best] = -1;
+}
+
 static int predict(luna_ctx *ctx, const char **words) {
   static unsigned char typed[65536];                       /* of longer lines the beginning is read */
   luna_model model;
@@ -201,10 +213,8 @@ static int predict(luna_ctx *ctx, const char **words) {
     luna_tensor *likely = luna_softmax(luna_classifier_forward(&model.classifier,
         &(luna_input){ tokens, &length, 1, length, NULL }), NULL);
     if (luna_read(likely, shares) != LUNA_OK) { status = failed(ctx); break; }
-    int32_t best = 0;
-    for (int32_t i = 1; i < label_count; i++) if (shares[i] > shares[best]) best = i;
-    put_label(labels[best].at, labels[best].size);
-    printf("\t%.3f\n", (double)shares[best]);
+    for (int64_t place = 0; place < own.top && place < label_count; place++) print_likeliest(shares, place > 0);
+    printf("\n");
     fflush(stdout);
   }
   free(tokens), free(shares);

@@ -563,6 +563,34 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   if (!status) progress_end(&bar);
   return status;
 }
+/* With cases or steps to validate on, the model's probabilities become what they say: logits are divided by a
+   temperature. Returns 0, or 2 after a sentence. */
+static calibration *sure;
+static void collect(const series *s, int64_t row, const float *y) {
+  const int32_t label = own.per_step ? data.labels[s->at + row] : s->label;
+  float *logs = (float *)grow(NULL, label_count, sizeof(float));
+  for (int32_t c = 0; c < label_count; c++) logs[c] = logf(fmaxf(y[c], 1e-30f));
+  if (label >= 0) calibration_add(sure, logs, label);
+  free(logs);
+}
+static int set_temperature(void) {
+  const luna_model trained = model;
+  calibration c = { .classes = label_count };
+  if (own.forecast || data.validation == 0) return 0;
+  sure = &c, model = alone.model;
+  int status = find_all(alone.ctx, data.training, data.training + data.validation, collect);
+  model = trained;
+  const double t = calibration_temperature(&c);
+  if (!status && c.count >= LEAST_CALIBRATED) {
+    printf("temperature %.3f on %lld to validate: expected calibration error %.2f%%, was %.2f%%\n", t,
+           (long long)c.count, 100 * calibration_error(&c, t), 100 * calibration_error(&c, 1));
+    luna_tensor *weight = own.causal ? model.lm.output.weight : model.classifier.projection;
+    luna_status done = calibration_apply(weight, t);
+    if (done == LUNA_OK && own.causal) done = calibration_apply(model.lm.output.bias, t);
+    if (done != LUNA_OK) status = failed(weight->ctx);
+  }
+  return calibration_close(&c), status;
+}
 static int keep_best(luna_ctx *ctx, const luna_params *params) {
   if (best.values && best.step < bar.step)
     printf("%sthe model of step %lld is the best by validation, and kept\n",
@@ -625,7 +653,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
          (long long)data.k, (int)label_count, (long long)luna_params_element_count(params));
   fflush(stdout);
   join_unlearnt();
-  if (learn(ctx, params) || keep_best(ctx, params)) return 2;
+  if (learn(ctx, params) || keep_best(ctx, params) || set_temperature()) return 2;
   if (ranks.rank > 0) return 0;
   if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);

@@ -5,12 +5,15 @@
      score_forecast(...)               for each number that is forecast
      score_table()                     a line for each class or column, and which classes are taken for which
      score_lines(begin, deviations)    the whole in a line, or one for each number of steps ahead */
+#include "calibration.h"
+
 #define SHOWN_CLASSES 20             /* in the matrix, at most */
 #define NAME_WIDTH 24                /* of a class or a column in a table */
 
 static struct {
   int64_t count, right;
   double loss;                       /* sum of -ln p of the true class, or of absolute errors in deviations */
+  confidences sure;
   int64_t *pairs;                    /* [classes + 1, classes]: true class (the last: unknown), class found */
   /* of each class [classes]: how often it begins, in how many of these it is found, after how many steps in all */
   int64_t *runs, *found, *delay;
@@ -61,6 +64,7 @@ TOOL void score_class(int64_t row, int32_t label, const float *shares) {
   if (own.per_step) score_run(row, label, best);
   if (label == NONE) return;
   score.count++, score.right += label == best;             /* UNKNOWN is never right */
+  confidences_add(&score.sure, (double)shares[best], label == best);
   score.pairs[(label == UNKNOWN ? label_count : label) * label_count + best]++;
   score.loss -= label >= 0 ? log(fmax((double)shares[label], 1e-12)) : 0;
 }
@@ -163,7 +167,8 @@ TOOL void class_line(const char *begin) {
   }
   printf("%saccuracy %.2f%%, balanced %.2f%%; always '", begin, share(score.right, score.count), recalls / there);
   put_shown(stdout, classes[most].at, shown_size(classes[most]));
-  printf("': %.2f%%\n", share(pairs_of(most, true), score.count));
+  printf("': %.2f%%; expected calibration error %.2f%%\n", share(pairs_of(most, true), score.count),
+         100 * confidences_error(&score.sure));
 }
 TOOL void score_lines(const char *begin, const float *deviations) {
   if (!own.forecast) class_line(begin);

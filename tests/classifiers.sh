@@ -118,6 +118,9 @@ check "classify predict succeeds" "$build/classify" predict a.safetensors <lines
 "$build/classify" predict a.safetensors <lines >out 2>err
 check "a label and a probability for each line" [ "$(grep -c '^\(good\|bad\|so so\)	[01]\.[0-9]*$' out)" = 4 ]
 check "they are right" [ "$(sed -n '1p;3p;4p' out | cut -f 1 | tr '\n' ,)" = "good,bad,so so," ]
+"$build/classify" predict a.safetensors --top 2 <lines >top 2>err
+check "and the next likeliest, together no more than 1" awk -F '\t' 'NF != 4 || $2 + $4 > 1.002 || $2 < $4 { bad = 1 }
+  END { exit bad || NR == 0 }' top
 check "no lines, no labels" sh -c "'$build/classify' predict a.safetensors <empty | cmp - empty"
 awk '{ print $0 "\r" }' lines >crlf
 check "line ends of two bytes are no text" \
