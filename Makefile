@@ -57,7 +57,8 @@ BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
 CXX_HERE = $(if $(findstring clang,$(CC)),$(subst clang,clang++,$(CC)),$(CXX))
-HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && echo $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
+HOST = $(shell command -v $(CXX_HERE) >/dev/null 2>&1 && \
+  echo cuda_forgetting $(if $(TEST_FULL),cuda cuda_host_check,cuda_small))
 # the longest tests, which need not run again with a second compiler: compile.sh itself takes all that are here
 ONCE = tests/compile.sh $(HOST:%=$(BUILD)/tests/%)
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) nvcc)
@@ -133,6 +134,12 @@ $(BUILD)/tests/cuda_small.o: tests/cuda.c luna.h $(wildcard tests/*.h) tests/gol
 	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DCUDA_SMALL=1 -I. -c $<)
 
 $(BUILD)/tests/cuda_small: $(BUILD)/tests/cuda_small.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
+	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
+
+$(BUILD)/tests/cuda_forgetting.o: tests/forgetting.c luna.h $(wildcard tests/*.h)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DFORGETTING_CUDA -I. -c $<)
+
+$(BUILD)/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
 	$(call build,$(CXX_HERE) $(CFLAGS) $^,$(LIBS))
 
 $(BUILD)/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/tests/cuda_device.o
@@ -211,6 +218,9 @@ $(BUILD)/cuda/luna_cuda.o: luna_cuda.cuh luna.h
 $(BUILD)/cuda/tests/cuda: $(BUILD)/tests/cuda.o $(BUILD)/cuda/cuda_device.o
 	$(NVCC) $^ -o $@ -lcublas $(LIBS)
 
+$(BUILD)/cuda/tests/cuda_forgetting: $(BUILD)/tests/cuda_forgetting.o $(BUILD)/luna.o $(BUILD)/cuda/cuda_device.o
+	$(NVCC) $^ -o $@ -lcublas $(LIBS)
+
 $(BUILD)/cuda/lm: examples/lm.c $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o $(wildcard examples/*.h)
 	$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -DEXAMPLE_CUDA -I. -c $< -o $(BUILD)/cuda/lm.o
 	$(NVCC) $(BUILD)/cuda/lm.o $(BUILD)/luna.o $(BUILD)/cuda/luna_cuda.o -o $@ -lcublas $(LIBS)
@@ -224,12 +234,14 @@ $(BUILD)/cuda/nccl.o: examples/nccl.h luna.h
 	  >$(BUILD)/cuda/nccl.cu
 	$(NVCC) $(NVCC_FLAGS) -I. -c $(BUILD)/cuda/nccl.cu -o $@
 
+CUDA_TESTS = cuda cuda_forgetting
 cuda:
-	@if command -v $(NVCC) >/dev/null 2>&1; then $(MAKE) $(BUILD)/cuda/tests/cuda $(BUILD)/cuda/lm $(NCCL); \
+	@if command -v $(NVCC) >/dev/null 2>&1; \
+	  then $(MAKE) $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%) $(BUILD)/cuda/lm $(NCCL); \
 	  else echo "nvcc is not here: luna_cuda.cuh is not compiled"; fi
 
 cuda-test: cuda
-	$(BUILD)/cuda/tests/cuda
+	@BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%)
 
 $(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
 	$(NVCC) $^ -o $@ -lcublas $(LIBS)

@@ -1995,6 +1995,9 @@ typedef enum luna_op_kind {
   LUNA_OP_COUNT
 } luna_op_kind;
 
+/* a memory that forgets: scores are held to within this of 0; a factor of all weights */
+#define LUNA_FORGET_SCORE 15
+#define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LUNAI_CHUNK) in range */
 #define LUNA_MAX_INPUTS 8
 typedef struct luna_op {
   luna_op_kind kind;
@@ -2251,9 +2254,6 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
 #define LUNAI_TILE 64              /* queries of an attention tile; LUNAI_KEY_BLOCK is a multiple */
 #define LUNAI_CHUNK 64             /* rows of a causal chunk */
-/* a memory that forgets: scores are held to within this of 0; a factor of all weights */
-#define LUNAI_FORGET_SCORE 15
-#define LUNAI_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LUNAI_CHUNK) in range */
 #define LUNAI_KC 512               /* a gemm's terms in registers at a time */
 #define LUNAI_KA (LUNAI_KC + 16)   /* between gathered rows of A: no power of two, or they would share cache sets */
 #define LUNAI_FLOAT_ROWS 64        /* rows summed in float before double takes over */
@@ -6535,7 +6535,7 @@ LUNAI_FN double lunai_gate_reference(float x) {
   return lunai_decay((double)(log < -1 ? -1 : log));
 }
 LUNAI_FN double lunai_weight_reference(float s) {
-  const float limit = LUNAI_FORGET_SCORE;
+  const float limit = LUNA_FORGET_SCORE;
   return (double)lunai_exp1_scalar(s < -limit ? -limit : s > limit ? limit : s);
 }
 /* u = scale K q, w = softmax(u), out = w V, where K and V, a row a slot, are means of k and v over the tokens so far,
@@ -6552,7 +6552,7 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * l;
       for (int64_t i = 0; i < real; i++) {
-        const double new_weight = lunai_weight_reference(a->s[narrow + i]) * LUNAI_FORGET_SCALE;
+        const double new_weight = lunai_weight_reference(a->s[narrow + i]) * LUNA_FORGET_SCALE;
         weight[i] = weight[i] * lunai_gate_reference(a->gates[narrow + i]) + new_weight;
         const double share = new_weight / weight[i];
         double u = 0;
@@ -6641,14 +6641,14 @@ LUNAI_FN void lunai_forget_row_backward(const lunai_causal_luna *a, int64_t item
     const double gate = lunai_gate_reference(a->gates[at * l + i]);
     double z = 0, sum = 0, slope = 0;
     for (int64_t j = 0; j < t; j++) shares[j * l + i] *= gate;
-    shares[t * l + i] = lunai_weight_reference(a->s[at * l + i]) * LUNAI_FORGET_SCALE;
+    shares[t * l + i] = lunai_weight_reference(a->s[at * l + i]) * LUNA_FORGET_SCALE;
     for (int64_t j = 0; j <= t; j++) {
       const int64_t other = (first + j * step) * d;
       z += shares[j * l + i];
       sum += shares[j * l + i] * lunai_inner(d, q, 1, a->k + other, 1);
       slope += shares[j * l + i] * lunai_inner(d, g, 1, a->v + other, 1);
     }
-    r[i] = (float)(LUNAI_FORGET_SCALE / z);
+    r[i] = (float)(LUNA_FORGET_SCALE / z);
     u[i] = (float)((double)a->scale * sum / z);
     dr[i] = dw[i] = (float)(slope / z);
     du[i] = 0;
@@ -6662,7 +6662,7 @@ LUNAI_FN void lunai_forget_row_backward(const lunai_causal_luna *a, int64_t item
     const double qk = (double)a->scale * lunai_inner(d, q, 1, a->k + other, 1);
     const double gv = lunai_inner(d, g, 1, a->v + other, 1);
     for (int64_t i = 0; i < real; i++) {
-      const double share = shares[j * l + i] / LUNAI_FORGET_SCALE * (double)r[i];
+      const double share = shares[j * l + i] / LUNA_FORGET_SCALE * (double)r[i];
       const double dk = share * (double)a->scale * (double)du[i], mean = (double)u[i] * (double)du[i];
       x[j * l + i] += share * ((double)du[i] * qk + (double)w[i] * gv - mean - (double)w[i] * (double)dr[i]);
       if (a->grad_q) lunai_add_scaled(d, dk, a->k + other, a->grad_q + at * d);
@@ -6686,7 +6686,7 @@ LUNAI_FN void lunai_forget_backward_reference(const lunai_causal_luna *a, double
         const bool moves = -lunai_activation_scalar(LUNA_ACTIVATION_SOFTPLUS, -gate) / 16 > -1;
         const float slope = lunai_activation_scalar(LUNA_ACTIVATION_SIGMOID, -gate) / 16;
         later += x[t * l + i];
-        if (a->grad_s && s >= -LUNAI_FORGET_SCORE && s <= LUNAI_FORGET_SCORE) a->grad_s[at] += (float)x[t * l + i];
+        if (a->grad_s && s >= -LUNA_FORGET_SCORE && s <= LUNA_FORGET_SCORE) a->grad_s[at] += (float)x[t * l + i];
         if (a->grad_gates && moves) a->grad_gates[at] -= (float)(later * (double)slope);
       }
     }
@@ -6808,7 +6808,7 @@ LUNAI_INLINE vf LUNAI_K(gate_log)(vf x) {
   const vf rest = vf_log1p(vf_exp(vf_neg(vf_abs(x))));
   return vf_mul(vf_sub(vf_min(vf_zero(), x), rest), vf_of(1.0 / 16));
 }
-/* W_t = e^{s_t - c_t} LUNAI_FORGET_SCALE, c_t the sum of the gates' logs up to t. sums: c after the last row as the sum
+/* W_t = e^{s_t - c_t} LUNA_FORGET_SCALE, c_t the sum of the gates' logs up to t. sums: c after the last row as the sum
    of two, and the sum of W */
 LUNAI_FN void LUNAI_K(forget_weights)(lunai_matrix s, lunai_matrix gates, float *w, float *sums) {
   const int64_t n = s.columns;
@@ -6816,9 +6816,9 @@ LUNAI_FN void LUNAI_K(forget_weights)(lunai_matrix s, lunai_matrix gates, float 
     vf c = vf_zero(), c_rest = vf_zero(), total = vf_zero(), total_rest = vf_zero();
     for (int64_t t = 0; t < s.rows; t++) {
       LUNAI_K(add_exact)(&c, &c_rest, vf_max(vf_of(-1), LUNAI_K(gate_log)(LUNAI_GET(gates.at + t * gates.row))));
-      const vf least = vf_max(vf_of(-LUNAI_FORGET_SCORE), LUNAI_GET(s.at + t * s.row));
-      const vf score = vf_min(vf_of(LUNAI_FORGET_SCORE), least);
-      const vf fade = vf_mul(vf_exp(vf_neg(c)), vf_mul(vf_sub(vf_of(1), c_rest), vf_of(LUNAI_FORGET_SCALE)));
+      const vf least = vf_max(vf_of(-LUNA_FORGET_SCORE), LUNAI_GET(s.at + t * s.row));
+      const vf score = vf_min(vf_of(LUNA_FORGET_SCORE), least);
+      const vf fade = vf_mul(vf_exp(vf_neg(c)), vf_mul(vf_sub(vf_of(1), c_rest), vf_of(LUNA_FORGET_SCALE)));
       const vf weight = vf_mul(vf_exp(score), fade);
       LUNAI_K(add_exact)(&total, &total_rest, weight);
       LUNAI_PUT(w + t * n, weight);
@@ -6863,7 +6863,7 @@ LUNAI_FN void LUNAI_K(forget_scores)(lunai_matrix s, const float *w, const float
       const vf x = vf_mul(LUNAI_GET(w + t * n), vf_add(LUNAI_GET(dw + t * n), vf_add(sum, rest)));
       LUNAI_PUT(dw + t * n, x);
       if (!ds) continue;
-      const vm within = vf_le(vf_abs(LUNAI_GET(s.at + t * s.row)), vf_of(LUNAI_FORGET_SCORE));
+      const vm within = vf_le(vf_abs(LUNAI_GET(s.at + t * s.row)), vf_of(LUNA_FORGET_SCORE));
       LUNAI_PUT(ds + t * s.row, vf_add(LUNAI_GET(ds + t * s.row), vf_select(within, x, vf_zero())));
     }
   }
@@ -7583,7 +7583,7 @@ LUNAI_FN void lunai_luna_out_down(const void *args, const lunai_causal_chunk *c)
    the weights; with S_K, S_V and z as they are before the chunk:
      Z_t = z + sum W_j,  u_t = scale / Z_t (q_t S_K + sum (q_t . k_j) W_j),  r_t = softmax(u_t) / Z_t,
      out_t = r_t S_V + sum (r_t . W_j) v_j,  j <= t in the chunk; after it S <- (S + sum W_j^T k_j) e^{c_end}.
-   Only ratios of weights count, so e^{-c_t} is no larger than LUNAI_FORGET_SCALE allows for, and nothing reads a later
+   Only ratios of weights count, so e^{-c_t} is no larger than LUNA_FORGET_SCALE allows for, and nothing reads a later
    row. Backward, with g the gradient of out: dr = g S_V^T + sum (g . v_j) W_j, dZ = -(r dr + u du) / Z (never 1/Z^2,
    which leaves float's range), and sums over later rows, with the state's gradient R in reverse, for k, v and W. A gate
    makes all weights before it smaller, which is to make all from it on larger: its gradient is minus the sum of their

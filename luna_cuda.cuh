@@ -3623,10 +3623,14 @@ struct lunacu_causal_rows {
 struct lunacu_causal_span {
   int64_t items, heads, rows, chunks, t, step;
   const int32_t *lengths;            /* [batch] real slots, or null */
-  float *states;                     /* [items, chunks, size]: a chunk's sums, then the sums before it */
+  float *states;                     /* [items, stride, size]: a chunk's sums, then the sums before it */
   double *carried;                   /* [items, size] from window to window */
-  int64_t size;
+  int64_t size, stride;
   int64_t begins, ends;              /* nothing is before the first chunk; nothing comes after the last */
+  int64_t lead;                      /* rows that the first chunk lacks: in reverse it may be the short one */
+  int64_t slots;                     /* > 0: sums fade by the last 2 slots floats of a state, pairs that are added */
+  int64_t horizon;                   /* 0: no row is beyond it */
+  double fade;                       /* 1 - 1 / horizon */
 };
 /* One chunk of one head. blockIdx.x counts its tiles, which share rows, before the next chunk; `first` counts rows in
    the window, which 32 bits can count */
@@ -3637,12 +3641,26 @@ struct lunacu_causal_chunk {
 };
 
 __device__ __forceinline__ lunacu_causal_chunk lunacu_causal_chunk_of(const lunacu_causal_span &s, unsigned tiles) {
-  const unsigned state = blockIdx.x / tiles, chunks = (unsigned)s.chunks, heads = (unsigned)s.heads,
-      item = state / chunks, chunk = state % chunks;
-  const int first = (int)chunk * LUNACU_CHUNK;
-  return {state, item / heads, item % heads, blockIdx.x % tiles, first,
-          (int)(s.rows - first < LUNACU_CHUNK ? s.rows - first : LUNACU_CHUNK),
-          s.begins && chunk == 0, s.ends && chunk == chunks - 1};
+  const unsigned chunks = (unsigned)s.chunks, heads = (unsigned)s.heads, item = blockIdx.x / tiles / chunks,
+      chunk = blockIdx.x / tiles % chunks;
+  const int end = ((int)chunk + 1) * LUNACU_CHUNK - (int)s.lead, first = max(0, end - LUNACU_CHUNK);
+  return {item * (unsigned)s.stride + chunk, item / heads, item % heads, blockIdx.x % tiles, first,
+          (int)(s.rows < end ? s.rows : end) - first, s.begins && chunk == 0, s.ends && chunk == chunks - 1};
+}
+/* With a horizon T a mean counts T rows at most: each row t > T leaves 1 - 1/T of what is before it. Of a chunk whose
+   first row is `first`: how many such rows it has, up to its row i in the sweep's order; and what those leave. */
+__device__ __forceinline__ int64_t lunacu_causal_within(const lunacu_causal_span &s, int64_t row) {
+  const int64_t t = s.t + s.step * row;
+  return s.horizon && t > s.horizon ? s.horizon : t;
+}
+__device__ __forceinline__ int lunacu_causal_beyond(const lunacu_causal_span &s, int first, int i) {
+  const int64_t passed = lunacu_causal_within(s, first + i) - lunacu_causal_within(s, first - 1) - s.step * (i + 1);
+  return (int)(passed < 0 ? -passed : passed);
+}
+__device__ __forceinline__ double lunacu_causal_left(const lunacu_causal_span &s, int rows) {
+  double left = 1, power = s.fade;
+  for (; rows > 0; rows /= 2, power *= power) if (rows % 2) left *= power;
+  return left;
 }
 __device__ __forceinline__ int lunacu_causal_slots(const lunacu_causal_span &s, unsigned batch, int slots) {
   return s.lengths ? max(0, min(s.lengths[batch], slots)) : slots;
@@ -3676,7 +3694,7 @@ __device__ __forceinline__ void lunacu_causal_store(lunacu_shared<float> to, int
 __device__ __forceinline__ void lunacu_causal_over(lunacu_shared<float> over, const lunacu_causal_span &s,
                                                    const lunacu_causal_chunk &c) {
   const int i = threadIdx.x;
-  if (i < LUNACU_CHUNK) over[i] = i < c.rows ? 1 / (float)(s.t + s.step * (c.first + i)) : 0;
+  if (i < LUNACU_CHUNK) over[i] = i < c.rows ? 1 / (float)lunacu_causal_within(s, c.first + i) : 0;
 }
 
 /* A thread's part of a tile of 64 x 16 N: rows lunacu_causal_row() + 8 i, so that what is above the diagonal is the
@@ -3804,22 +3822,32 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
   LUNACU_SHARED(float, ys, 32 * LUNACU_CAUSAL_PITCH);
   LUNACU_SHARED(float, zs, 32 * pitch);
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
+  LUNACU_SHARED(float, joins, LUNACU_CHUNK); /* a factor for each row of z */
   const int dim = (int)p.dim, value_dim = (int)p.value_dim, down = (dim + 63) / 64,
       across = (value_dim + wide - 1) / wide;
   const lunacu_causal_chunk c = lunacu_causal_chunk_of(s, (unsigned)(p.pairs * down * across));
   const int row = (int)(c.tile / across) % down * 64, column = (int)(c.tile % across) * wide,
       pair = (int)(c.tile / across) / down;
   const int end = p.masked ? lunacu_causal_slots(s, c.batch, value_dim) : value_dim;
+  lunacu_causal_rows of_z = p.z[pair];
   float sum[8][N] = {};
   if (c.last || column >= end) return; /* never read */
   lunacu_causal_over(over, s, c);
+  if (s.horizon) {
+    const int i = threadIdx.x, all = lunacu_causal_beyond(s, c.first, c.rows - 1);
+    if (i < LUNACU_CHUNK)
+      joins[i] = (of_z.divided ? over[i] : 1) *
+                 (float)lunacu_causal_left(s, all - lunacu_causal_beyond(s, c.first, min(i, c.rows - 1)));
+    of_z.divided = true;
+  }
+  const lunacu_shared<float> over_z = s.horizon ? joins : over;
   for (int i = 0; i < LUNACU_CHUNK; i += 32) {
     float4 y[LUNACU_CAUSAL_TURNS(32, 64)], z[LUNACU_CAUSAL_TURNS(32, wide)];
     lunacu_causal_fetch<64>(y, c, p.y[pair], i, row, dim);
-    lunacu_causal_fetch<wide>(z, c, p.z[pair], i, column, end);
+    lunacu_causal_fetch<wide>(z, c, of_z, i, column, end);
     __syncthreads();
     lunacu_causal_store<64>(ys, LUNACU_CAUSAL_PITCH, y, p.y[pair], over + i);
-    lunacu_causal_store<wide>(zs, pitch, z, p.z[pair], over + i);
+    lunacu_causal_store<wide>(zs, pitch, z, of_z, over_z + i);
     __syncthreads();
     lunacu_causal_outer<N, pitch>(sum, ys, zs);
   }
@@ -3832,30 +3860,58 @@ lunacu_causal_sum_kernel(lunacu_causal_span s, lunacu_causal_pairs p) {
   }
 }
 
+/* What a chunk leaves of the sums before it, f, which is 1 but for: BEYOND, what rows beyond a horizon leave; and f of
+   each slot, where SLOTS leave f before + x, FORGET f (before + x), and REVERSE, which takes f before in place of
+   before, f before + x */
+enum lunacu_fades {
+  LUNACU_FADES_NOT, LUNACU_FADES_BEYOND, LUNACU_FADES_SLOTS, LUNACU_FADES_FORGET, LUNACU_FADES_REVERSE
+};
 /* The sum of all chunks before it takes the place of a chunk's own. Block: 32 elements of a head's state, a warp for
    every LUNACU_CAUSAL_SCAN chunks */
-__global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_span s) {
-  LUNACU_SHARED(double, sums, LUNACU_CAUSAL_WINDOW / LUNACU_CAUSAL_SCAN * 32);
-  const unsigned blocks = (unsigned)((s.size + 31) / 32), item = blockIdx.x / blocks, lane = threadIdx.x % 32,
+template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_kernel(lunacu_causal_span s) {
+  constexpr int most = LUNACU_CAUSAL_WINDOW / LUNACU_CAUSAL_SCAN * 32;
+  LUNACU_SHARED(double, sums, most);
+  LUNACU_SHARED(double, leaves, (FADES ? most : 1));
+  const int64_t scanned = s.size - 2 * s.slots;
+  const unsigned blocks = (unsigned)((scanned + 31) / 32), item = blockIdx.x / blocks, lane = threadIdx.x % 32,
       run = threadIdx.x / 32;
   const int64_t element = (int64_t)(blockIdx.x % blocks) * 32 + lane, place = item * s.size + element;
-  const int chunks = element < s.size ? (int)s.chunks - (int)run * LUNACU_CAUSAL_SCAN : 0,
+  const int chunks = element < scanned ? (int)s.chunks - (int)run * LUNACU_CAUSAL_SCAN : 0,
       summed = s.ends ? chunks - 1 : chunks;
-  float *state = s.states + (item * s.chunks + run * LUNACU_CAUSAL_SCAN) * s.size + element, x[LUNACU_CAUSAL_SCAN];
+  float *const start = s.states + (item * s.stride + run * LUNACU_CAUSAL_SCAN) * s.size, *state = start + element,
+               x[LUNACU_CAUSAL_SCAN];
   const float *from = state;
-  double before = 0, sum = 0;
+  const auto left = [&](int k) -> double {
+    if (FADES == LUNACU_FADES_NOT || k >= chunks) return 1;
+    if (FADES == LUNACU_FADES_BEYOND) {
+      const int first = ((int)run * LUNACU_CAUSAL_SCAN + k) * LUNACU_CHUNK;
+      return lunacu_causal_left(s, lunacu_causal_beyond(s, first, (int)min((int64_t)LUNACU_CHUNK, s.rows - first) - 1));
+    }
+    const float *of = start + k * s.size + scanned + element % s.slots;
+    return (double)of[0] + (double)of[s.slots];
+  };
+  const auto next = [&](double sum, float own, double f) {
+    return FADES == LUNACU_FADES_FORGET ? f * (sum + (double)own) : f * sum + (double)own;
+  };
+  double before = 0, sum = 0, all = 1;
   LUNACU_UNROLL
   for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, from += s.size) x[k] = k < summed ? *from : 0;
   LUNACU_UNROLL
-  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) sum += (double)x[k];
+  for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) {
+    const double f = left(k);
+    sum = next(sum, x[k], f);
+    all *= f;
+  }
   sums[threadIdx.x] = sum;
+  if (FADES) leaves[threadIdx.x] = all;
   if (chunks > 0 && !s.begins) before = s.carried[place];
   __syncthreads();
-  for (unsigned k = 0; k < run; k++) before += sums[k * 32 + lane];
+  for (unsigned k = 0; k < run; k++) before = (FADES ? leaves[k * 32 + lane] : 1) * before + sums[k * 32 + lane];
   LUNACU_UNROLL
   for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
-    if (k < chunks) *state = (float)before;
-    before += (double)x[k];
+    const double f = left(k);
+    if (k < chunks) *state = (float)(FADES == LUNACU_FADES_REVERSE ? f * before : before);
+    before = next(before, x[k], f);
   }
   if (0 < chunks && chunks <= LUNACU_CAUSAL_SCAN && !s.ends) s.carried[place] = before;
 }
@@ -3895,12 +3951,31 @@ __device__ __forceinline__ void lunacu_causal_apply_from(float (&sum)[8][N], con
     lunacu_causal_apply_from<N, FIRST + LUNACU_CAUSAL_DEEP>(sum, score, scores, zs, over, c, z, column, width);
   }
 }
+/* what rows beyond a horizon leave of the sums before the chunk, and of the rows before them */
+template <int N>
+__device__ __forceinline__ void lunacu_causal_fade(float (&score)[8][4], float (&sum)[8][N], lunacu_shared<float> left,
+                                                   const lunacu_causal_span &s, const lunacu_causal_chunk &c) {
+  if (threadIdx.x <= LUNACU_CHUNK) left[threadIdx.x] = (float)lunacu_causal_left(s, (int)threadIdx.x);
+  __syncthreads();
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const int row = lunacu_causal_row() + 8 * i, beyond = lunacu_causal_beyond(s, c.first, row);
+    LUNACU_UNROLL
+    for (int n = 0; n < N; n++) sum[i][n] *= left[beyond];
+    LUNACU_UNROLL
+    for (int k = 0; k <= i / 2; k++) {
+      const int column = (int)(threadIdx.x % 16) + 16 * k;
+      if (column < row) score[i][k] *= left[beyond - lunacu_causal_beyond(s, c.first, column)];
+    }
+  }
+}
 template <int N> __global__ void __launch_bounds__(LUNACU_TILE_THREADS, 4)
 lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
   constexpr int wide = 16 * N, deep = LUNACU_CAUSAL_DEEP, pitch = deep + 4, z_pitch = wide + 4;
   LUNACU_SHARED(float, xs, 2 * LUNACU_CHUNK * pitch); /* x and y, then the scores */
   LUNACU_SHARED(float, zs, deep * z_pitch);           /* the state, then z */
   LUNACU_SHARED(float, over, LUNACU_CHUNK);
+  LUNACU_SHARED(float, left, LUNACU_CHUNK + 1);
   const lunacu_shared<float> ys = xs + LUNACU_CHUNK * pitch;
   const lunacu_causal_chunk c = lunacu_causal_chunk_of(s, (unsigned)((p.width + wide - 1) / wide));
   const int column = (int)c.tile * wide, all_deep = (int)p.depth, all_wide = (int)p.width;
@@ -3932,6 +4007,7 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
     if (c.begins) lunacu_causal_multiply<N, pitch, z_pitch, false>(score, sum, xs, ys, zs, min(depth - k, deep));
     else lunacu_causal_multiply<N, pitch, z_pitch, true>(score, sum, xs, ys, zs, min(depth - k, deep));
   }
+  if (s.horizon) lunacu_causal_fade<N>(score, sum, left, s, c);
   lunacu_causal_apply_from<N, 0>(sum, score, xs, zs, over, c, p.z, column, width);
   float *to = p.out.at + c.batch * p.out.batch + c.head * p.out.head + c.first * p.out.row + column;
   LUNACU_UNROLL
@@ -3948,7 +4024,7 @@ lunacu_causal_product_kernel(lunacu_causal_span s, lunacu_causal_product p) {
 #define LUNACU_SLOT_LANES 16
 struct lunacu_causal_line {          /* a lane's row, and the slots that count: 0 beyond the last row */
   unsigned batch, head;
-  int64_t row, t;
+  int64_t row, t;                    /* t: rows that its mean counts */
   int slots, lane;
   bool real;
 };
@@ -3959,7 +4035,7 @@ __device__ __forceinline__ lunacu_causal_line lunacu_causal_line_of(const lunacu
   const int64_t row = (int64_t)(blockIdx.x % blocks) * lines + threadIdx.x / LUNACU_SLOT_LANES;
   const bool real = row < s.rows;
   return {
-    batch, item % heads, row, s.t + s.step * row, real ? lunacu_causal_slots(s, batch, slots) : 0,
+    batch, item % heads, row, lunacu_causal_within(s, row), real ? lunacu_causal_slots(s, batch, slots) : 0,
         (int)threadIdx.x % LUNACU_SLOT_LANES, real
   };
 }
@@ -4018,8 +4094,9 @@ __global__ void lunacu_causal_slope_kernel(lunacu_causal_span span, lunacu_causa
 struct lunacu_causal_sweep {
   cudaStream_t stream;
   lunacu_causal_span span;           /* of the window it is at */
-  int64_t rows, chunks, window, first; /* of a sequence; chunks of a window; chunk that it begins with */
-  bool reverse;
+  int64_t rows, chunks, window, first; /* of a sequence; chunks of a window; chunk that it begins with, */
+  int64_t start;                     /* and row */
+  bool reverse, same;                /* same: chunks in reverse are the forward ones, whose last may be short */
 };
 /* [batch, rows, heads, width], and [batch, heads, rows, width] */
 static lunacu_causal_rows lunacu_causal_strided(float *at, int64_t batch, int64_t head, int64_t row, int64_t width) {
@@ -4037,7 +4114,7 @@ static lunacu_causal_rows lunacu_causal_divided(lunacu_causal_rows m) {
 }
 /* those rows of a whole sequence that are in the window, in its order */
 static lunacu_causal_rows lunacu_causal_windowed(const lunacu_causal_sweep &s, lunacu_causal_rows m) {
-  m.at += (s.reverse ? s.rows - 1 - s.first * LUNACU_CHUNK : s.first * LUNACU_CHUNK) * m.row;
+  m.at += (s.reverse ? s.rows - 1 - s.start : s.start) * m.row;
   if (s.reverse) m.row = -m.row;
   return m;
 }
@@ -4061,8 +4138,14 @@ static lunacu_causal_sweep lunacu_causal_sweep_of(const luna_tensor *x, int64_t 
   s.span.size = size;
   return s;
 }
+static void lunacu_causal_limit(lunacu_causal_sweep *s, int64_t horizon) {
+  if (horizon <= 0 || horizon >= s->rows) return;
+  s->span.horizon = horizon;
+  s->span.fade = 1 - 1 / (double)horizon;
+}
 /* the states' place in the workspace */
 static void lunacu_causal_take(lunacu_causal_sweep *s, char **at) {
+  s->span.stride = s->window;
   if (s->chunks > 1) s->span.states = lunacu_take(at, s->span.items * s->window * s->span.size);
   if (s->chunks > s->window) s->span.carried = (double *)lunacu_take(at, 2 * s->span.items * s->span.size);
 }
@@ -4070,13 +4153,16 @@ static void lunacu_causal_take(lunacu_causal_sweep *s, char **at) {
 static bool lunacu_causal_go(lunacu_causal_sweep *s, int64_t first, bool reverse) {
   lunacu_causal_span *span = &s->span;
   if (first >= s->chunks || span->items == 0) return false;
+  const int64_t lead = s->same && reverse ? s->chunks * LUNACU_CHUNK - s->rows : 0;
   span->chunks = lunacu_min(s->chunks - first, s->window);
-  span->rows = lunacu_min(s->rows - first * LUNACU_CHUNK, span->chunks * LUNACU_CHUNK);
+  s->first = first;
+  s->start = lunacu_max(0, first * LUNACU_CHUNK - lead);
+  span->rows = lunacu_min(s->rows, (first + span->chunks) * LUNACU_CHUNK - lead) - s->start;
   span->begins = first == 0;
   span->ends = first + span->chunks == s->chunks;
-  span->t = reverse ? s->rows - first * LUNACU_CHUNK : first * LUNACU_CHUNK + 1;
+  span->lead = first == 0 ? lead : 0;
+  span->t = reverse ? s->rows - s->start : s->start + 1;
   span->step = reverse ? -1 : 1;
-  s->first = first;
   s->reverse = reverse;
   return true;
 }
@@ -4086,15 +4172,21 @@ template <int N> static void lunacu_causal_sum_as(const lunacu_causal_sweep &s, 
   LUNACU_LAUNCH((lunacu_causal_sum_kernel<N>), (unsigned)(s.span.items * s.span.chunks * tiles), LUNACU_TILE_THREADS,
                 0, s.stream, s.span, p);
 }
+template <int FADES> static void lunacu_causal_scan(const lunacu_causal_sweep &s, const lunacu_causal_span &span) {
+  const int64_t runs = lunacu_divide_up(span.chunks, LUNACU_CAUSAL_SCAN),
+      blocks = span.items * lunacu_divide_up(span.size - 2 * span.slots, 32);
+  LUNACU_LAUNCH((lunacu_causal_scan_kernel<FADES>), (unsigned)blocks, (unsigned)(32 * runs), 0, s.stream, span);
+}
 /* the states before the window's chunks, of one pair of factors or of two */
 static void lunacu_causal_states(const lunacu_causal_sweep &s, const lunacu_causal_pairs &p) {
   if (s.chunks == 1) return;
   if (p.value_dim <= 16) lunacu_causal_sum_as<1>(s, p);
   else if (p.value_dim <= 32) lunacu_causal_sum_as<2>(s, p);
   else lunacu_causal_sum_as<4>(s, p);
-  const int64_t runs = lunacu_divide_up(s.span.chunks, LUNACU_CAUSAL_SCAN);
-  LUNACU_LAUNCH(lunacu_causal_scan_kernel, (unsigned)(s.span.items * lunacu_divide_up(s.span.size, 32)),
-                (unsigned)(32 * runs), 0, s.stream, s.span);
+  if (s.span.slots && s.reverse) lunacu_causal_scan<LUNACU_FADES_REVERSE>(s, s.span);
+  else if (s.span.slots) lunacu_causal_scan<LUNACU_FADES_FORGET>(s, s.span);
+  else if (s.span.horizon) lunacu_causal_scan<LUNACU_FADES_BEYOND>(s, s.span);
+  else lunacu_causal_scan<LUNACU_FADES_NOT>(s, s.span);
 }
 template <int N> static void lunacu_causal_run_as(const lunacu_causal_sweep &s, const lunacu_causal_product &p) {
   const int64_t blocks = s.span.items * s.span.chunks * lunacu_divide_up(p.width, 16 * N);
@@ -4116,6 +4208,7 @@ static lunacu_causal_sweep lunacu_causal_product_sweep(const luna_op *op, char *
   const luna_tensor *x = op->in[0];
   const int64_t heads = op->arg.causal.heads, dim = lunacu_last(x) / heads, value_dim = lunacu_last(op->in[2]) / heads;
   lunacu_causal_sweep s = lunacu_causal_sweep_of(x, heads, dim * value_dim, lunacu_min(dim, value_dim), 0, NULL);
+  lunacu_causal_limit(&s, op->arg.causal.horizon);
   lunacu_causal_take(&s, at);
   return s;
 }
@@ -4171,15 +4264,21 @@ struct lunacu_causal_luna {
   int dim, slots;
   lunacu_causal_rows a, w, h;        /* a: of the window; w: of the window where it is not kept */
 };
+static void lunacu_causal_luna_sizes(const luna_op *op, lunacu_causal_luna *c, int64_t more, int64_t kept) {
+  const luna_tensor *q = op->in[0];
+  const int64_t heads = op->arg.causal.heads, dim = lunacu_last(q) / heads, slots = lunacu_last(op->in[3]) / heads;
+  c->heads = heads;
+  c->dim = (int)dim;
+  c->slots = (int)slots;
+  c->sweep = lunacu_causal_sweep_of(q, heads, (2 * dim + more) * slots, lunacu_min(dim, slots), kept * slots,
+                                    op->lengths);
+}
 static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c, bool backward, void *workspace) {
   const luna_tensor *q = op->in[0];
   const int64_t batch = q->shape[0], rows = q->shape[1], heads = op->arg.causal.heads;
   char *at = (char *)workspace;
-  c->heads = heads;
-  c->dim = (int)(lunacu_last(q) / heads);
-  c->slots = (int)(lunacu_last(op->in[3]) / heads);
-  c->sweep = lunacu_causal_sweep_of(q, heads, 2 * (int64_t)c->dim * c->slots, lunacu_min(c->dim, c->slots), c->slots,
-                                    op->lengths);
+  lunacu_causal_luna_sizes(op, c, 0, 1);
+  lunacu_causal_limit(&c->sweep, op->arg.causal.horizon);
   lunacu_causal_take(&c->sweep, &at);
   const int64_t window = c->sweep.window * LUNACU_CHUNK, floats = batch * heads * c->slots;
   c->a = lunacu_causal_own(lunacu_take(&at, floats * window), window, heads, c->slots);
@@ -4188,24 +4287,34 @@ static size_t lunacu_causal_luna_start(const luna_op *op, lunacu_causal_luna *c,
   if (backward) c->h = lunacu_causal_own(lunacu_take(&at, floats * rows), rows, heads, c->slots);
   return (size_t)((uintptr_t)at - (uintptr_t)workspace);
 }
+/* of a memory that forgets: the log of a gate out of its logit, and a score within its bounds; a NaN stays one */
+__device__ __forceinline__ float lunacu_forget_gate(float x) {
+  const float log = (fminf(x, 0) - log1pf(expf(-fabsf(x)))) * (1.0f / 16);
+  return log < -1 ? -1 : log;
+}
+__device__ __forceinline__ float lunacu_forget_score(float s) {
+  return s < -LUNA_FORGET_SCORE ? -LUNA_FORGET_SCORE : s > LUNA_FORGET_SCORE ? LUNA_FORGET_SCORE : s;
+}
 /* Of a stream: row after row, with the means of all rows before in double, as the CPU has them. Block: a head of a
    sequence */
 struct lunacu_causal_stream {
-  const float *q, *k, *v, *s;
-  float *out, *room;                 /* room: [batch, heads, 2 slots] for A and W of a row */
-  double *ka, *av;
+  const float *q, *k, *v, *s, *gates; /* gates: of a memory that forgets, or null */
+  float *out;
+  double *room;                      /* [batch, heads, 2 slots] for A, or a row's share in the means, and W of a row */
+  double *ka, *av, *weights;
   const int32_t *lengths;
   int64_t batch, rows, heads, dim, slots, activation;
   const int64_t *position;
   double scale;
   int64_t horizon;                   /* or 0 */
 };
-/* mean [depth, width] += (y^T z - mean) share, from 0 where it is the first, and put(j, (x mean)_j): a thread has a
-   column of each tile, and of its rows every so many; what threads have of a column is added in their order */
-template <class Put>
+/* element (i, j) of mean [depth, width] becomes next(i, j, itself), from 0 where it is the first, and then put(j,
+   (x mean)_j): a thread has a column of each tile, and of its rows every so many; what threads have of a column is
+   added in their order */
+template <class Next, class Put>
 __device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, int depth, int width, bool first,
-                                                   double share, const float *y, const float *z,
-                                                   const float *x, lunacu_shared<double> sums, const Put &put) {
+                                                   const float *x, lunacu_shared<double> sums, const Next &next,
+                                                   const Put &put) {
   int columns = 1;
   while (columns < width && columns < LUNACU_BLOCK) columns *= 2;
   const int column = (int)threadIdx.x % columns, group = (int)threadIdx.x / columns, groups = LUNACU_BLOCK / columns;
@@ -4213,7 +4322,7 @@ __device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, in
     double sum = 0;
     for (int i = group; i < depth && j < width; i += groups) {
       double *at = mean + i * row + j;
-      const double before = first ? 0 : *at, now = before + ((double)y[i] * (double)z[j] - before) * share;
+      const double now = next(i, j, first ? 0 : *at);
       *at = now;
       sum += (double)x[i] * now;
     }
@@ -4224,48 +4333,72 @@ __device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, in
     __syncthreads();
   }
 }
-__global__ void __launch_bounds__(LUNACU_BLOCK) lunacu_causal_stream_kernel(lunacu_causal_stream a) {
+template <bool FORGETS> __global__ void __launch_bounds__(LUNACU_BLOCK)
+lunacu_causal_stream_kernel(lunacu_causal_stream a) {
   LUNACU_SHARED(double, sums, LUNACU_BLOCK);
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int64_t item = blockIdx.x, b = item / a.heads, position = *a.position;
   const int slots = a.lengths ? (int)max((int64_t)0, min((int64_t)a.lengths[b], a.slots)) : (int)a.slots,
       dim = (int)a.dim;
-  float *omega = a.room + item * 2 * a.slots, *w = omega + a.slots;
+  double *room = a.room + item * 2 * a.slots;
+  float *w = (float *)(room + a.slots);
   double *ka = a.ka + item * a.dim * a.slots, *av = a.av + item * a.dim * a.slots;
   for (int64_t t = 0; t < a.rows; t++) {
     const int64_t row = (b * a.rows + t) * a.heads + item % a.heads;
     const int64_t now = position + t + 1;
     const double share = 1 / (double)(a.horizon > 0 ? min(now, a.horizon) : now);
     const bool first = position + t == 0;
-    float *out = a.out + row * a.dim;
-    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK)
-      omega[j] = lunacu_activation((int)a.activation, a.s[row * a.slots + j]);
+    const float *k = a.k + row * dim, *v = a.v + row * dim;
+    float *out = a.out + row * dim;
+    for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) {
+      const float score = a.s[row * a.slots + j];
+      if constexpr (FORGETS) {
+        double *weight = a.weights + item * a.slots + j;
+        const double own = (double)expf(lunacu_forget_score(score)) * LUNA_FORGET_SCALE;
+        const double total = (first ? 0 : *weight * exp((double)lunacu_forget_gate(a.gates[row * a.slots + j]))) + own;
+        room[j] = own / total;
+        *weight = total;
+      } else room[j] = (double)lunacu_activation((int)a.activation, score);
+    }
     __syncthreads();
-    lunacu_causal_mean(ka, a.slots, dim, slots, first, share, a.k + row * a.dim, omega, a.q + row * a.dim, sums,
+    lunacu_causal_mean(ka, a.slots, dim, slots, first, a.q + row * dim, sums,
+                       [&](int i, int j, double mean) {
+                         return mean + (FORGETS ? ((double)k[i] - mean) * room[j] :
+                                        ((double)k[i] * room[j] - mean) * share);
+                       },
                        [&](int j, double u) { w[j] = (float)(u * a.scale); });
     lunacu_causal_softmax(w, slots, threadIdx.x, LUNACU_BLOCK, scratch);
     __syncthreads();
-    lunacu_causal_mean(av, a.dim, slots, dim, first, share, omega, a.v + row * a.dim, w, sums,
+    lunacu_causal_mean(av, a.dim, slots, dim, first, w, sums,
+                       [&](int i, int j, double mean) {
+                         return mean + (FORGETS ? ((double)v[j] - mean) * room[i] :
+                                        (room[i] * (double)v[j] - mean) * share);
+                       },
                        [&](int j, double y) { out[j] = (float)y; });
   }
 }
 static luna_status lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
-  const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data, op->out[0]->data,
-                                  (float *)op->workspace, op->mean_ka, op->mean_av,
-                                  op->lengths, q->shape[0], q->shape[1], heads, lunacu_last(q) / heads,
-                                      lunacu_last(op->in[3]) / heads,
-                                  (int64_t)op->activation, op->position, (double)op->arg.causal.scale,
-                                  op->arg.causal.horizon};
-  if (a.batch * a.rows * a.heads > 0)
-    LUNACU_LAUNCH(lunacu_causal_stream_kernel, (unsigned)(a.batch * a.heads), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data,
+                                  op->weights ? op->in[4]->data : NULL, op->out[0]->data, (double *)op->workspace,
+                                  op->mean_ka, op->mean_av, op->weights, op->lengths, q->shape[0], q->shape[1], heads,
+                                  lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, (int64_t)op->activation,
+                                  op->position, (double)op->arg.causal.scale, op->arg.causal.horizon};
+  const unsigned blocks = (unsigned)(a.batch * a.heads);
+  if (blocks > 0 && a.rows > 0 && a.gates)
+    LUNACU_LAUNCH(lunacu_causal_stream_kernel<true>, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  else if (blocks > 0 && a.rows > 0)
+    LUNACU_LAUNCH(lunacu_causal_stream_kernel<false>, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), a);
   return lunacu_row_done(op);
+}
+static size_t lunacu_causal_luna_room(const luna_op *op) {
+  return (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(double);
 }
 static void lunacu_causal_luna_query(luna_op *op) {
   lunacu_causal_luna c;
   if (op->mean_ka) {
-    op->workspace_size = (size_t)(2 * op->in[3]->shape[0] * lunacu_last(op->in[3])) * sizeof(float);
+    op->workspace_size = lunacu_causal_luna_room(op);
     return;
   }
   if (op->training) op->kept_size = (size_t)luna_count(op->in[3]) * sizeof(float);
@@ -4339,6 +4472,377 @@ static luna_status lunacu_causal_luna_backward(luna_op *op) {
                     c.sweep.span, c.a, grad(3, op->in[3]->data), grad(3, ds), c.slots, (int)op->activation,
                     !lunacu_sets(op, 3));
     }
+  return lunacu_row_done(op);
+}
+
+/* --- The memory that forgets: in q, k, v, s, gates, as luna.h's chapter causal has it. kept: U and Z, each
+   [batch, heads, rows, slots]. In a chunk c is the sum of the gates' logs and W = e^(s - c); with the sums of W^T k,
+   W^T v and W before the chunk, which all fade by e^c at its end, Z = z + sum W,
+     U = F(q, k, W) scale / Z,  R = softmax U / Z,  out = F(R, W, v);
+     dR = F(g, v, W),  H = dU scale / Z,  dZ = -(R dR + U dU) / Z,  dq = F(H, W, k),
+   and in reverse, in the same chunks,
+     dk = F(W, H, q),  dv = F(W, R, g),  dW = F(k, q, H) + F(v, g, R) + sum dZ.
+   The gradient of a gate's log is minus the sum of W dW from its row on. What that is after a chunk is also minus the
+   product of the sums and their gradients, which is more exact where a slot of the chunk fades by half. A state is
+   [2 dim + 3, slots]: of k, of v, of W, and e^c as the sum of two. --- */
+struct lunacu_forgetting {
+  lunacu_causal_luna luna;           /* a: W of the window; w: R, of the window in forward; h: H */
+  lunacu_causal_rows u, z, dz, dw;   /* dw: of the window */
+  float *sums, *totals;              /* backward: the states before all chunks; of the window's, sums of W dW */
+  double *carried;                   /* of totals */
+};
+/* A thread's slot, and 8 rows of a chunk: rows 8 lane + i, in the sweep's order */
+#define LUNACU_FORGET_LANES (LUNACU_BLOCK / 32)
+struct lunacu_forget_place {
+  lunacu_causal_chunk chunk;
+  int column, lane;
+  bool real;                         /* the slot is there, and not masked */
+};
+__device__ __forceinline__ lunacu_forget_place lunacu_forget_place_of(const lunacu_causal_span &s, int slots) {
+  const lunacu_causal_chunk chunk = lunacu_causal_chunk_of(s, (unsigned)((slots + 31) / 32));
+  const int column = (int)chunk.tile * 32 + (int)threadIdx.x % 32;
+  return {chunk, column, (int)threadIdx.x / 32, column < lunacu_causal_slots(s, chunk.batch, slots)};
+}
+__device__ __forceinline__ float *lunacu_forget_at(const lunacu_causal_rows &m, const lunacu_forget_place &p, int row) {
+  return m.at + p.chunk.batch * m.batch + p.chunk.head * m.head + (p.chunk.first + row) * m.row + p.column;
+}
+/* what the lanes before have of a slot, and what all have */
+__device__ __forceinline__ double lunacu_forget_before(double x, lunacu_shared<double> sums, double *all) {
+  double before = 0;
+  sums[threadIdx.x] = x;
+  __syncthreads();
+  *all = 0;
+  for (int k = 0; k < LUNACU_FORGET_LANES; k++) {
+    if (k == (int)threadIdx.x / 32) before = *all;
+    *all += sums[k * 32 + (int)threadIdx.x % 32];
+  }
+  __syncthreads();
+  return before;
+}
+/* W, and what the state has of W and of e^c. z: gets the sums of W up to each row; in reverse it is dZ, and the state
+   gets its sum. The order is that of time. */
+__global__ void __launch_bounds__(LUNACU_BLOCK)
+lunacu_forget_weights_kernel(lunacu_causal_span span, lunacu_causal_rows s, lunacu_causal_rows gates,
+                             lunacu_causal_rows w, lunacu_causal_rows z, int slots) {
+  LUNACU_SHARED(double, shared, LUNACU_BLOCK);
+  const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
+  const bool reverse = span.step < 0;
+  const int rows = p.real ? p.chunk.rows : 0;
+  const auto place = [&](int i) { return reverse ? rows - 1 - (8 * p.lane + i) : 8 * p.lane + i; };
+  double sum = 0, so_far[8], all;
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    if (8 * p.lane + i < rows) sum += (double)lunacu_forget_gate(*lunacu_forget_at(gates, p, place(i)));
+    so_far[i] = sum;
+  }
+  const double before = lunacu_forget_before(sum, shared, &all), fade = exp(all);
+  sum = 0;
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const double c = before + so_far[i];
+    const float high = (float)c, rest = (float)(c - (double)high);
+    if (8 * p.lane + i < rows) {
+      const float score = lunacu_forget_score(*lunacu_forget_at(s, p, place(i)));
+      const float weight = expf(score) * (expf(-high) * ((1 - rest) * (float)LUNA_FORGET_SCALE));
+      *lunacu_forget_at(w, p, place(i)) = weight;
+      sum += (double)(reverse ? *lunacu_forget_at(z, p, place(i)) : weight);
+    }
+    so_far[i] = sum;
+  }
+  const double weights = lunacu_forget_before(sum, shared, &all);
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++)
+    if (8 * p.lane + i < rows && !reverse) *lunacu_forget_at(z, p, place(i)) = (float)(weights + so_far[i]);
+  if (!span.states || !p.real || p.lane > 0) return;
+  float *state = span.states + (p.chunk.state + 1) * span.size - 3 * slots + p.column;
+  state[0] = (float)all;
+  state[slots] = (float)fade;
+  state[2 * slots] = (float)(fade - (double)(float)fade);
+}
+/* a row's place in dropout's order; rows of a sequence, and the window's first */
+struct lunacu_forget_drop { lunacu_dropout dropout; int64_t rows, first, heads, slots; };
+__device__ __forceinline__ float lunacu_forget_dropped(float x, const lunacu_forget_drop &d,
+                                                       const lunacu_causal_line &l, int j) {
+  if (d.dropout.threshold == 0) return x;
+  const int64_t row = (l.batch * d.rows + d.first + l.row) * d.heads + l.head;
+  return lunacu_dropped(x, lunacu_drop(d.dropout, row * d.slots + j));
+}
+/* Z += the state's; U /= Z; R = softmax U / Z */
+__global__ void lunacu_forget_softmax_kernel(lunacu_causal_span span, lunacu_causal_rows u, lunacu_causal_rows z,
+                                             lunacu_causal_rows r, lunacu_forget_drop drop) {
+  const int slots = (int)drop.slots;
+  const lunacu_causal_line l = lunacu_causal_line_of(span, slots);
+  float *at_u = lunacu_causal_line_in(u, l), *at_z = lunacu_causal_line_in(z, l), *at_r = lunacu_causal_line_in(r, l);
+  const int64_t chunk = l.row / LUNACU_CHUNK, item = l.batch * span.heads + l.head;
+  const float *before = span.begins && chunk == 0 ? NULL :
+                        span.states + (item * span.stride + chunk + 1) * span.size - 3 * slots;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) {
+    at_z[j] += before ? before[j] : 0;
+    at_r[j] = at_u[j] /= at_z[j];
+  }
+  lunacu_causal_softmax(at_r, l.slots, l.lane, LUNACU_SLOT_LANES, nullptr);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES)
+    at_r[j] = lunacu_forget_dropped(at_r[j], drop, l, j) / at_z[j];
+}
+/* R and dZ; dR becomes H. Never 1 / Z^2, which leaves float's range. */
+__global__ void lunacu_forget_slopes_kernel(lunacu_causal_span span, lunacu_causal_rows u, lunacu_causal_rows z,
+                                            lunacu_causal_rows r, lunacu_causal_rows dr, lunacu_causal_rows dz,
+                                            lunacu_forget_drop drop, float scale) {
+  const lunacu_causal_line l = lunacu_causal_line_of(span, (int)drop.slots);
+  const float *at_u = lunacu_causal_line_in(u, l), *at_z = lunacu_causal_line_in(z, l);
+  float *p = lunacu_causal_line_in(r, l), *h = lunacu_causal_line_in(dr, l), *dp = lunacu_causal_line_in(dz, l);
+  float mean = 0;
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) p[j] = at_u[j];
+  lunacu_causal_softmax(p, l.slots, l.lane, LUNACU_SLOT_LANES, nullptr);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) {
+    dp[j] = lunacu_forget_dropped(h[j] / at_z[j], drop, l, j);
+    mean += p[j] * dp[j];
+  }
+  mean = lunacu_over_lanes<lunacu_sum>(mean, LUNACU_SLOT_LANES);
+  for (int j = l.lane; j < l.slots; j += LUNACU_SLOT_LANES) {
+    const float du = p[j] * (dp[j] - mean);
+    p[j] = lunacu_forget_dropped(p[j], drop, l, j) / at_z[j];
+    dp[j] = -(p[j] * h[j] + at_u[j] * du) / at_z[j];
+    h[j] = scale * du / at_z[j];
+  }
+}
+/* after + a thread's sums of x over rows that are later, or its own; they come first in reverse. *all: of the chunk */
+__device__ __forceinline__ void lunacu_forget_later(const lunacu_causal_rows &x, const lunacu_forget_place &p,
+                                                    double after, lunacu_shared<double> shared, double (&sums)[8],
+                                                    double *all) {
+  double sum = 0;
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    if (p.real && 8 * p.lane + i < p.chunk.rows) sum += (double)*lunacu_forget_at(x, p, 8 * p.lane + i);
+    sums[i] = sum;
+  }
+  after += lunacu_forget_before(sum, shared, all);
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) sums[i] += after;
+}
+/* a gradient where it goes, if anywhere: 0 of masked slots, where nothing is added to */
+__device__ __forceinline__ void lunacu_forget_put(const lunacu_causal_rows &to, const lunacu_forget_place &p, int row,
+                                                  int slots, bool add, float x) {
+  if (!to.at || p.column >= slots || row >= p.chunk.rows || (add && !p.real)) return;
+  float *at = lunacu_forget_at(to, p, row);
+  *at = (add ? *at : 0) + (p.real ? x : 0);
+}
+/* dW becomes W dW; ds (+)= that, within the bounds of s */
+__global__ void __launch_bounds__(LUNACU_BLOCK)
+lunacu_forget_scores_kernel(lunacu_causal_span span, lunacu_causal_rows w, lunacu_causal_rows dz, lunacu_causal_rows dw,
+                            lunacu_causal_rows s, lunacu_causal_rows ds, int slots, bool add) {
+  LUNACU_SHARED(double, shared, LUNACU_BLOCK);
+  const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
+  double sums[8], all, after = 0;
+  if (p.real && !p.chunk.begins) after = span.states[(p.chunk.state + 1) * span.size - 3 * slots + p.column];
+  lunacu_forget_later(dz, p, after, shared, sums, &all);
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const int row = 8 * p.lane + i;
+    float x = 0;
+    if (p.real && row < p.chunk.rows) {
+      float *at = lunacu_forget_at(dw, p, row);
+      x = *at = *lunacu_forget_at(w, p, row) * (*at + (float)sums[i]);
+      x = fabsf(*lunacu_forget_at(s, p, row)) <= LUNA_FORGET_SCORE ? x : 0;
+    }
+    lunacu_forget_put(ds, p, row, slots, add, x);
+  }
+}
+/* Sums of W dW over each chunk, for the scan: a total is [3, slots], as a state's fades. Where a slot fades by half in
+   the chunk after this one, what this chunk's state and its gradient say takes the place of the sums up to here. */
+struct lunacu_forget_totals {
+  const float *sums;
+  float *totals;
+  double *carried;
+  int64_t chunks, first;             /* of a sequence; the window's first */
+};
+__global__ void __launch_bounds__(LUNACU_BLOCK)
+lunacu_forget_totals_kernel(lunacu_causal_span span, lunacu_causal_rows dw, lunacu_forget_totals t, int slots) {
+  LUNACU_SHARED(double, shared, LUNACU_BLOCK);
+  const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
+  const int64_t item = p.chunk.state / span.stride, chunk = p.chunk.state % span.stride, unit = span.size - 2 * slots;
+  const float *state = span.states + p.chunk.state * span.size + p.column;
+  const float *after = t.sums + (item * t.chunks + t.chunks - t.first - chunk) * span.size + p.column;
+  float *total = t.totals + p.chunk.state * 3 * slots + p.column;
+  double sums[8], all, product = 0, x;
+  bool anew = false;
+  if (p.real && !p.chunk.begins) anew = after[unit] < 0.5f;
+  for (int64_t i = p.lane * slots; anew && i < unit; i += LUNACU_FORGET_LANES * slots)
+    product += (double)state[i] * (double)after[i];
+  lunacu_forget_before(product, shared, &x);
+  lunacu_forget_later(dw, p, 0, shared, sums, &all);
+  if (!p.real || p.lane > 0) return;
+  x /= -((double)state[unit] + (double)state[unit + slots]);
+  if (anew && chunk > 0) total[-3 * slots] = (float)x;
+  else if (anew) t.carried[item * 3 * slots + p.column] = x;
+  const bool ends = state[unit] < 0.5f;
+  if (!ends || chunk == span.chunks - 1) total[0] = (float)all;
+  total[slots] = ends ? 0 : 1;
+  total[2 * slots] = 0;
+}
+__global__ void __launch_bounds__(LUNACU_BLOCK)
+lunacu_forget_gates_kernel(lunacu_causal_span span, lunacu_causal_rows dw, const float *totals,
+                           lunacu_causal_rows gates, lunacu_causal_rows dgates, int slots, bool add) {
+  LUNACU_SHARED(double, shared, LUNACU_BLOCK);
+  const lunacu_forget_place p = lunacu_forget_place_of(span, slots);
+  double sums[8], all, after = 0;
+  if (p.real && !p.chunk.begins) after = totals[p.chunk.state * 3 * slots + p.column];
+  lunacu_forget_later(dw, p, after, shared, sums, &all);
+  LUNACU_UNROLL
+  for (int i = 0; i < 8; i++) {
+    const int row = 8 * p.lane + i;
+    const float x = p.real && row < p.chunk.rows ? *lunacu_forget_at(gates, p, row) : 0;
+    const float slope = lunacu_forget_gate(x) > -1 ? -1.0f / 16 / (1 + expf(x)) : 0;
+    lunacu_forget_put(dgates, p, row, slots, add, slope == 0 ? 0 : slope * (float)sums[i]);
+  }
+}
+
+static size_t lunacu_forget_start(const luna_op *op, lunacu_forgetting *f, bool backward, void *workspace) {
+  lunacu_causal_luna *c = &f->luna;
+  char *at = (char *)workspace;
+  *f = {};
+  lunacu_causal_luna_sizes(op, c, 3, backward ? 3 : 4);
+  lunacu_causal_sweep *s = &c->sweep;
+  s->span.slots = c->slots;
+  s->same = true;
+  lunacu_causal_take(s, &at);
+  const int64_t each = s->span.items * c->slots, window = s->window * LUNACU_CHUNK;
+  const auto take = [&](int64_t rows) {
+    return lunacu_causal_own(lunacu_take(&at, each * rows), rows, c->heads, c->slots);
+  };
+  const auto kept = [&](int i) {
+    float *all = op->kept ? (float *)op->kept + i * each * s->rows : NULL;
+    return lunacu_causal_own(all, s->rows, c->heads, c->slots);
+  };
+  c->a = take(window);
+  f->u = op->training ? kept(0) : take(window);
+  f->z = op->training ? kept(1) : take(window);
+  c->w = take(backward ? s->rows : window);
+  if (backward) {
+    f->dw = take(window);
+    c->h = take(s->rows);
+    f->dz = take(s->rows);
+    if (s->chunks > 1) f->sums = lunacu_take(&at, s->span.items * s->chunks * s->span.size);
+    if (s->chunks > 1) f->totals = lunacu_take(&at, 3 * each * s->window);
+    if (s->chunks > s->window) f->carried = (double *)lunacu_take(&at, 2 * 3 * each);
+  }
+  return (size_t)((uintptr_t)at - (uintptr_t)workspace);
+}
+static void lunacu_forgetting_luna_query(luna_op *op) {
+  lunacu_forgetting f;
+  if (op->mean_ka) {
+    op->workspace_size = lunacu_causal_luna_room(op);
+    return;
+  }
+  if (op->training) op->kept_size = 2 * (size_t)luna_count(op->in[3]) * sizeof(float);
+  op->workspace_size = lunacu_forget_start(op, &f, false, NULL);
+  op->backward_workspace_size = lunacu_forget_start(op, &f, true, NULL);
+}
+/* blocks for all slots of the window's chunks */
+static unsigned lunacu_forget_blocks(const lunacu_causal_luna &c) {
+  return (unsigned)(c.sweep.span.items * c.sweep.span.chunks * lunacu_divide_up(c.slots, 32));
+}
+static void lunacu_forget_weights(const luna_op *op, const lunacu_causal_luna &c, const lunacu_causal_rows &z) {
+  if (c.slots > 0)
+    LUNACU_LAUNCH(lunacu_forget_weights_kernel, lunacu_forget_blocks(c), LUNACU_BLOCK, 0, c.sweep.stream, c.sweep.span,
+                  lunacu_causal_heads(c, op->in[3], op->in[3]->data),
+                  lunacu_causal_heads(c, op->in[4], op->in[4]->data), c.a, z, c.slots);
+}
+static lunacu_forget_drop lunacu_forget_drop_of(const luna_op *op, const lunacu_causal_luna &c) {
+  return {lunacu_op_dropout(op), c.sweep.rows, c.sweep.start, c.heads, c.slots};
+}
+static luna_status lunacu_forgetting_luna_forward(luna_op *op) {
+  lunacu_forgetting f;
+  lunacu_causal_luna &c = f.luna;
+  if (op->mean_ka) return lunacu_causal_luna_stream(op);
+  lunacu_forget_start(op, &f, false, op->workspace);
+  c.sweep.stream = lunacu_stream(op);
+  for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
+    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
+        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data), v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+        out = lunacu_causal_heads(c, op->out[0], op->out[0]->data),
+        u = op->training ? lunacu_causal_windowed(c.sweep, f.u) : f.u,
+        z = op->training ? lunacu_causal_windowed(c.sweep, f.z) : f.z;
+    lunacu_forget_weights(op, c, z);
+    lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
+    lunacu_causal_luna_run(c, {q, k, c.a, u, op->arg.causal.scale, false}, 0, true);
+    LUNACU_LAUNCH(lunacu_forget_softmax_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream,
+                  c.sweep.span, u, z, c.w, lunacu_forget_drop_of(op, c));
+    lunacu_causal_luna_run(c, {c.w, c.a, v, out, 1, false}, 1, false);
+  }
+  return lunacu_row_done(op);
+}
+/* dR, and out of it H, R, dZ and dq; the states stay for the way back */
+static void lunacu_forget_up(luna_op *op, lunacu_forgetting *f) {
+  lunacu_causal_luna &c = f->luna;
+  lunacu_causal_span *span = &c.sweep.span;
+  float *states = span->states;
+  span->stride = c.sweep.chunks;
+  for (int64_t first = 0; lunacu_causal_go(&c.sweep, first, false); first += c.sweep.window) {
+    const auto windowed = [&](const lunacu_causal_rows &m) { return lunacu_causal_windowed(c.sweep, m); };
+    const lunacu_causal_rows k = lunacu_causal_heads(c, op->in[1], op->in[1]->data),
+        v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+        g = lunacu_causal_heads(c, op->out[0], op->out[0]->grad), h = windowed(c.h);
+    if (f->sums) span->states = f->sums + first * span->size;
+    lunacu_forget_weights(op, c, f->dw); /* whose place takes sums that are not needed */
+    lunacu_causal_states(c.sweep, {{k, v}, {c.a, c.a}, c.dim, c.slots, 2, true});
+    lunacu_causal_luna_run(c, {g, v, c.a, h, 1, false}, 1, true);
+    LUNACU_LAUNCH(lunacu_forget_slopes_kernel, lunacu_causal_lines(c.sweep), LUNACU_BLOCK, 0, c.sweep.stream, *span,
+                  windowed(f->u), windowed(f->z), windowed(c.w), h, windowed(f->dz), lunacu_forget_drop_of(op, c),
+                  op->arg.causal.scale);
+    if (op->in[0]->grad)
+      lunacu_causal_luna_run(c, {h, c.a, k, lunacu_causal_heads(c, op->in[0], op->in[0]->grad), 1,
+                                 !lunacu_sets(op, 0)}, 0, false);
+  }
+  span->states = states;
+  span->stride = c.sweep.window;
+}
+/* the gradients of the window's scores and gates, out of dW */
+static void lunacu_forget_window(luna_op *op, const lunacu_forgetting &f) {
+  const lunacu_causal_luna &c = f.luna;
+  const lunacu_causal_span &span = c.sweep.span;
+  const unsigned blocks = lunacu_forget_blocks(c);
+  const auto grad = [&](int i, float *at) { return at ? lunacu_causal_heads(c, op->in[i], at) : lunacu_causal_rows(); };
+  const lunacu_causal_rows dz = lunacu_causal_windowed(c.sweep, f.dz);
+  LUNACU_LAUNCH(lunacu_forget_scores_kernel, blocks, LUNACU_BLOCK, 0, c.sweep.stream, span, c.a, dz, f.dw,
+                grad(3, op->in[3]->data), grad(3, op->in[3]->grad), c.slots, !lunacu_sets(op, 3));
+  if (!op->in[4]->grad) return;
+  if (f.totals) {
+    const lunacu_forget_totals t = {f.sums, f.totals, f.carried, c.sweep.chunks, c.sweep.first};
+    lunacu_causal_span of_totals = span;
+    of_totals.states = f.totals;
+    of_totals.carried = f.carried;
+    of_totals.size = 3 * c.slots;
+    LUNACU_LAUNCH(lunacu_forget_totals_kernel, blocks, LUNACU_BLOCK, 0, c.sweep.stream, span, f.dw, t, c.slots);
+    lunacu_causal_scan<LUNACU_FADES_SLOTS>(c.sweep, of_totals);
+  }
+  LUNACU_LAUNCH(lunacu_forget_gates_kernel, blocks, LUNACU_BLOCK, 0, c.sweep.stream, span, f.dw, f.totals,
+                grad(4, op->in[4]->data), grad(4, op->in[4]->grad), c.slots, !lunacu_sets(op, 4));
+}
+static luna_status lunacu_forgetting_luna_backward(luna_op *op) {
+  float *dk = op->in[1]->grad, *dv = op->in[2]->grad;
+  const bool weights = op->in[3]->grad || op->in[4]->grad;
+  lunacu_forgetting f;
+  lunacu_causal_luna &c = f.luna;
+  lunacu_forget_start(op, &f, true, op->workspace);
+  c.sweep.stream = lunacu_stream(op);
+  lunacu_forget_up(op, &f);
+  for (int64_t first = 0; (dk || dv || weights) && lunacu_causal_go(&c.sweep, first, true); first += c.sweep.window) {
+    const lunacu_causal_rows q = lunacu_causal_heads(c, op->in[0], op->in[0]->data),
+        k = lunacu_causal_heads(c, op->in[1], op->in[1]->data), v = lunacu_causal_heads(c, op->in[2], op->in[2]->data),
+        g = lunacu_causal_heads(c, op->out[0], op->out[0]->grad), h = lunacu_causal_windowed(c.sweep, c.h),
+        r = lunacu_causal_windowed(c.sweep, c.w);
+    lunacu_forget_weights(op, c, lunacu_causal_windowed(c.sweep, f.dz));
+    lunacu_causal_states(c.sweep, {{q, g}, {h, r}, c.dim, c.slots, 2, true});
+    if (dk)
+      lunacu_causal_luna_run(c, {c.a, h, q, lunacu_causal_heads(c, op->in[1], dk), 1, !lunacu_sets(op, 1)}, 0, false);
+    if (dv)
+      lunacu_causal_luna_run(c, {c.a, r, g, lunacu_causal_heads(c, op->in[2], dv), 1, !lunacu_sets(op, 2)}, 1, false);
+    if (!weights) continue;
+    lunacu_causal_luna_run(c, {k, q, h, f.dw, 1, false}, 0, true);
+    lunacu_causal_luna_run(c, {v, g, r, f.dw, 1, true}, 1, true);
+    lunacu_forget_window(op, f);
+  }
   return lunacu_row_done(op);
 }
 
@@ -4662,6 +5166,8 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(UNPACK, unpack, unpack, LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
         LUNACU_OP(CAUSAL_LUNA, causal_luna, causal_luna,
                   LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3))
+        LUNACU_OP(FORGETTING_LUNA, forgetting_luna, forgetting_luna,
+                  LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_SETS_GRAD(2) | LUNA_SETS_GRAD(3) | LUNA_SETS_GRAD(4))
         LUNACU_OP(FEED_FORWARD, feed_forward, feed_forward,
                   LUNA_SETS_GRAD(0) | LUNA_GRAD_IN_PLACE(5) | LUNA_ADDS_IN_PLACE(0))
         LUNACU_OP(LINEAR_CROSS_ENTROPY, linear_cross_entropy, linear_cross_entropy, LUNA_SETS_GRAD(0))

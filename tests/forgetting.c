@@ -1,12 +1,24 @@
 /* Causal Luna attention with a horizon, with a memory that forgets and with an output gate: tests/data/memory (float64,
    tests/memory.py) on every instruction set, outputs to 2e-6 and gradients to 2e-5, models also as streams; odd sizes
    and long sequences against a recurrence in double, forward and backward; finite differences; scores and gates at
-   their ends; exact causality; the same bits for any number of threads. TEST_FULL in the environment: longer ones. */
+   their ends; exact causality; the same bits for any number of threads. TEST_FULL in the environment: longer ones.
+   With FORGETTING_CUDA, linked with cuda_device.cu: the same on a device, without what is the CPU's alone. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 #include "common.h"
 #include "naive.h"
+#ifdef FORGETTING_CUDA
+#include "cuda_device.h"
+#define NAME "cuda_forgetting"
+#define ON_DEVICE cuda_backend(0, CUDA_F32)
+static const luna_isa isas[1] = {LUNA_ISA_BEST};
+#else
+#define NAME "forgetting"
+#define ON_DEVICE NULL
+#define isas common_isas
+#endif
+#define ISAS ((int)(sizeof isas / sizeof isas[0]))
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
@@ -72,7 +84,7 @@ static void call_mask(call *c) {
 
 static luna_ctx *ctx_open(luna_isa isa, int threads) {
   luna_options options = {0};
-  options.isa = isa, options.threads = threads;
+  options.isa = isa, options.threads = threads, options.backend = ON_DEVICE;
   luna_ctx *ctx = luna_open(&options);
   if (!ctx) exit(2);
   return ctx;
@@ -296,11 +308,11 @@ static bool same(const float *a, const float *b, int64_t n) {
 /* by luna.h, on every instruction set, in training and in inference, beside what is wanted */
 static void call_compare(const call *c, const results *want, worst *w) {
   const int64_t tail = c->n < 1000 ? 0 : 1000, at = count_of(c, Q) - tail * c->dim;
-  for (int i = 0; i < COMMON_ISAS; i++) {
+  for (int i = 0; i < ISAS; i++) {
     /* the reference's time grows with the square */
-    if (!luna_isa_available(common_isas[i]) || (common_isas[i] == LUNA_ISA_REFERENCE && tail)) continue;
-    const char *how = luna_isa_name(common_isas[i]);
-    luna_ctx *ctx = ctx_open(common_isas[i], 2);
+    if (!luna_isa_available(isas[i]) || (isas[i] == LUNA_ISA_REFERENCE && tail)) continue;
+    const char *how = luna_isa_name(isas[i]);
+    luna_ctx *ctx = ctx_open(isas[i], 2);
     results got = results_open(c);
     if (call_run(ctx, c, true, &got)) results_compare(c, &got, want, w, how);
     worst_note(&w[0], common_error(got.y + at, want->y + at, tail * c->dim, 0), "y's last rows", how);
@@ -311,7 +323,7 @@ static void call_compare(const call *c, const results *want, worst *w) {
   }
 }
 static void worst_print(const worst *w, const char *what) {
-  printf("forgetting: %s: outputs %.2g (%s), gradients %.2g (%s)\n", what, w[0].error, w[0].where, w[1].error,
+  printf(NAME ": %s: outputs %.2g (%s), gradients %.2g (%s)\n", what, w[0].error, w[0].where, w[1].error,
          w[1].where);
 }
 
@@ -421,7 +433,7 @@ static bool net_open(net *m, const char *name, luna_isa isa, luna_form form, boo
   luna_options options = {0};
   luna_model model;
   char path[200];
-  options.threads = 2, options.isa = isa, options.form = form;
+  options.threads = 2, options.isa = isa, options.form = form, options.backend = ON_DEVICE;
   m->ctx = luna_open(&options);
   m->params = luna_params_open(m->ctx);
   model_path(path, sizeof path, name, "");
@@ -585,10 +597,10 @@ static void check_model_file(const char *name) {
   if (file_open(&f, path) && CHECK(file_find(&f, "", "tokens") && file_find(&f, "", "labels") &&
                                    file_find(&f, "", "logits") && file_find(&f, "", "loss"), "%s lacks something",
                                    path)) {
-    for (int i = 0; i < 2 * COMMON_ISAS; i++)
-      if (luna_isa_available(common_isas[i / 2]))
-        check_net(name, &f, common_isas[i / 2], i % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, w);
-    if (common_little_endian() && strcmp(name, "model_softmax") != 0)
+    for (int i = 0; i < 2 * ISAS; i++)
+      if (luna_isa_available(isas[i / 2]))
+        check_net(name, &f, isas[i / 2], i % 2 ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, w);
+    if (!ON_DEVICE && common_little_endian() && strcmp(name, "model_softmax") != 0)
       check_borrowed(name, file_find(&f, "", "tokens"), file_find(&f, "", "logits"), w);
     worst_print(w, name);
     worst_check(w, name);
@@ -909,7 +921,7 @@ static void check_long_stream(const char *name, int64_t n) {
         CHECK(error <= OUTPUT_LIMIT && beside <= OUTPUT_LIMIT,
               "%s: prefills of %d tokens are off by %.3g, and by %.3g beside steps", name, (int)n, error, beside);
       }
-      printf("forgetting: %s, %d tokens: steps %.2g beside the whole\n", name, (int)n,
+      printf(NAME ": %s, %d tokens: steps %.2g beside the whole\n", name, (int)n,
              common_error(steps, whole, n * vocab, 0));
     }
     luna_stream_close(s);
@@ -941,6 +953,32 @@ static void check_extremes(int64_t n) {
   }
 }
 
+/* the same bits whatever order a device's threads come in, and no finding about its kernels */
+#ifdef FORGETTING_CUDA
+static void check_orders(void) {
+  call c = call_open(2, 1100, 2, 5, 3, mixed);
+  results first = results_open(&c), r = results_open(&c);
+  luna_ctx *ctx = ctx_open(LUNA_ISA_BEST, 1);
+  for (unsigned seed = 1; seed <= 3; seed++) {
+    cuda_seed(seed);
+    bool equal = call_run(ctx, &c, true, seed > 1 ? &r : &first);
+    for (int j = -1; seed > 1 && j < INPUTS; j++)
+      equal = equal && same(j < 0 ? r.y : r.grad[j], j < 0 ? first.y : first.grad[j], count_of(&c, j < 0 ? Q : j));
+    CHECK(equal, "in order %u: other bits", seed);
+  }
+  luna_close(ctx);
+  results_close(&first), results_close(&r), call_close(&c);
+}
+static void check_device(void) {
+  const char *message = "";
+  check_orders();
+  CHECK(cuda_errors(&message) == 0, "%llu findings about kernels, the first: %s", cuda_errors(&message), message);
+  CHECK(cuda_allocated() == 0, "%zu bytes are left on the device", cuda_allocated());
+}
+#else
+static void check_device(void) {}
+#endif
+
 int main(void) {
   static const char *const ops[16] = {"one_row", "lengths", "heads", "one_slot", "tied", "slots", "never", "seldom",
                                       "clamped", "edge", "mixed", "horizon_1", "horizon_2", "horizon_7", "horizon_64",
@@ -949,20 +987,22 @@ int main(void) {
   for (int i = 0; i < 16; i++) check_op_file(ops[i]);
   for (int i = 0; i < MODELS; i++) check_model_file(model_names[i]);
   check_sizes();
-  for (int i = 0; i < COMMON_ISAS; i++) {
-    const luna_isa isa = common_isas[i];
+  for (int i = 0; i < ISAS; i++) {
+    const luna_isa isa = isas[i];
     if (!luna_isa_available(isa)) continue;
     check_within(isa);
     check_clamps(isa);
     check_function(isa, soft, 1, 0), check_function(isa, soft, 3, 0);
     check_function(isa, published, 1, 50), check_function(isa, published, 3, 0);
     check_causality(isa, true), check_causality(isa, false);
-    for (int m = 0; m < MODELS; m++) check_model_causality(model_names[m], isa);
-    for (int k = 0; k < 4 && isa != LUNA_ISA_REFERENCE; k++) check_threads(isa, k % 2 ? 3 : 1, k < 2);
+    for (int m = 0; m < MODELS && !ON_DEVICE; m++) check_model_causality(model_names[m], isa);
+    for (int k = 0; k < 4 && isa != LUNA_ISA_REFERENCE && !ON_DEVICE; k++) check_threads(isa, k % 2 ? 3 : 1, k < 2);
   }
-  for (int form = 0; form < 6; form++)
+  for (int form = 0; form < 6 && !ON_DEVICE; form++)
     check_differences(form % 2 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST, form / 2);
-  for (int i = 0; i < MODELS - 1; i++) check_long_stream(model_names[i], full ? 100000 : TEST_QUICK ? 1000 : 10000);
-  check_extremes(full ? 1 << 20 : TEST_QUICK ? 2000 : 1 << 14);
-  return test_report("forgetting");
+  for (int i = 0; i < MODELS - 1; i++)
+    check_long_stream(model_names[i], ON_DEVICE ? 300 : full ? 100000 : TEST_QUICK ? 1000 : 10000);
+  check_extremes(ON_DEVICE ? 2000 : full ? 1 << 20 : TEST_QUICK ? 2000 : 1 << 14);
+  check_device();
+  return test_report(NAME);
 }

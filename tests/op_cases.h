@@ -901,9 +901,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
 #define OP_CASES ((int)(sizeof op_cases / sizeof op_cases[0]))
 /* an op that a backend may lack, and that is not made of others */
 TEST_UNUSED static bool op_case_applies(const op_case *c, const luna_backend *backend) {
-  return (backend->op[LUNA_OP_SPARSE_ATTENTION].forward || strcmp(c->name, "sparse_attention") != 0) &&
-         (backend->op[LUNA_OP_FORGETTING_LUNA].forward ||
-          (strncmp(c->name, "forgetting", 10) != 0 && strcmp(c->name, "horizon") != 0));
+  return backend->op[LUNA_OP_SPARSE_ATTENTION].forward || strcmp(c->name, "sparse_attention") != 0;
 }
 
 #endif
