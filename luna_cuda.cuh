@@ -3608,7 +3608,9 @@ static luna_status lunacu_unpack_backward(luna_op *op) {
 /* of a tile 64 wide in shared memory; the others, too, are 4 wider than they hold, against bank conflicts */
 #define LUNACU_CAUSAL_PITCH (LUNACU_CHUNK + 4)
 #define LUNACU_CAUSAL_SCAN 16        /* chunks that a thread scans, */
-#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN) /* max chunks of a window */
+#ifndef LUNACU_CAUSAL_WINDOW         /* max chunks of a window; tests have fewer */
+#define LUNACU_CAUSAL_WINDOW (32 * LUNACU_CAUSAL_SCAN)
+#endif
 #define LUNACU_CAUSAL_FLOATS ((int64_t)8 << 20) /* and floats that a window is cut to */
 
 /* Flags have 64 bits, so that no argument of a kernel has holes or looks like a pointer.
@@ -4381,7 +4383,7 @@ static luna_status lunacu_causal_luna_stream(luna_op *op) {
   const luna_tensor *q = op->in[0];
   const int64_t heads = op->arg.causal.heads;
   const lunacu_causal_stream a = {q->data, op->in[1]->data, op->in[2]->data, op->in[3]->data,
-                                  op->weights ? op->in[4]->data : NULL, op->out[0]->data, (double *)op->workspace,
+                                  op->inputs > 4 ? op->in[4]->data : NULL, op->out[0]->data, (double *)op->workspace,
                                   op->mean_ka, op->mean_av, op->weights, op->lengths, q->shape[0], q->shape[1], heads,
                                   lunacu_last(q) / heads, lunacu_last(op->in[3]) / heads, (int64_t)op->activation,
                                   op->position, (double)op->arg.causal.scale, op->arg.causal.horizon};

@@ -1,6 +1,7 @@
 /* luna_cuda.cuh for tests/cuda.c: by nvcc for a GPU, by g++ (as C++) through cuda_host.h for none */
 #ifndef __CUDACC__
 #include "cuda_host.h"
+#define LUNACU_CAUSAL_WINDOW (2 * LUNACU_CAUSAL_SCAN) /* so that a few thousand rows are several windows */
 #endif
 #include "luna_cuda.cuh"
 #include "cuda_device.h"
