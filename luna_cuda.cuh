@@ -3908,7 +3908,10 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
   if (FADES) leaves[threadIdx.x] = all;
   if (chunks > 0 && !s.begins) before = s.carried[place];
   __syncthreads();
-  for (unsigned k = 0; k < run; k++) before = (FADES ? leaves[k * 32 + lane] : 1) * before + sums[k * 32 + lane];
+  for (unsigned k = 0; k < run; k++) {
+    if (FADES) before *= leaves[k * 32 + lane];
+    before += sums[k * 32 + lane];
+  }
   LUNACU_UNROLL
   for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
     const double f = left(k);
