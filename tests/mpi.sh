@@ -48,32 +48,46 @@ for mode in data sequence; do
   done
 done
 
-# a rank that is killed ends the others; the checkpoint goes on
+# A rank that is killed ends the others: of ranks in order of their start, the last, or rank 0, which saves.
+alive() {
+  ps -A -o pid= -o stat= -o args= |
+    awk -v program="$lm" '$3 == program && / killed.st/ && $2 !~ /^Z/ { print $1 }' | sort -n
+}
+killed() { # WHAT WHICH SECONDS ARGUMENTS...: mpirun with them, of which a rank is killed so long after the first save
+  what=$1 which=$2 after=$3
+  shift 3
+  rm -f killed.st
+  timeout 300 "${MPIRUN:-mpirun}" "$@" --out killed.st >out 2>err </dev/null &
+  job=$!
+  tries=0
+  until [ -s killed.st ] || [ $tries = 1200 ]; do sleep 0.1; tries=$((tries + 1)); done
+  sleep "$after"
+  alive | "$which" -n 1 >victim
+  check "$what: there is a rank to kill" kill -9 "$(cat victim)"
+  wait $job
+  status=$?
+  check "$what: mpirun ends with an error of its own, not $status" test "$status" -ne 0 -a "$status" -ne 124
+  check "$what: something is said" [ -s err ]
+  tries=0
+  until [ -z "$(alive)" ] || [ $tries = 100 ]; do sleep 0.1; tries=$((tries + 1)); done
+  check "$what: no rank is left" [ -z "$(alive)" ]
+}
+for after in 0 0.02 0.05 0.1 0.2; do
+  killed "rank 0 killed while it saves" head $after -n 2 "$lm" train text --steps 100000 --save-every 1 \
+    --parallel data $small
+  check "the file is whole, $after s after the first" mpi -n 1 "$lm" eval killed.st text --threads 1
+done
+# the checkpoint goes on
 for mode in data sequence; do
   run_3="-n 3 $lm train text --steps 400 --save-every 20 --parallel $mode $small"
   mpi $run_3 --out whole.st
   check "$mode: a run that is not killed" cp out whole
-  rm -f killed.st
-  timeout 300 "${MPIRUN:-mpirun}" $run_3 --out killed.st >out 2>err </dev/null &
-  job=$!
-  tries=0
-  until [ -s killed.st ] || [ $tries = 300 ]; do sleep 0.1; tries=$((tries + 1)); done
-  alive() {
-    ps -A -o pid= -o stat= -o args= |
-      awk -v program="$lm" '$3 == program && / killed.st/ && $2 !~ /^Z/ { print $1 }'
-  }
-  alive | tail -n 1 >victim
-  check "$mode: there is a rank to kill" kill -9 "$(cat victim)"
-  wait $job
-  status=$?
-  check "$mode: mpirun ends with an error of its own, not $status" test "$status" -ne 0 -a "$status" -ne 124
-  tries=0
-  until [ -z "$(alive)" ] || [ $tries = 100 ]; do sleep 0.1; tries=$((tries + 1)); done
-  check "$mode: no rank is left" [ -z "$(alive)" ]
+  killed "$mode" $([ $mode = data ] && echo tail || echo head) 0 $run_3
   cp killed.st other.st
   mpi -n 3 "$lm" train text --resume killed.st --out killed.st --save-every 20 --parallel $mode --threads 1
   check "$mode: it goes on" grep -q "^going on from step" out
   check "$mode: to the bits of a run that was never killed" same whole.st killed.st
+  check "$mode: what a killed rank had begun to write is removed" [ -z "$(ls -A | grep '^\.luna')" ]
   mpi -n 2 "$lm" train text --resume other.st --out other.st --save-every 20 --parallel $mode --threads 1
   sed -n 's/.*-> \([0-9.]*\) nats.*/\1/p' whole out >ends
   check "$mode: on two ranks within rounding" \
