@@ -38,6 +38,24 @@ static void choose(const uint8_t *bytes, size_t size) {
 static bool one_door;
 static bool takes(int door, int doors) { return !one_door || (int)((chosen.random >> 24) % (uint64_t)doors) == door; }
 
+/* ---- how far inputs come: an execution is one input at its doors ---- */
+enum { EXECUTED, OPENED, LOADED, STREAMED, STEPPED, SAVED, STAGES };
+static unsigned stages;              /* bit i: this input came to stage i */
+static int64_t came_to[STAGES];
+static void reached(int stage) { stages |= 1u << stage; }
+static void execution_end(void) {
+  reached(EXECUTED);
+  for (int i = 0; i < STAGES; i++) came_to[i] += stages >> i & 1;
+  stages = 0;
+}
+static void print_stages(void) {
+  const double one = (double)came_to[EXECUTED] / 100 + 1e-9;
+  printf("%.0f executions: %.1f%% open as safetensors, %.1f%% load as a model, %.1f%% give logits of a stream, "
+         "%.1f%% take an optimiser's step, %.1f%% are saved and loaded again\n", (double)came_to[EXECUTED],
+         (double)came_to[OPENED] / one, (double)came_to[LOADED] / one, (double)came_to[STREAMED] / one,
+         (double)came_to[STEPPED] / one, (double)came_to[SAVED] / one);
+}
+
 /* ---- an allocator that knows how large the input is: no allocation may be out of proportion ---- */
 #define MOST_ONCE(input) (((size_t)1 << 20) + 64 * (input))
 #define MOST_IN_ALL(input) (((int64_t)4 << 20) + 256 * (int64_t)(input))
@@ -81,6 +99,11 @@ static buffer saved(const luna_params *params, const luna_optimizer *optimizer) 
   return b;
 }
 static bool same(const buffer *a, const buffer *b) { return a->size == b->size && memcmp(a->at, b->at, a->size) == 0; }
+/* what was saved, loaded and saved again */
+static bool round_trip(const buffer *a, const buffer *b) {
+  if (same(a, b)) reached(SAVED);
+  return same(a, b);
+}
 
 /* after a call that failed: a sentence, and as much memory as before */
 static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what) {
@@ -150,7 +173,7 @@ static void try_set(const uint8_t *bytes, size_t size) {
       HOLDS(luna_load_bytes(other, file.at, file.size) == LUNA_OK, "%s: what was loaded and saved cannot be loaded: %s",
             names[way], luna_error(ctx));
       again = saved(other, NULL);
-      HOLDS(same(&file, &again), "%s: what was loaded and saved comes back as something else", names[way]);
+      HOLDS(round_trip(&file, &again), "%s: what was loaded and saved comes back as something else", names[way]);
       free(file.at), free(again.at);
     }
     ctx_close(ctx, &h);
@@ -346,13 +369,15 @@ static void learn(luna_ctx *ctx, const luna_model *model, luna_params *params, c
   luna_begin_step(ctx);
   luna_lm_state_continue(state);
   luna_backward(loss_of(model));
-  HOLDS(luna_optimizer_step(optimizer) == LUNA_OK || luna_error(ctx)[0], "no step, and no sentence");
+  const bool stepped = luna_optimizer_step(optimizer) == LUNA_OK;
+  HOLDS(stepped || luna_error(ctx)[0], "no step, and no sentence");
+  if (stepped) reached(STEPPED);
   luna_begin_inference(ctx);
   buffer file = saved(params, optimizer);
   HOLDS(luna_load_training_bytes(optimizer, file.at, file.size) == LUNA_OK, "a training that was saved is refused: %s",
         luna_error(ctx));
   buffer again = saved(params, optimizer);
-  HOLDS(same(&file, &again), "a training that was saved and loaded is another");
+  HOLDS(round_trip(&file, &again), "a training that was saved and loaded is another");
   free(file.at), free(again.at);
 }
 
@@ -364,7 +389,6 @@ static bool use_model(luna_ctx *ctx, const luna_model *model) {
   else use_seq2seq(ctx, &model->seq2seq);
   return luna_begin_inference(ctx) == LUNA_OK;
 }
-static int models_loaded;
 /* -> whether a language model was loaded, or was refused for what a stream does not look at: dropouts, keys twice */
 static bool try_model(const uint8_t *bytes, size_t size, bool any) {
   const char *what = any ? "luna_load_model_bytes" : "luna_lm_load_bytes";
@@ -382,14 +406,14 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
     refused(ctx, &h, live, what);
   } else {
     buffer file = saved(params, NULL);
-    models_loaded += any;
+    if (any) reached(LOADED);
     if (any) use_model(ctx, &model);
     else luna_begin_inference(ctx), use_streams(ctx, &model.lm, &file);
     HOLDS((any ? luna_load_model_bytes(&other, twice, file.at, file.size) :
            luna_lm_load_bytes(&other.lm, twice, file.at, file.size)) == LUNA_OK,
           "%s: what was loaded and saved cannot be loaded: %s", what, luna_error(ctx));
     buffer again = saved(twice, NULL);
-    HOLDS(same(&file, &again), "%s: what was loaded and saved comes back as something else", what);
+    HOLDS(round_trip(&file, &again), "%s: what was loaded and saved comes back as something else", what);
     if (any) learn(ctx, &model, params, bytes, size);
     free(file.at), free(again.at);
   }
@@ -454,6 +478,7 @@ static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
     e.input.lengths = NULL;
     const float *logits = luna_stream_prefill(stream, &e.input);
     HOLDS(logits || luna_stream_error(stream)[0], "no logits, and no sentence");
+    if (logits) reached(STREAMED);
     const int64_t outputs = lunai_lm_outputs(&stream->sizes);
     const int32_t token = luna_sample(logits, outputs, &sampling);
     HOLDS(token >= -1 && token < outputs, "token %d of %d", (int)token, (int)outputs);
@@ -528,9 +553,10 @@ static void try_training(const uint8_t *bytes, size_t size) {
       HOLDS(luna_load_training_bytes(optimizer, after.at, after.size) == LUNA_OK,
             "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
       again = saved(params, optimizer);
-      HOLDS(same(&after, &again), "training that was loaded and saved comes back as something else");
+      HOLDS(round_trip(&after, &again), "training that was loaded and saved comes back as something else");
       luna_begin_inference(ctx);
       HOLDS(train(ctx, params, optimizer) == LUNA_OK, "training that was loaded does not go on: %s", luna_error(ctx));
+      reached(STEPPED);
       free(again.at);
     }
     free(before.at), free(after.at);
@@ -540,7 +566,9 @@ static void try_training(const uint8_t *bytes, size_t size) {
 
 /* bytes: aligned as by malloc */
 static void try_all(const uint8_t *bytes, size_t size) {
+  lunai_st st;
   choose(bytes, size);
+  if (!lunai_st_open(&st, bytes, size)) reached(OPENED);
   try_set(bytes, size);
   try_inspection(bytes, size);
   try_stream(bytes, size, try_model(bytes, size, false));
@@ -548,6 +576,7 @@ static void try_all(const uint8_t *bytes, size_t size) {
   try_into_model(bytes, size);
   try_state(bytes, size);
   try_training(bytes, size);
+  execution_end();
 }
 
 /* ---- seeds: small files of every kind, and of every trick ---- */
@@ -842,9 +871,21 @@ TEST_UNUSED static bool seed(int i, const char **name, buffer *out) {
   return false;
 }
 
+/* ---- mutations of the seeds that are models, sets and trainings; half are of language models, which most doors take
+   ---- */
+enum { SEEDS = 19, MUTATED_MOST = 16384 };
+static buffer kept_seeds[SEEDS];
+static const buffer *kept_seed(uint64_t *r) {
+  const int i = random_below(r, random_below(r, 2) ? LMS : SEEDS);
+  const char *name;
+  if (!kept_seeds[i].at && !seed(i, &name, &kept_seeds[i])) exit(2);
+  return &kept_seeds[i];
+}
+
 #ifdef FUZZ_LIBFUZZER
-/* ---- libFuzzer: a quarter of its changes go anywhere, a quarter to the header, whose offsets and sizes are then made
-   to fit, the others to the file as a structure; and of two files it makes one ---- */
+/* ---- libFuzzer: an eighth of its changes go anywhere, an eighth to the header, whose offsets and sizes are then made
+   to fit, a quarter to the file as a structure; and of two files it makes one. A file that is kept for new lines seldom
+   loads as a model: half of the changes begin at a seed again, and a quarter of those take tensors of the file ---- */
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 size_t LLVMFuzzerMutate(uint8_t *bytes, size_t size, size_t max);
 size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int number);
@@ -855,12 +896,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
   uint8_t *copy = (uint8_t *)malloc(size ? size : 1); /* aligned, and of its own size */
   lunai_st st;
   if (size) memcpy(copy, bytes, size);
+  if (!one_door) atexit(print_stages);
   one_door = true;
   if (!lunai_st_open(&st, copy, size)) try_all(copy, size);
   else { /* all doors refuse alike what does not open */
     choose(copy, size);
     try_inspection(copy, size);
     try_state(copy, size);
+    execution_end();
   }
   free(copy);
   return 0;
@@ -874,13 +917,22 @@ static size_t mutated(const uint8_t *bytes, size_t size, uint8_t *out, size_t ma
   free(whole.at);
   return good ? whole.size : 0;
 }
+static size_t from_seed(uint8_t *bytes, size_t size, size_t max, uint64_t random) {
+  static structure from;
+  const buffer *one = kept_seed(&random);
+  const bool two = random_below(&random, 4) == 0 && file_parse(&from, bytes, size);
+  const size_t now = mutated(one->at, one->size, bytes, max, two ? &from : NULL, random);
+  if (two) file_free(&from);
+  return now;
+}
 size_t LLVMFuzzerCustomMutator(uint8_t *bytes, size_t size, size_t max, unsigned int number) {
   const uint64_t random = common_hash(number, size);
   const size_t header = size < 8 ? 0 : (size_t)(bytes[0] | bytes[1] << 8 | bytes[2] << 16);
   buffer whole = {NULL, 0, 0};
-  const size_t structured = random % 4 > 1 ? mutated(bytes, size, bytes, max, NULL, random) : 0;
+  const size_t structured = random % 8 < 2 ? 0 :
+      random % 8 < 4 ? mutated(bytes, size, bytes, max, NULL, random) : from_seed(bytes, size, max, random);
   if (structured) return structured;
-  if (random % 4 != 1 || size < 16 || header == 0 || header > size - 8) return LLVMFuzzerMutate(bytes, size, max);
+  if (random % 8 != 1 || size < 16 || header == 0 || header > size - 8) return LLVMFuzzerMutate(bytes, size, max);
   const size_t data = size - 8 - header, room = max - 8 - data;
   char *text = (char *)common_alloc(max);
   memcpy(text, bytes + 8, header);
@@ -980,31 +1032,31 @@ static void try_seeds(void) {
 }
 /* what libFuzzer would make of the seeds that are models, sets and trainings, without it: most of the models load */
 static void try_mutations(int count, int first) {
-  enum { SEEDS = 19, MAX = 16384 };
   static structure from;
-  buffer seeds[SEEDS], b = {NULL, 0, 0};
-  const char *name;
+  buffer b = {NULL, 0, 0};
   char text[40];
-  int opened = 0, made = 0;
-  for (int i = 0; i < SEEDS; i++) if (!seed(i, &name, &seeds[i])) exit(2);
-  models_loaded = 0, one_door = true;
+  int made = 0;
+  memset(came_to, 0, sizeof came_to), one_door = true;
   for (int i = first; i < first + count; i++, b.size = 0) {
     uint64_t r = common_hash(7, (uint64_t)i);
-    const buffer *one = &seeds[random_below(&r, SEEDS)], *other = &seeds[random_below(&r, SEEDS)];
+    const buffer *one = kept_seed(&r), *other = kept_seed(&r);
     const bool two = random_below(&r, 4) == 0 && file_parse(&from, other->at, other->size);
-    lunai_st st;
     snprintf(text, sizeof text, "--mutations 1 %d", i);
     current = text;
-    if (file_mutated(one->at, one->size, MAX, two ? &from : NULL, r, &b)) {
-      made++, opened += !lunai_st_open(&st, b.at, b.size);
+    if (file_mutated(one->at, one->size, MUTATED_MOST, two ? &from : NULL, r, &b)) {
+      made++;
       b.at = (uint8_t *)realloc(b.at, b.room = b.size); /* a sanitizer sees what reads beyond */
       try_all(b.at, b.size);
     }
     if (two) file_free(&from);
   }
-  CHECK(made >= count * 9 / 10 && opened == made && (count < 100 || models_loaded >= count / 4),
-        "of %d mutations %d are files, %d open and %d are models", count, made, opened, models_loaded);
-  for (int i = 0; i < SEEDS; i++) free(seeds[i].at);
+  CHECK(made >= count * 9 / 10 && came_to[OPENED] == made, "of %d mutations %d are files and %d open", count, made,
+        (int)came_to[OPENED]);
+  for (int i = LOADED; i < STAGES; i++)
+    CHECK(count < 100 || came_to[i] >= count / (i == STREAMED ? 8 : 4), "of %d mutations %d come to stage %d", count,
+          (int)came_to[i], i);
+  print_stages();
+  for (int i = 0; i < SEEDS; i++) free(kept_seeds[i].at);
   free(b.at);
 }
 
