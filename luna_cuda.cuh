@@ -2384,7 +2384,10 @@ __global__ void lunacu_history_kernel(lunacu_convolution a, float *history) {
       }
       a.y[start + t * a.d] = sum;
     }
-    for (int64_t k = 0; k < past; k++) {
+    bool finite = true;              /* what is not is not remembered: luna.h's lunai_history_move */
+    for (int64_t row = a.n < past ? 0 : a.n - past; row < a.n; row++)
+      finite = finite && isfinite(a.x[start + row * a.d]);
+    for (int64_t k = 0; k < past && finite; k++) {
       const int64_t row = k + a.n - past;
       before[k * a.d] = row < 0 ? before[(row + past) * a.d] : a.x[start + row * a.d];
     }
@@ -4338,6 +4341,19 @@ __device__ __forceinline__ void lunacu_causal_mean(double *mean, int64_t row, in
     __syncthreads();
   }
 }
+/* Whether a row of k, v, s and gates is finite; else it has no result, and is not remembered: luna.h's
+   lunai_luna_skips. All threads of the block ask. */
+__device__ __forceinline__ bool lunacu_causal_remembers(const lunacu_causal_stream &a, int64_t row, int slots) {
+  const int dim = (int)a.dim;
+  bool finite = true;
+  for (int j = threadIdx.x; j < dim; j += LUNACU_BLOCK)
+    finite = finite && isfinite(a.k[row * dim + j]) && isfinite(a.v[row * dim + j]);
+  for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK)
+    finite = finite && isfinite(a.s[row * a.slots + j]) && (!a.gates || isfinite(a.gates[row * a.slots + j]));
+  if (__syncthreads_and(finite)) return true;
+  for (int j = threadIdx.x; j < dim; j += LUNACU_BLOCK) a.out[row * dim + j] = NAN;
+  return false;
+}
 template <bool FORGETS> __global__ void __launch_bounds__(LUNACU_BLOCK)
 lunacu_causal_stream_kernel(lunacu_causal_stream a) {
   LUNACU_SHARED(double, sums, LUNACU_BLOCK);
@@ -4353,6 +4369,7 @@ lunacu_causal_stream_kernel(lunacu_causal_stream a) {
     const int64_t now = position + t + 1;
     const double share = 1 / (double)(a.horizon > 0 ? min(now, a.horizon) : now);
     const bool first = position + t == 0;
+    if (!lunacu_causal_remembers(a, row, slots)) continue;
     const float *k = a.k + row * dim, *v = a.v + row * dim;
     float *out = a.out + row * dim;
     for (int j = threadIdx.x; j < slots; j += LUNACU_BLOCK) {

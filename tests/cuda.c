@@ -635,6 +635,7 @@ static void check_small(void) {
     if (strcmp(op_cases[i].name, cuda.skip) != 0 && op_case_applies(&op_cases[i], cuda.backend))
       device_case(&cuda, &op_cases[i], 0, false);
   device_refusals(&cuda);
+  device_misfits(&cuda, LUNA_FORGET_GATED);
   check_custom();
   check_shared_graph();
   check_stream_graphs();

@@ -651,6 +651,33 @@ static void device_stream_kind(const device *d, int kind) {
   luna_close(m.ctx[0]);
   luna_close(m.ctx[1]);
 }
+/* A sequence whose feature does not fit stays as it was, on the device as on the host, to which states go and back. */
+static void device_misfits(const device *d, luna_forget forget) {
+  luna_lm_config config = {0};
+  luna_ctx *ctx[2];
+  luna_params *params[2];
+  luna_lm lm[2];
+  luna_stream *s[2];
+  config.features = 2, config.outputs = 3, config.dim = 16, config.heads = 2, config.layers = 2;
+  config.layer.forget = forget, config.layer.convolution = 3;
+  for (int i = 0; i < 2; i++) {
+    ctx[i] = device_open(i ? d : NULL, 3);
+    params[i] = luna_params_open(ctx[i]);
+    if (!CHECK(luna_lm_init(&lm[i], params[i], &config) == LUNA_OK, "%s", luna_error(ctx[i]))) return;
+  }
+  CHECK(device_same_weights(params[0], params[1]), "misfits: the weights do not move");
+  for (int i = 0; i < 2; i++) s[i] = luna_stream_open(&lm[i], &(luna_stream_config){ .batch = 2 });
+  for (int t = 0; t < 12 && s[0] && s[1]; t++) {
+    const float x[4] = {(float)(t % 3), 1, t % 4 == 2 ? 1e20f : 2, (float)(t % 5)};
+    const float *want = luna_stream_step_features(s[0], x), *got = luna_stream_step_features(s[1], x);
+    if (!CHECK(want && got, "misfits, step %d: %s", t, luna_stream_error(s[1]))) break;
+    CHECK(luna_stream_error_id(s[1]) == luna_stream_error_id(s[0]), "misfits, step %d: %s", t, luna_stream_error(s[1]));
+    for (int i = 0; i < 6; i++)
+      CHECK(isnan(want[i]) ? isnan(got[i]) : fabs((double)(got[i] - want[i])) < DEVICE_STREAM_LIMIT,
+            "misfits, step %d: output %d is %g, on the host %g", t, i, (double)got[i], (double)want[i]);
+  }
+  for (int i = 0; i < 2; i++) luna_stream_close(s[i]), luna_close(ctx[i]);
+}
 /* between the devices of two contexts a state goes only by way of the host */
 static void device_stream_apart(const device *d) {
   device_models m[2];
@@ -804,6 +831,7 @@ static void device_decoder(const device *d, int kind) {
 }
 static void device_serving(const device *d) {
   for (int kind = 0; kind < STREAM_KINDS; kind++) device_stream_kind(d, kind);
+  device_misfits(d, LUNA_FORGET_NONE), device_misfits(d, LUNA_FORGET_GATED);
   device_stream_apart(d);
   device_stream_at(d, 1000000000);
   device_stream_at(d, 0);
