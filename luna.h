@@ -105,8 +105,8 @@
 
    ERRORS
      Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, and ops given
-     null return null. luna_ctx_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
-     is a sentence that names the call, the sizes and the remedy, and luna_ctx_error_id(ctx) its id in LUNA_ERRORS, for
+     null return null. luna_error_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
+     is a sentence that names the call, the sizes and the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS, for
      programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
      which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and
      returns it. An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A
@@ -293,10 +293,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(STATE_OTHER, BAD_ARGUMENT, "%s: the state is of another model, batch or layer count, or damaged") \
   X(STATE_MISSING, MISMATCH, "%s: the training in %s carried no state of this model and batch") \
   X(STATE_POSITIONS, BAD_ARGUMENT, "%s: the sequences stand at different positions, which %s cannot tell apart") \
-  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed (out of memory, a block that is too small or " \
-    "given with a device, threads below 0, an isa that this build or machine lacks, allocate without release or the " \
-    "reverse, an unknown form, a collective without functions or of a rank outside 0..ranks - 1, or a backend of " \
-    "another version)") \
+  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed; options.error and options.log say why") \
   /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
   X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
   X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
@@ -493,17 +490,19 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
   M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
     vf_div(vf_add(vf_of(1), vf_div(x, vf_add(vf_of(1), vf_exp(x)))), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
   M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1)))
-#define LUNA_MAPS(M) \
-  LUNA_ACTIVATIONS(M) \
+#define LUNA_OTHER_MAPS(M) \
   M(EXP, exp, vf_exp(x), y) \
   M(LOG, log, vf_select(vf_lt(x, vf_zero()), vf_sqrt(x), vf_log(x)), vf_div(vf_of(1), x)) \
   M(SQRT, sqrt, vf_sqrt(x), vf_div(vf_of(0.5), y)) \
   M(RSQRT, rsqrt, vf_div(vf_of(1), vf_sqrt(x)), vf_div(vf_mul(vf_of(-0.5), y), x)) \
   M(ABS, abs, vf_abs(x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_lt(x, vf_zero()), vf_of(-1), x)))
+#define LUNA_MAPS(M) LUNA_ACTIVATIONS(M) LUNA_OTHER_MAPS(M)
 typedef enum luna_activation {
-  LUNA_ACTIVATION_NONE = 0,
+  LUNA_ACTIVATION_DEFAULT = 0,       /* none, but ReLU of a feed-forward and softplus2 of an omega */
 #define LUNAI_MAP(NAME, name, value, slope) LUNA_ACTIVATION_##NAME,
-  LUNA_MAPS(LUNAI_MAP)
+  LUNA_ACTIVATIONS(LUNAI_MAP)
+  LUNA_ACTIVATION_NONE,              /* x itself */
+  LUNA_OTHER_MAPS(LUNAI_MAP)
 #undef LUNAI_MAP
   LUNA_ACTIVATION_COUNT
 } luna_activation;
@@ -580,7 +579,7 @@ typedef struct luna_run {
 } luna_run;
 #ifndef LUNA_ONLY_STREAM
 
-/* C = act(alpha A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
+/* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
 typedef struct luna_gemm_args {
   const float *a, *b, *bias;         /* bias [n] or null */
   float *c;
@@ -588,7 +587,7 @@ typedef struct luna_gemm_args {
   bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
   int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
   int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_SHARED, the same for all */
-  float alpha;                       /* 0 = 1 */
+  float scale;                       /* 0 = 1 */
   luna_activation activation;
   bool accumulate;                   /* add to C */
   luna_run run;
@@ -759,11 +758,12 @@ typedef struct luna_options {
   luna_form form;                    /* 0 = by cost */
   const luna_backend *backend;       /* 0 = this CPU */
   const luna_collective *collective; /* other ranks; copied; 0 = none */
+  const char **error;                /* where luna_open puts why it returns null; 0 = nowhere */
 } luna_options;
 
-/* Null options: all defaults. Returns null when out of memory, the block is too small or an option is invalid;
-   luna_error(NULL) lists what can be. A backend whose device cannot be opened gives a context in which every call fails
-   with the reason in luna_error. */
+/* Null options: all defaults. Returns null, and says why to options.error and options.log, when out of memory, the
+   block is too small or an option is invalid. A backend whose device cannot be opened gives a context in which every
+   call fails with the reason in luna_error. */
 LUNA_API luna_ctx *luna_open(const luna_options *options);
 /* Frees everything made from it but streams (luna_stream_close); null is fine. Contexts close in any order: what reads
    a closed one's parameters (sets that share them, streams on the CPU) can afterwards only be closed. */
@@ -782,12 +782,12 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx); /* no tape, no dropout
    failed init, load of a model, luna_params_open, luna_params_share, luna_param or optimiser, until the same call
    succeeds, with the same prefix or name, in that set or one opened since. To try a file or a config whose failure is
    to have no effect, use a context of its own and close it. */
-LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
+LUNA_API luna_status luna_error_status(const luna_ctx *ctx);     /* of the first failure since the last begin */
 /* The sentence of that failure, or of the newest failed call since that is not an op; "" without one */
 #ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx);
 #endif
-LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
+LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx); /* the id of that sentence; LUNA_ERROR_NONE */
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
@@ -904,15 +904,15 @@ typedef struct luna_scope {
   int outer, self;                   /* of a profile */
 } luna_scope;
 /* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
-LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute);
+LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute);
 #ifdef LUNA_ONLY_STREAM
-#define luna_scope_begin(ctx) luna_scope_open(ctx, NULL, false)
-#define luna_scope_recompute(ctx) luna_scope_open(ctx, NULL, true)
+#define luna_scope_begin(ctx) luna_scope_begin_as(ctx, NULL, false)
+#define luna_scope_recompute(ctx) luna_scope_begin_as(ctx, NULL, true)
 #else
-#define luna_scope_begin(ctx) luna_scope_open(ctx, __func__, false)
+#define luna_scope_begin(ctx) luna_scope_begin_as(ctx, __func__, false)
 /* Gradient checkpointing (arXiv 1604.06174): a scope of which training keeps nothing but the results; backward runs its
    ops again, with the same dropout. Less memory, the same gradients bit for bit. Scopes inside may be of any kind. */
-#define luna_scope_recompute(ctx) luna_scope_open(ctx, __func__, true)
+#define luna_scope_recompute(ctx) luna_scope_begin_as(ctx, __func__, true)
 #endif
 LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count);
 /* t, whose data stay until the next begin: call it before the scope ends */
@@ -1023,7 +1023,7 @@ LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tens
 /* act(x W1^T + b1) W2^T + b2 by blocks of rows, what a Transformer's half-layer does: w1 [hidden,in], w2 [out,hidden],
    b1 and b2 or null */
 typedef struct luna_feed_forward_config {
-  luna_activation activation;        /* 0 = LUNA_ACTIVATION_RELU */
+  luna_activation activation;        /* 0 = ReLU */
   float activation_dropout, dropout; /* of the hidden layer; of the result */
   luna_tensor *residual;             /* [...,out], added to the result, or null */
   /* the hidden layer is computed again in backward, to the same bits, instead of kept */
@@ -1075,9 +1075,8 @@ typedef struct luna_cross_entropy_config {
 /* [...,V] and one label a row -> [1], the mean over the labels in 0..V - 1; negative labels are ignored. A logit of
    -Inf gives its class probability 0, and an infinite loss where the label or smoothing is on it; gradients stay
    finite. */
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels);
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
-                                              const luna_cross_entropy_config *config);
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
+                                         const luna_cross_entropy_config *config);
 /* The cross-entropy of luna_linear(x, weight, bias), up to rounding: x [...,in], weight [V,in], bias [V] or null, one
    label a row of x -> [1]. Of more than 1024 classes no logits and no gradient of them are stored: less memory, for one
    more product in backward. */
@@ -1135,7 +1134,7 @@ LUNA_API luna_tensor *luna_unpack(luna_tensor *x, luna_tensor *k, luna_tensor *b
                                   const luna_unpack_config *config);
 typedef struct luna_causal_nested_config {
   int64_t heads;                     /* 0 = 1 */
-  luna_activation omega;             /* 0 = LUNA_ACTIVATION_SOFTPLUS2; LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1 */
+  luna_activation omega;             /* 0 = SOFTPLUS2; or SOFTPLUS, ELU1 */
   const int32_t *lengths;            /* [batch] real slots, or null: all */
   float dropout;                     /* of the unpack matrix */
   luna_tensor *forget;               /* logits of forget gates [batch,n,h l], or null: the published form */
@@ -1151,10 +1150,10 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
                                                    const luna_causal_nested_config *config);
 
 /* A user-defined op. forward fills out->data; backward adds to in[i]->grad (null where not wanted) from out->grad.
-   state is copied. */
+   state is copied. Another status than LUNA_OK fails the step with it; luna_backend_fail before it says why. */
 typedef struct luna_custom {
-  void (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-  void (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+  luna_status (*forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+  luna_status (*backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
   const void *state;
   size_t state_size;
   size_t workspace_size;             /* bytes that either function may use while it runs; on the CPU only */
@@ -1343,8 +1342,7 @@ typedef enum luna_forget { LUNA_FORGET_NONE = 0, LUNA_FORGET_CONSTANT, LUNA_FORG
 typedef struct luna_causal_attention_layer_config {
   int64_t dim, heads;                /* 0 = 128, 4 */
   luna_sharing sharing;              /* tied (0): k = v = c_proj; full: k_proj and v_proj */
-  /* 0 = LUNA_ACTIVATION_SOFTPLUS2, the authors'; LUNA_ACTIVATION_SOFTPLUS or LUNA_ACTIVATION_ELU1 */
-  luna_activation omega;
+  luna_activation omega;             /* 0 = SOFTPLUS2, the authors'; or SOFTPLUS, ELU1 */
   float dropout;                     /* on the unpack matrix */
   bool bert_init;
   bool output_gate;                  /* as of luna_layer_config */
@@ -1446,10 +1444,10 @@ struct luna_layer_config {
   int64_t pack_heads;                /* 0 = heads */
   int64_t ffn;                       /* 0 = 4 dim */
   luna_sharing sharing;
-  luna_activation activation;        /* of the feed-forward; 0 = LUNA_ACTIVATION_RELU */
+  luna_activation activation;        /* of the feed-forward; 0 = ReLU */
   bool gated;                        /* its hidden layer is act(fc1 x) fc3 x: GLU with LUNA_ACTIVATION_SIGMOID, SwiGLU
                                         with LUNA_ACTIVATION_SILU */
-  luna_activation omega;             /* of causal attention; 0 = LUNA_ACTIVATION_SOFTPLUS2 */
+  luna_activation omega;             /* of causal attention; 0 = SOFTPLUS2 */
   bool pre_norm;                     /* default: post-norm */
   luna_norm_kind norm;               /* of the layers and, in models, of all other norms; 0 = layer norm */
   int64_t convolution;               /* causal layer: width of the short convolution on attention's input; 0 = none */
@@ -1675,7 +1673,7 @@ typedef struct luna_masking {
 } luna_masking;
 /* The task: of the chosen places 80% become the mask, 10% a random token, 10% stay; labels are the tokens there and -1
    elsewhere [arXiv 1810.04805]. masked and labels [batch,n]; masked may be input->tokens itself. Null masking: the
-   defaults. Returns how many were chosen. */
+   defaults. Returns how many were chosen, or -1: an array is null, a size negative, or probability outside 0..1. */
 LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input *input, int32_t *masked,
                                   int32_t *labels);
 
@@ -1778,13 +1776,13 @@ LUNA_API luna_optimizer *luna_adamw(luna_params *params, const luna_optimizer_co
 LUNA_API luna_optimizer *luna_apollo(luna_params *params, const luna_optimizer_config *config); /* arXiv 2009.13586 */
 
 /* A group: parameters that learn in another way than the config says, those that join later included.
-   { .max_rank = 1 }: no decay on norms and biases. */
+   { .max_rank = 1, .decay_factor = -1 }: no decay on norms and biases. luna_params_freeze is for those that do not
+   learn at all. */
 typedef struct luna_param_group {
   const char *name;                  /* whose name has this in it; null = any */
   int max_rank;                      /* and of at most so many axes; 0 = any */
-  float lr;                          /* factor on the learning rate; 0 = 1 */
-  float weight_decay;                /* in place of the config's; 0 = none */
-  bool frozen;                       /* not trained at all; their gradients are ignored */
+  float lr_factor;                   /* on the learning rate; 0 = 1, negative = 0 */
+  float decay_factor;                /* on the weight decay; 0 = 1, negative = 0 */
 } luna_param_group;
 /* the last that fits a parameter counts */
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
@@ -1900,14 +1898,15 @@ LUNA_API luna_status luna_lm_state_load(luna_lm_state *state, const void *bytes,
 #endif
 
 typedef struct luna_sampling {
-  float temperature;                 /* logits are divided by it; 0 = 1: for greedy choice set top_k = 1 */
-  int32_t top_k;                     /* 0 = all; 1 = greedy */
+  float temperature;                 /* logits are divided by it; 0 = greedy: the likeliest token */
+  int32_t top_k;                     /* 0 = all */
   float top_p;                       /* of these the likeliest whose probabilities reach it; 0 = 1, all
                                         [arXiv 1904.09751] */
   uint64_t seed;
   uint64_t drawn;                    /* numbers drawn so far; luna_sample counts */
 } luna_sampling;
-/* -1 for null logits or NaN, where temperature or top_k is negative or not finite, and top_p outside 0..1 */
+/* Null sampling is greedy. -1 for null logits or NaN, where temperature or top_k is negative or not finite, and top_p
+   outside 0..1. */
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling);
 
 #ifndef LUNA_ONLY_STREAM
@@ -2044,7 +2043,7 @@ typedef struct luna_op {
   uint32_t dropout_op;               /* this op's number among those of the step that drop */
   float last_dropout;                /* of the result, before a residual is added: a second drop of the same op, */
   uint32_t last_dropout_op;          /* with a number of its own */
-  luna_activation activation;
+  luna_activation activation;        /* 0 = none */
   bool training;                     /* keep what backward needs: this op is on the tape */
   bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
@@ -2125,7 +2124,6 @@ typedef struct luna_update {
   float *moment[3];
   int64_t count, first;              /* elements; the number of its first piece */
   float decay, lr;                   /* lr: factor on the state's */
-  bool frozen;                       /* its gradient is zeroed, and counts for nothing */
 } luna_update;
 
 /* A backend's entries beside its ops, V(type, name) and F(result, name, parameters) */
@@ -2278,8 +2276,13 @@ LUNAI_FN bool lunai_are_finite(int64_t n, const float *x) {
   for (; i < n; i++) sum[0] += x[i] - x[i];
   return sum[0] + sum[1] + sum[2] + sum[3] == 0;
 }
+/* Ops and kernels know no defaults: there 0 is none. */
+#define LUNAI_NO_ACTIVATION LUNA_ACTIVATION_DEFAULT
+LUNAI_INLINE luna_activation lunai_activation_or(luna_activation a, luna_activation fallback) {
+  return a == LUNA_ACTIVATION_DEFAULT ? fallback : a == LUNA_ACTIVATION_NONE ? LUNAI_NO_ACTIVATION : a;
+}
 /* of a layer */
-LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_TANH; }
+LUNAI_INLINE bool lunai_is_activation(luna_activation a) { return (unsigned)a <= LUNA_ACTIVATION_NONE; }
 
 /* Max elements of an array, so that bytes and sums never wrap; and of a matrix in each thread's scratch. */
 #define LUNAI_MAX_COUNT ((int64_t)1 << (sizeof(size_t) < 8 ? 28 : 47))
@@ -3533,7 +3536,7 @@ LUNAI_FN void LUNAI_K(finish_tile)(const lunai_target *t, int64_t i, int64_t j, 
       else LUNAI_K(put)(t->sum + sum_at + r * t->sum_row + l, v, left);
     }
   if (!t->finish) return;
-  if (t->activation != LUNA_ACTIVATION_NONE) LUNAI_K(activate)(t->activation, rows * LUNAI_NR, tile, tile);
+  if (t->activation != LUNAI_NO_ACTIVATION) LUNAI_K(activate)(t->activation, rows * LUNAI_NR, tile, tile);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t l = 0; l < columns; l += VF) {
       float *c = t->c + c_at + r * t->c_row + l;
@@ -3594,7 +3597,7 @@ LUNAI_FN void LUNAI_K(gather_ahead)(int64_t m, int64_t k, int64_t tile, int64_t 
 LUNAI_FN void LUNAI_K(panels)(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                               float *a_gathered, const float *panel, int64_t panel_step, int64_t b_row,
                               const lunai_target *t) {
-  const bool plain = t->activation == LUNA_ACTIVATION_NONE || t->activation == LUNA_ACTIVATION_RELU;
+  const bool plain = t->activation == LUNAI_NO_ACTIVATION || t->activation == LUNA_ACTIVATION_RELU;
   const bool simple = !t->finish || (!t->pre && !t->late && plain);
   const bool half = n <= VF && LUNAI_NV == 2;
   const int64_t all = lunai_divide_up(n, LUNAI_NR);
@@ -3743,7 +3746,7 @@ LUNAI_FN lunai_gemm_plan lunai_gemm_plan_of(const lunai_kernels *kernels, const 
     p.row_parts = lunai_min(parts / p.column_parts, tiles);
     if (g->m >= g->n) p.column_parts = lunai_min(parts / p.row_parts, panels);
   }
-  p.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
+  p.late = g->accumulate && (g->activation != LUNAI_NO_ACTIVATION || g->pre);
   /* few rows: panels are read at once, so keep them in the cache */
   p.columns = g->m <= 2 * mr ? 4 * nr : LUNAI_NC / nr * nr;
   p.columns = lunai_min(p.columns, lunai_divide_up(lunai_max(g->n, 1), nr) * nr);
@@ -3813,7 +3816,7 @@ LUNAI_FN void lunai_gemm_block(const lunai_gemm_plan *plan, lunai_gemm_thread *t
     thread->held = from;
     thread->held_n = n;
     thread->held_k = k;
-    t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNA_ACTIVATION_NONE || plan->late);
+    t->finish = p + k >= g->k && (t->bias || t->pre || t->activation != LUNAI_NO_ACTIVATION || plan->late);
     kernels->panels(m, n, k, a + p * g->a_column, g->a_row, g->a_column, plan->a_size ? thread->a : NULL, panels,
                     kernels->nr * k, kernels->nr, t);
     t->from = t->sum;
@@ -3885,8 +3888,8 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
   t.bias = g->bias ? g->bias + column : NULL;
   t.alpha = g->alpha;
   t.activation = g->activation;
-  t.late = g->accumulate && (g->activation != LUNA_ACTIVATION_NONE || g->pre);
-  t.finish = g->bias || g->pre || g->activation != LUNA_ACTIVATION_NONE;
+  t.late = g->accumulate && (g->activation != LUNAI_NO_ACTIVATION || g->pre);
+  t.finish = g->bias || g->pre || g->activation != LUNAI_NO_ACTIVATION;
   for (int64_t x = 0; x < g->batch[0]; x++)
     for (int64_t y = 0; y < g->batch[1] && column < end; y++) {
       const int64_t at = x * g->c_batch[0] + y * g->c_batch[1] + column;
@@ -8207,7 +8210,7 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   const int64_t a_height = args->transpose_a ? args->k : args->m, b_height = args->transpose_b ? args->n : args->k;
   memset(g, 0, sizeof *g);
   if (args->m < 0 || args->n < 0 || args->k < 0) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_activation(args->activation) || !lunai_is_finite(args->alpha)) return LUNA_BAD_ARGUMENT;
+  if (!lunai_is_activation(args->activation) || !lunai_is_finite(args->scale)) return LUNA_BAD_ARGUMENT;
   int64_t a = lunai_extent(a_width, a_height, args->a_row, a_width, &g->a_row);
   int64_t b = lunai_extent(b_width, b_height, args->b_row, b_width, &g->b_row);
   int64_t c = lunai_extent(args->n, args->m, args->c_row, args->n, &g->c_row);
@@ -8223,8 +8226,8 @@ LUNAI_FN luna_status lunai_gemm_of(const luna_gemm_args *args, lunai_gemm *g) {
   if (args->transpose_a) g->a_row = 1;
   g->b_column = args->transpose_b ? g->b_row : 1;
   if (args->transpose_b) g->b_row = 1;
-  g->alpha = args->alpha == 0 ? 1.0f : args->alpha;
-  g->activation = (int)args->activation;
+  g->alpha = args->scale == 0 ? 1.0f : args->scale;
+  g->activation = (int)lunai_activation_or(args->activation, LUNAI_NO_ACTIVATION);
   g->accumulate = args->accumulate;
   g->dots = g->m == 1 && args->transpose_b;
   return LUNA_OK;
@@ -9502,6 +9505,10 @@ LUNAI_FN bool lunai_is_probability(luna_ctx *ctx, const char *name, const char *
   return (value >= 0 && value < 1) ||
          lunai_fail_status(ctx, LUNA_ERROR_PROBABILITY, name, field, (double)value) == LUNA_OK;
 }
+LUNAI_FN bool lunai_is_number(luna_ctx *ctx, const char *name, const char *field, float value) {
+  return lunai_is_finite(value) ||
+         lunai_fail_status(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, field, (double)value) == LUNA_OK;
+}
 LUNAI_FN bool lunai_is_rate(luna_ctx *ctx, const char *name, const char *field, float value) {
   return (value >= 0 && value < (float)INFINITY) ||
          lunai_fail_status(ctx, LUNA_ERROR_NEGATIVE, name, field, (double)value) == LUNA_OK;
@@ -9964,6 +9971,34 @@ LUNAI_FN bool lunai_open_threads(luna_ctx *ctx) {
   return true;
 }
 
+LUNAI_FN luna_ctx *lunai_open_failed(const luna_options *o, luna_status status, const char *sentence) {
+  if (o->error) *o->error = sentence;
+  if (o->log) o->log(o->log_user, status, sentence);
+  return NULL;
+}
+LUNAI_FN luna_ctx *lunai_open_no_memory(const luna_options *o) {
+  return lunai_open_failed(o, LUNA_OUT_OF_MEMORY, o->block ? "luna_open: options.block is too small" :
+                           "luna_open: no memory for a context");
+}
+/* what is wrong with a context's options, or null */
+LUNAI_FN const char *lunai_options_wrong(const luna_ctx *ctx) {
+  const luna_options *o = &ctx->options;
+  const luna_collective *c = o->collective;
+  if (!ctx->kernels) return "luna_open: this build or machine lacks the instruction set options.isa";
+  if (o->threads < 0) return "luna_open: options.threads is below 0";
+  if (!o->allocator.allocate != !o->allocator.release)
+    return "luna_open: options.allocator has allocate without release, or the reverse";
+  if ((unsigned)o->form > LUNA_FORM_FOLDED) return "luna_open: options.form is no luna_form";
+  if (ctx->backend->version != 1 || ctx->backend->size != sizeof(luna_backend))
+    return "luna_open: options.backend was compiled with another version of luna.h";
+  if (o->block && lunai_on_device(ctx)) return "luna_open: a device has memory of its own; options.block must be null";
+  if (!c) return NULL;
+  if (!c->all_reduce || !c->all_gather) return "luna_open: options.collective lacks all_reduce or all_gather";
+  if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS)
+    return "luna_open: options.collective has a rank outside 0..ranks - 1, or more than 1048576 ranks";
+  if ((unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return "luna_open: options.collective has a mode that does not exist";
+  return NULL;
+}
 LUNA_API luna_ctx *luna_open(const luna_options *options) {
   luna_ctx first;
   luna_status status = LUNA_OK;
@@ -9973,33 +10008,26 @@ LUNA_API luna_ctx *luna_open(const luna_options *options) {
   if (options) *o = *options;
   first.kernels = lunai_kernels_of(o->isa);
   first.backend = o->backend ? o->backend : luna_cpu_backend();
-  if (!first.kernels || o->threads < 0 || !o->allocator.allocate != !o->allocator.release ||
-      (unsigned)o->form > LUNA_FORM_FOLDED || first.backend->version != 1 ||
-      first.backend->size != sizeof(luna_backend) || (o->block && lunai_on_device(&first))) return NULL;
-  if (o->collective) {
-    const luna_collective *c = o->collective;
-    if (c->rank < 0 || c->rank >= c->ranks || c->ranks > LUNAI_MAX_RANKS || !c->all_reduce || !c->all_gather ||
-        (unsigned)c->mode > LUNA_PARALLEL_SEQUENCE) return NULL;
-    first.collective = *c;
-  }
+  const char *wrong = lunai_options_wrong(&first);
+  if (wrong) return lunai_open_failed(o, LUNA_BAD_ARGUMENT, wrong);
+  if (o->collective) first.collective = *o->collective;
   if (o->block) {
     char *start = (char *)o->block;
     const size_t shift = (LUNAI_ALIGN - (uintptr_t)start % LUNAI_ALIGN) % LUNAI_ALIGN;
-    if (o->block_size < shift) return NULL;
+    if (o->block_size < shift) return lunai_open_no_memory(o);
     first.block_start = start + shift;
     first.block_end = first.block_start + (o->block_size - shift) / LUNAI_ALIGN * LUNAI_ALIGN;
   }
-  if (!lunai_persist(&first, sizeof first, false, &memory)) return NULL;
+  if (!lunai_persist(&first, sizeof first, false, &memory)) return lunai_open_no_memory(o);
   luna_ctx *ctx = (luna_ctx *)memory;
   *ctx = first;
-  o = &ctx->options;
-  o->collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
+  ctx->options.collective = first.collective.ranks > 1 ? &ctx->collective : NULL;
   if (ctx->backend->allocate) ctx->arena[1].persistent_bytes = lunai_round(ctx->backend->opened);
   if (ctx->backend->open && !o->measure) status = ctx->backend->open(ctx, ctx->backend->device, &ctx->self);
   if (status == LUNA_OK) {
     if (!lunai_persist(ctx, sizeof(luna_step_state), !o->measure, &memory) || !lunai_open_threads(ctx)) {
       luna_close(ctx);
-      return NULL;
+      return lunai_open_no_memory(o);
     }
     ctx->state = (luna_step_state *)memory;
     if (!o->measure) status = ctx->backend->copy(ctx, &ctx->state->seed, &o->seed, sizeof o->seed, 1);
@@ -10149,13 +10177,13 @@ LUNAI_FN luna_status lunai_begin(luna_ctx *ctx, bool training) {
 LUNA_API luna_status luna_begin_step(luna_ctx *ctx) { return lunai_begin(ctx, true); }
 #endif
 LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ctx, false); }
-LUNA_API luna_status luna_ctx_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
+LUNA_API luna_status luna_error_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 #ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
   return ctx ? ctx->error : lunai_sentences[LUNA_ERROR_NO_CONTEXT];
 }
 #endif
-LUNA_API luna_error_id luna_ctx_error_id(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
+LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
 LUNA_API void *luna_backend_self(const luna_ctx *ctx) { return ctx ? ctx->self : NULL; }
 LUNA_API luna_step_state *luna_backend_state(const luna_ctx *ctx) { return ctx ? ctx->state : NULL; }
 LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const char *sentence) {
@@ -10754,7 +10782,7 @@ LUNAI_FN luna_status lunai_logits_backward(luna_op *op, const luna_op *loss);
 LUNAI_FN bool lunai_drops_last(const luna_op *op) { return LUNAI_TRAINS && op->last_dropout > 0; }
 /* whether something comes between the product and y */
 LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
-  return op->activation != LUNA_ACTIVATION_NONE || lunai_drops_last(op);
+  return op->activation != LUNAI_NO_ACTIVATION || lunai_drops_last(op);
 }
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
@@ -10765,7 +10793,7 @@ LUNAI_FN void lunai_linear_query(luna_op *op) {
     return;
   }
   if (lunai_linear_changes(op)) slope = lunai_round((size_t)luna_count(op->out[0]) * sizeof(float));
-  if (op->training && op->activation != LUNA_ACTIVATION_NONE) op->kept_size = slope;
+  if (op->training && op->activation != LUNAI_NO_ACTIVATION) op->kept_size = slope;
   for (int which = 0; which < (LUNAI_TRAINS && op->training ? 3 : 1); which++) {
     lunai_linear_product(op, which, NULL, &g);
     const size_t need = lunai_k(op)->gemm_scratch(&g, op->ctx->parallel.threads) + (which ? slope : 0);
@@ -11638,10 +11666,10 @@ LUNAI_FN luna_status lunai_custom_run(luna_op *op, bool back) {
   const luna_custom *custom = &op->arg.custom;
   void *state = (void *)(uintptr_t)custom->state;
   op->ctx->custom = op;
-  if (back) custom->backward(op->in, op->inputs, op->out[0], state);
-  else custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
+  const luna_status status = back ? custom->backward(op->in, op->inputs, op->out[0], state) :
+      custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], state);
   op->ctx->custom = NULL;
-  return LUNA_OK;
+  return status;
 }
 LUNAI_RUN_OP(custom)
 #define LUNAI_CPU_CUSTOM LUNAI_CPU_REST(custom_query, custom_forward, custom_backward, 0)
@@ -11713,7 +11741,7 @@ LUNAI_FN luna_status lunai_cpu_norm(luna_ctx *ctx, const luna_rule *rule, const 
   w.kernels = ctx->kernels;
   for (int64_t p = 0; p < count; p++) {
     w.update.grad = parts[p].grad;
-    w.update.count = parts[p].frozen ? 0 : parts[p].count;
+    w.update.count = parts[p].count;
     lunai_sums_add(ctx, &w, &sum);
   }
   sum = sqrt(sum);
@@ -11776,7 +11804,7 @@ LUNAI_FN luna_status lunai_cpu_update(luna_ctx *ctx, const luna_rule *rule, cons
                                       const luna_update *table, int64_t count) {
   (void)table;
   for (int64_t p = 0; p < count; p++) {
-    if (!parts[p].frozen && !rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
+    if (!rule->state->nonfinite) lunai_cpu_update_one(ctx, rule, &parts[p]);
     else if (parts[p].count) memset(parts[p].grad, 0, (size_t)parts[p].count * sizeof(float));
   }
   return LUNA_OK;
@@ -12279,7 +12307,7 @@ LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
 }
 LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->maker && t->maker->depth > 0; }
 
-LUNA_API luna_scope luna_scope_open(luna_ctx *ctx, const char *name, bool recompute) {
+LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
   scope.ctx = ctx;
   scope.made = ctx ? ctx->step.made : NULL;
@@ -14350,9 +14378,9 @@ LUNAI_FN luna_tensor *lunai_map(luna_tensor *x, luna_activation activation, cons
 LUNA_MAPS(LUNAI_MAP)
 #undef LUNAI_MAP
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation) {
-  if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT) return lunai_fail_activation(x->ctx, "luna_activate",
-      activation, LUNA_ACTIVATION_COUNT - 1);
-  return lunai_map(x, activation, "luna_activate");
+  if (x && (unsigned)activation >= LUNA_ACTIVATION_COUNT)
+    return lunai_fail_activation(x->ctx, "luna_activate", activation, LUNA_ACTIVATION_COUNT - 1);
+  return lunai_map(x, lunai_activation_or(activation, LUNAI_NO_ACTIVATION), "luna_activate");
 }
 
 LUNAI_FN bool lunai_dropout_wrong(lunai_build *s, float probability) {
@@ -14462,7 +14490,7 @@ typedef struct lunai_rank_op {
   const int32_t *lengths;            /* [batch] this rank's keys of each sequence; null: all of its rows */
   int64_t heads;
 } lunai_rank_op;
-LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+LUNAI_FN luna_status lunai_rank_sum_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const size_t bytes = (size_t)luna_count(out) * sizeof(float);
   (void)count;
@@ -14470,12 +14498,14 @@ LUNAI_FN void lunai_rank_sum_forward(const luna_tensor *const *in, int count, lu
   if (!op->received) lunai_rank_reduce(op->ctx, op->name, out->data, luna_count(out), LUNA_REDUCTION_SUM_F32);
   op->received = true;
   lunai_copy(op->result, out->data, bytes);
+  return LUNA_OK;
 }
-LUNAI_FN void lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+LUNAI_FN luna_status lunai_rank_sum_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   (void)count;
   if (!op->alone) lunai_rank_reduce(op->ctx, op->name, out->grad, luna_count(out), LUNA_REDUCTION_SUM_F32);
   for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++) in[0]->grad[i] += out->grad[i];
+  return LUNA_OK;
 }
 /* One of these ops, on the CPU. Its result is whole. */
 LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in, int count, int rank,
@@ -14507,7 +14537,7 @@ LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alon
 
 /* Attention over keys that are cut: in y_r [batch, l, d] and lse_r [batch, l, heads] of this rank's keys. With
    w_r = exp(lse_r - log sum_s exp lse_s) of each head, out = sum_r w_r y_r, in rank order. kept: this rank's w */
-LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+LUNAI_FN luna_status lunai_rank_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int ranks = op->ctx->collective.ranks;
   const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0, size = wide + lines;
@@ -14515,12 +14545,13 @@ LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, 
   float *mine = (float *)luna_custom_run(out).scratch, *all = mine + size, *lse = mine + wide;
   (void)count;
   lunai_copy(out->data, op->received ? op->result : in[0]->data, (size_t)wide * sizeof(float));
-  if (op->received) return;
+  if (op->received) return LUNA_OK;
   op->received = true;
   lunai_copy(mine, in[0]->data, (size_t)wide * sizeof(float));
   for (int64_t i = 0; i < lines; i++)
     lse[i] = (op->lengths ? op->lengths[i / (slots * op->heads)] : op->part->own) > 0 ? in[1]->data[i] : -INFINITY;
-  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float))) return;
+  if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)size * sizeof(float)))
+    return op->ctx->status;
   for (int64_t i = 0; i < lines; i++) {
     float max = -INFINITY;
     double sum = 0;
@@ -14536,13 +14567,14 @@ LUNAI_FN void lunai_rank_merge_forward(const luna_tensor *const *in, int count, 
     }
   }
   lunai_copy(out->data, op->result, (size_t)wide * sizeof(float));
+  return LUNA_OK;
 }
 /* dy_r = w_r dy and dlse_r = w_r dy . (y_r - y), of the ranks' summed dy */
-LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+LUNAI_FN luna_status lunai_rank_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   const int64_t lines = luna_count(in[1]), wide = luna_count(out), n = lines ? wide / lines : 0;
   (void)count;
-  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return;
+  if (!lunai_rank_reduce(op->ctx, op->name, out->grad, wide, LUNA_REDUCTION_SUM_F32)) return LUNA_OK;
   for (int64_t i = 0; i < lines; i++) {
     const float *g = out->grad + i * n;
     double dot = 0;
@@ -14552,6 +14584,7 @@ LUNAI_FN void lunai_rank_merge_backward(luna_tensor *const *in, int count, const
     for (int64_t e = 0; in[0]->grad && e < n; e++) in[0]->grad[i * n + e] += op->kept[i] * g[e];
     if (in[1]->grad) in[1]->grad[i] += (float)((double)op->kept[i] * dot);
   }
+  return LUNA_OK;
 }
 LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const lunai_cut *part, const int32_t *lengths,
                                        int64_t heads) {
@@ -14573,7 +14606,7 @@ LUNAI_FN luna_tensor *lunai_rank_merge(luna_tensor *y, luna_tensor *lse, const l
 /* The last rows of the ranks before, for a convolution: in this rank's last ones [batch, m, d], m <= width - 1, out the
    width - 1 rows before its first, zeros where there are none. kept: nothing. Of `rows` rows before a rank's first, a
    rank before that has its last min(its own, its end - (first - rows)). */
-LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+LUNAI_FN luna_status lunai_rank_border_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   lunai_rank_op *op = (lunai_rank_op *)state;
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
   const int64_t start = op->part->first - rows;
@@ -14585,7 +14618,8 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     memset(op->result, 0, (size_t)(batch * size) * sizeof(float));
     for (int64_t b = 0; b < batch; b++)
       lunai_copy(mine + b * size + (rows - own) * d, in[0]->data + b * own * d, (size_t)(own * d) * sizeof(float));
-    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float))) return;
+    if (!lunai_rank_gather(op->ctx, op->name, mine, all, (size_t)(batch * size) * sizeof(float)))
+      return op->ctx->status;
     for (int r = 0; r < op->ctx->collective.rank; r++) {
       end += op->part->parts[r];
       const int64_t n = lunai_min(op->part->parts[r], end - start);
@@ -14596,8 +14630,10 @@ LUNAI_FN void lunai_rank_border_forward(const luna_tensor *const *in, int count,
     op->received = true;
   }
   lunai_copy(out->data, op->result, (size_t)(batch * size) * sizeof(float));
+  return LUNA_OK;
 }
-LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+LUNAI_FN luna_status lunai_rank_border_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                void *state) {
   const lunai_rank_op *op = (const lunai_rank_op *)state;
   const luna_collective *c = lunai_ranks(op->ctx);
   const int64_t batch = out->shape[0], rows = out->shape[1], d = out->shape[2], own = in[0]->shape[1], size = rows * d;
@@ -14605,13 +14641,15 @@ LUNAI_FN void lunai_rank_border_backward(luna_tensor *const *in, int count, cons
   float *all = (float *)luna_custom_run(out).scratch;
   int64_t start = end - rows;        /* of the rows that rank r got */
   (void)count;
-  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float))) return;
+  if (!lunai_rank_gather(op->ctx, op->name, out->grad, all, (size_t)(batch * size) * sizeof(float)))
+    return op->ctx->status;
   for (int r = c->rank + 1; r < c->ranks && in[0]->grad; start += op->part->parts[r++]) {
     const int64_t n = lunai_min(op->part->own, end - start);
     for (int64_t b = 0; b < batch && n > 0; b++)
       for (int64_t i = 0; i < n * d; i++)
         in[0]->grad[(b * own + own - n) * d + i] += all[(r * batch + b) * size + (end - n - start) * d + i];
   }
+  return LUNA_OK;
 }
 /* x with the `rows` rows before its first one, which is whole */
 LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
@@ -14743,27 +14781,27 @@ LUNAI_FN luna_tensor *lunai_linear_activated(luna_tensor *x, luna_tensor *weight
   return lunai_linear_with(x, weight, bias, activation, NULL, 0);
 }
 LUNA_API luna_tensor *luna_linear(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
-  return lunai_linear_activated(x, weight, bias, LUNA_ACTIVATION_NONE);
+  return lunai_linear_activated(x, weight, bias, LUNAI_NO_ACTIVATION);
 }
 
-LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, luna_activation activation, const luna_feed_forward_config *c) {
+LUNAI_FN bool lunai_feed_forward_fits(lunai_build *s, const luna_feed_forward_config *c) {
   luna_ctx *ctx = s->op.ctx;
   if (lunai_dropout_wrong(s, c->dropout) || lunai_dropout_wrong(s, c->activation_dropout)) return false;
   if (lunai_is_checked(ctx)) return true;
-  if (!lunai_is_activation(activation))
-    return lunai_fail_activation(ctx, s->name, activation, LUNA_ACTIVATION_TANH) != NULL;
+  if (!lunai_is_activation(c->activation))
+    return lunai_fail_activation(ctx, s->name, c->activation, LUNA_ACTIVATION_NONE) != NULL;
   return lunai_fits(s, "x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? [...,o] gate? [f,i] gate_bias? [f]") &&
          lunai_product_fits(s, lunai_rows(s->op.in[0]), s->op.in[1]->shape[0], LUNAI_MAX_COUNT);
 }
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config) {
-  static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_NONE, 0, 0, NULL, false, NULL, NULL };
+  static const luna_feed_forward_config defaults = { LUNA_ACTIVATION_DEFAULT, 0, 0, NULL, false, NULL, NULL };
   const luna_feed_forward_config *c = config ? config : &defaults;
-  const luna_activation activation = c->activation == LUNA_ACTIVATION_NONE ? LUNA_ACTIVATION_RELU : c->activation;
+  const luna_activation activation = lunai_activation_or(c->activation, LUNA_ACTIVATION_RELU);
   luna_tensor *const in[] = { x, w1, b1, w2, b2, c->residual, c->gate, c->gate ? c->gate_bias : NULL };
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_FEED_FORWARD, "luna_feed_forward", in, 2, 8) ||
-      !lunai_feed_forward_fits(&s, activation, c)) return NULL;
+      !lunai_feed_forward_fits(&s, c)) return NULL;
   if (c->gate || LUNAI_BUMPS(x->ctx) || !x->ctx->backend->op[LUNA_OP_FEED_FORWARD].forward) {
     const luna_scope scope = c->recompute ? luna_scope_recompute(x->ctx) : luna_scope_begin(x->ctx);
     luna_tensor *y = lunai_linear_activated(x, w1, b1, activation);
@@ -14914,11 +14952,8 @@ LUNAI_FN bool lunai_labels(lunai_build *s, int64_t rows, int64_t classes, const 
   s->op.arg.cross_entropy.factor = c.sum || counted == 0 ? 1.0f : 1.0f / (float)counted;
   return s->op.index != NULL;
 }
-LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels) {
-  return luna_cross_entropy_with(logits, labels, NULL);
-}
-LUNA_API luna_tensor *luna_cross_entropy_with(luna_tensor *logits, const int32_t *labels,
-                                              const luna_cross_entropy_config *config) {
+LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *labels,
+                                         const luna_cross_entropy_config *config) {
   const int64_t one = 1;
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_CROSS_ENTROPY, "luna_cross_entropy", &logits, 1, 1) ||
@@ -14939,7 +14974,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
       !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o]")) return NULL;
   /* a panel is all the logits, or the backend has none */
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
-    return luna_cross_entropy_with(luna_linear(x, weight, bias), labels, config);
+    return luna_cross_entropy(luna_linear(x, weight, bias), labels, config);
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
@@ -15433,7 +15468,7 @@ LUNA_API luna_tensor *luna_causal_nested_attention(luna_tensor *q, luna_tensor *
   memset(&c, 0, sizeof c);
   if (config) c = *config;
   if (c.heads == 0) c.heads = 1;
-  if (c.omega == LUNA_ACTIVATION_NONE) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
+  if (c.omega == LUNA_ACTIVATION_DEFAULT) c.omega = LUNA_ACTIVATION_SOFTPLUS2;
   return lunai_causal_nested(in, &c, NULL);
 }
 
@@ -16008,7 +16043,7 @@ LUNAI_FN luna_tensor *lunai_unpack_past(const luna_nested_attention_layer *layer
   q = lunai_reshape(q, 3, past->sources, x->shape[0] * x->shape[1] / past->sources, x->shape[2], 1);
   q = luna_softmax_attention(q, &past->keys, &past->values, &a);
   q = lunai_gated(&layer->gate, x, luna_reshape(q, x->rank, x->shape));
-  return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, 0);
+  return lunai_linear_with(q, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, 0);
 }
 /* the second half: Y_X + residual, or null, after a dropout */
 LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *layer, luna_tensor *x, luna_tensor *y_p,
@@ -16022,7 +16057,7 @@ LUNAI_FN luna_tensor *lunai_nested_unpack(const luna_nested_attention_layer *lay
   luna_tensor *v = luna_linear_layer_forward(&layer->v, y_p);
   luna_tensor *k = c->sharing == LUNA_SHARING_TIED ? v : lunai_project(&layer->k, y_p);
   v = lunai_gated(&layer->gate, x, luna_softmax_attention(luna_linear_layer_forward(&layer->q, x), k, v, &a));
-  return lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual, dropout);
+  return lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual, dropout);
 }
 
 /* What goes through a layer: x and P, which become X' and P' where these are wanted. */
@@ -16091,7 +16126,7 @@ LUNAI_FN int lunai_causal_attention_parts(luna_causal_attention_layer *layer, lu
 }
 LUNAI_FN bool lunai_causal_attention_defaults(luna_ctx *ctx, luna_causal_attention_layer_config *c) {
   lunai_default_sizes(&c->dim, &c->heads);
-  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   if (c->memory == 0) c->memory = 16;
   return lunai_attention_good(ctx, c->dim, c->heads, c->dropout) &&
          lunai_in(ctx, ctx->call, "sharing", (int64_t)c->sharing, 0, LUNA_SHARING_FULL) &&
@@ -16193,7 +16228,7 @@ LUNAI_FN luna_tensor *lunai_causal_attention(const luna_causal_attention_layer *
   const luna_causal_nested_config nested = { c->heads, c->omega, lengths, c->dropout, gates, f->horizon };
   v = lunai_causal_nested(in, &nested, f->past);
   v = lunai_gated(&layer->gate, x, v);
-  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNA_ACTIVATION_NONE, residual,
+  return lunai_result(scope, lunai_linear_with(v, layer->out.weight, layer->out.bias, LUNAI_NO_ACTIVATION, residual,
                                                dropout));
 }
 LUNA_API luna_tensor *luna_causal_attention_layer_forward(const luna_causal_attention_layer *layer, luna_tensor *x,
@@ -16407,7 +16442,7 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_FRACTION_OF(luna_layer_config, activation_dropout)
 #define LUNAI_LAYER_FIELD(name, min, max) LUNAI_FIELD_OF(luna_layer_config, name, name, min, max)
   LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
-  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_TANH) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
+  LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_NONE) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
   LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
   LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
   LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 0, 1 << 20)
@@ -16420,8 +16455,8 @@ LUNAI_FN bool lunai_layer_defaults(luna_ctx *ctx, luna_layer_config *c, lunai_la
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
-  if (c->activation == LUNA_ACTIVATION_NONE) c->activation = LUNA_ACTIVATION_RELU;
-  if (c->omega == LUNA_ACTIVATION_NONE) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
+  if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
+  if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
          lunai_is_given(ctx, ctx->call, "layer.hook->init or layer.hook->forward",
                         !c->hook || (c->hook->init && c->hook->forward));
@@ -16607,7 +16642,7 @@ LUNAI_FN luna_tensor *lunai_decoder_layer(const luna_decoder_layer *layer, lunai
   if (!f->past && (!f->p || !f->context))
     return lunai_fail_null(x->ctx, "luna_decoder_layer_forward", f->p ? "context" : "p");
   const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_open(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
+  const luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   x = lunai_causal_attention(&layer->self_attention, lunai_normed(c, x, &layer->self_norm), x, c->dropout, f);
   f->x = x = lunai_result_so_far(scope, lunai_sum_normed(c, x, &layer->self_norm));
   if (f->past) {
@@ -16670,7 +16705,7 @@ LUNAI_FN luna_tensor *lunai_causal_layer(const luna_causal_layer *layer, luna_te
                                          int64_t horizon) {
   if (!lunai_layer_made(x, layer ? layer->feed_forward.fc1.weight : NULL, "luna_causal_layer_forward")) return NULL;
   const luna_layer_config *c = &layer->config;
-  const luna_scope scope = luna_scope_open(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
+  const luna_scope scope = luna_scope_begin_as(x->ctx, __func__, c->recompute == LUNA_RECOMPUTE_LAYER);
   lunai_flow f = lunai_flow_of(x, layer->memory, NULL);
   f.causal = true;
   f.past = past;
@@ -16707,7 +16742,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(vocab, vocab, 1, 1 << 24) F(layers, layers, 1, 1024) F(memory, memory, 1, 1 << 20) \
   F(dim, layer.dim, 1, 1 << 20) F(heads, layer.heads, 1, 1 << 16) F(ffn, layer.ffn, 1, 1 << 22) \
   F(convolution, layer.convolution, 0, 1024) F(sharing, layer.sharing, 0, 1) \
-  F(activation, layer.activation, 1, LUNA_ACTIVATION_TANH) F(gated, layer.gated, 0, 1) \
+  F(activation, layer.activation, 1, LUNA_ACTIVATION_NONE) F(gated, layer.gated, 0, 1) \
   F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
@@ -16929,7 +16964,8 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(heads, encoder.layer.heads, 1, 1 << 16) LUNAI_F(pack_heads, encoder.layer.pack_heads, 0, 1 << 16)
   LUNAI_F(ffn, encoder.layer.ffn, 1, 1 << 22) LUNAI_F(memory, encoder.memory, 1, 1 << 20)
   LUNAI_F(sharing, encoder.layer.sharing, 0, LUNA_SHARING_QK)
-  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_TANH) LUNAI_F(gated, encoder.layer.gated, 0, 1)
+  LUNAI_F(activation, encoder.layer.activation, 1, LUNA_ACTIVATION_NONE)
+  LUNAI_F(gated, encoder.layer.gated, 0, 1)
   LUNAI_F(omega, encoder.layer.omega, 0, 5) LUNAI_F(pre_norm, encoder.layer.pre_norm, 0, 1)
   LUNAI_F(attention, encoder.layer.attention, 0, LUNA_ATTENTION_LINFORMER) LUNAI_F(positions, encoder.positions, 1, 3)
   LUNAI_F(max_length, encoder.max_length, 1, 1 << 26) LUNAI_F(first_position, encoder.first_position, 0, 1 << 26)
@@ -17425,8 +17461,8 @@ LUNA_API int64_t luna_mask_tokens(const luna_masking *masking, const luna_input 
   if (m.mask == 0 && m.vocab == 0) m.mask = 256;
   if (m.vocab <= 0) m.vocab = m.mask;
   const double p = m.probability != 0 ? (double)m.probability : 0.15;
-  if (!input || !input->tokens || !masked || !labels || !(p >= 0 && p <= 1) ||
-      lunai_checked(input->batch, input->n) <= 0) return 0;
+  const int64_t places = input ? lunai_checked(input->batch, input->n) : -1;
+  if (places < 0 || !(p >= 0 && p <= 1) || (places > 0 && (!input->tokens || !masked || !labels))) return -1;
   for (int64_t b = 0; b < input->batch; b++)
     for (int64_t i = 0; i < input->n; i++) {
       const int64_t at = b * input->n + i;
@@ -17550,7 +17586,6 @@ typedef struct lunai_trained {
   const char *name;
   float *moment[3];
   float lr, decay;
-  bool frozen;
 } lunai_trained;
 typedef struct lunai_group { luna_param_group group; struct lunai_group *next; } lunai_group;
 struct luna_optimizer {
@@ -17572,11 +17607,11 @@ struct luna_optimizer {
 LUNAI_FN bool lunai_group_fits(const luna_param_group *group, const lunai_trained *t) {
   return (!group->name || strstr(t->name, group->name)) && (group->max_rank <= 0 || t->tensor->rank <= group->max_rank);
 }
-LUNAI_FN void lunai_group_set(const luna_param_group *group, lunai_trained *t) {
+LUNAI_FN float lunai_group_factor(float factor) { return factor == 0 ? 1.0f : factor < 0 ? 0.0f : factor; }
+LUNAI_FN void lunai_group_set(const luna_optimizer *o, const luna_param_group *group, lunai_trained *t) {
   if (!lunai_group_fits(group, t)) return;
-  t->lr = group->lr == 0 ? 1.0f : group->lr;
-  t->decay = group->weight_decay;
-  t->frozen = group->frozen;
+  t->lr = lunai_group_factor(group->lr_factor);
+  t->decay = o->config.weight_decay * lunai_group_factor(group->decay_factor);
 }
 /* Adds the set's parameters from index `size` on, with moments of zeros: all, or none where memory ends */
 LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
@@ -17596,7 +17631,7 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
     t->name = p->name;
     t->lr = 1;
     t->decay = o->config.weight_decay;
-    for (const lunai_group *group = o->groups; group; group = group->next) lunai_group_set(&group->group, t);
+    for (const lunai_group *group = o->groups; group; group = group->next) lunai_group_set(o, &group->group, t);
     for (int i = 0; i < o->moments && good; i++) {
       good = lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
       t->moment[i] = (float *)moment;
@@ -17724,15 +17759,15 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
   int64_t matched = 0;
   if (!o) return LUNA_BAD_ARGUMENT;
   if (!lunai_is_given(ctx, "luna_optimizer_group", "group", group != NULL) ||
-      !lunai_is_rate(ctx, "luna_optimizer_group", "lr", group->lr) ||
-      !lunai_is_rate(ctx, "luna_optimizer_group", "weight_decay", group->weight_decay)) return ctx->last_status;
+      !lunai_is_number(ctx, "luna_optimizer_group", "lr_factor", group->lr_factor) ||
+      !lunai_is_number(ctx, "luna_optimizer_group", "decay_factor", group->decay_factor)) return ctx->last_status;
   const luna_status status = lunai_optimizer_join(o, "luna_optimizer_group");
   if (status != LUNA_OK) return status;
   for (int64_t i = 0; i < o->size; i++) matched += lunai_group_fits(group, &o->trained[i]);
   if (!matched)
     return lunai_fail_status(ctx, LUNA_ERROR_GROUP_EMPTY, group->name ? group->name : "", (int64_t)group->max_rank);
   if (!lunai_group_keep(o, group)) return lunai_fail_memory(ctx, "luna_optimizer_group", sizeof(lunai_group));
-  for (int64_t i = 0; i < o->size; i++) lunai_group_set(group, &o->trained[i]);
+  for (int64_t i = 0; i < o->size; i++) lunai_group_set(o, group, &o->trained[i]);
   return LUNA_OK;
 }
 
@@ -17754,7 +17789,7 @@ LUNAI_FN luna_status lunai_rates_check(const luna_optimizer *o, float lr) {
   for (int64_t i = 0; i < o->size; i++) {
     const lunai_trained *t = &o->trained[i];
     const float rate = lr * t->lr;
-    if (!t->frozen && !(rate <= 1e9f && t->decay <= 1e6f && rate * t->decay <= 2))
+    if (!(rate <= 1e9f && t->decay <= 1e6f && rate * t->decay <= 2))
       return lunai_fail_status(o->params->ctx, LUNA_ERROR_RATES, (double)rate, (double)t->decay, t->name);
   }
   return LUNA_OK;
@@ -17789,7 +17824,6 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
     part.first = first;
     part.decay = t->decay;
     part.lr = t->lr;
-    part.frozen = t->frozen;
     first += lunai_divide_up(part.count, LUNA_UPDATE_PIECE);
     changed = changed || reached >= o->reached || memcmp(&o->parts[reached], &part, sizeof part) != 0;
     memcpy(&o->parts[reached++], &part, sizeof part);
@@ -17805,7 +17839,7 @@ LUNAI_FN int64_t lunai_gradients_move(const luna_optimizer *o, int64_t at, float
   int64_t moved = 0;
   for (int64_t i = 0; i < o->size && moved < room && *status == LUNA_OK; i++) {
     const luna_tensor *t = o->trained[i].tensor;
-    const int64_t count = t->grad && !o->trained[i].frozen ? luna_count(t) : 0;
+    const int64_t count = t->grad ? luna_count(t) : 0;
     const int64_t n = lunai_max(0, lunai_min(count - at, room - moved));
     const size_t bytes = (size_t)n * sizeof(float);
     if (n > 0 && back) *status = ctx->backend->copy(ctx, t->grad + at, bucket + moved, bytes, 1);
@@ -17844,8 +17878,7 @@ LUNAI_FN luna_status lunai_gradients_sum(luna_optimizer *o) {
               lunai_fail_memory(ctx, name, (size_t)room * sizeof(float)) == LUNA_OK;
   for (int64_t at = 0; at < o->size && good; at++) {
     const luna_tensor *t = o->trained[at].tensor;
-    if (t->grad) mine[2] = (int64_t)((uint64_t)mine[2] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 +
-                                     o->trained[at].frozen + 1);
+    if (t->grad) mine[2] = (int64_t)((uint64_t)mine[2] * 31 + (uint64_t)at + (uint64_t)luna_count(t) * 8 + 1);
     if (o->summed || lunai_on_device(ctx) || !t->data) continue;
     mine[3] = (int64_t)lunai_hash_bytes((uint64_t)mine[3], (const char *)t->data,
                                         (size_t)luna_count(t) * sizeof(float));
@@ -19911,7 +19944,7 @@ LUNAI_FN float lunai_nucleus(const float *logits, int64_t n, float limit, float 
 }
 
 LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *sampling) {
-  const float temperature = sampling && sampling->temperature != 0 ? sampling->temperature : 1.0f;
+  const float temperature = sampling ? sampling->temperature : 0;
   const float top_p = sampling && sampling->top_p != 0 ? sampling->top_p : 1.0f;
   const int64_t n = lunai_size(vocab);
   int64_t k = sampling && sampling->top_k != 0 && sampling->top_k < n ? sampling->top_k : n;
@@ -19920,13 +19953,13 @@ LUNA_API int32_t luna_sample(const float *logits, int64_t vocab, luna_sampling *
   double total = 0, target;
   int64_t above = 0, pass;
   int32_t chosen = -1;
-  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature > 0 && lunai_is_finite(temperature))) return -1;
+  if (!logits || n < 1 || n > INT32_MAX || k < 1 || !(temperature >= 0 && lunai_is_finite(temperature))) return -1;
   if (!(top_p > 0 && top_p <= 1)) return -1;
   for (int64_t i = 0; i < n; i++) {
     if (logits[i] != logits[i]) return -1;
     if (logits[i] > max || chosen < 0) { max = logits[i]; chosen = (int32_t)i; }
   }
-  if (k == 1 || !sampling || max == -INFINITY || max == INFINITY) return chosen;
+  if (k == 1 || temperature == 0 || max == -INFINITY || max == INFINITY) return chosen;
   if (k < n) limit = lunai_kth(logits, n, k, &above);
   if (top_p < 1) {
     const float nucleus = lunai_nucleus(logits, n, limit, max, temperature, top_p);

@@ -1468,7 +1468,7 @@ static luna_status lunacu_matmul_backward(luna_op *op) {
 /* --- linear: in x, weight, bias, residual; y = act(x W^T + b), or drop(x W^T + b) + residual. kept:
    the pre-activation --- */
 static bool lunacu_linear_changes(const luna_op *op) {
-  return op->activation != LUNA_ACTIVATION_NONE || op->last_dropout > 0;
+  return op->activation != LUNA_ACTIVATION_DEFAULT || op->last_dropout > 0;
 }
 static size_t lunacu_logits_bytes(int64_t rows, int64_t classes);
 static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits);
@@ -1478,7 +1478,7 @@ static void lunacu_linear_query(luna_op *op) {
     op->backward_workspace_size = lunacu_logits_bytes(lunacu_rows(op->in[0]), lunacu_last(op->out[0]));
     return;
   }
-  if (op->training && op->activation != LUNA_ACTIVATION_NONE)
+  if (op->training && op->activation != LUNA_ACTIVATION_DEFAULT)
     op->kept_size = (size_t)luna_count(op->out[0]) * sizeof(float);
   if (lunacu_linear_changes(op)) (void)lunacu_take(&at, luna_count(op->out[0]));
   (void)lunacu_take(&at, lunacu_columns_floats(lunacu_rows(op->in[0]), lunacu_last(op->out[0])));
@@ -1504,7 +1504,7 @@ static luna_status lunacu_linear_backward(luna_op *op) {
   if (op->loss) return lunacu_logits_backward(op, op->loss, y->data);
   if (lunacu_linear_changes(op)) {
     dy = lunacu_take(&at, luna_count(y));
-    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_NONE ?
+    lunacu_begin_back(op, luna_count(y), dy, {y->grad, op->activation != LUNA_ACTIVATION_DEFAULT ?
         (const float *)op->kept : NULL, 0, (int)op->activation, lunacu_last_dropout(op)});
   }
   status = lunacu_gemm(op->ctx, {{dy, out, 1}, {w->data, in, 1}, x->grad, rows, in, out, !lunacu_sets(op, 0)});
@@ -1574,7 +1574,7 @@ static luna_status lunacu_ffn_hidden(luna_op *op, const lunacu_ffn &f, const lun
     if (status != LUNA_OK) return status;
     lunacu_end(op, count, r.a, {r.given, lunacu_data(op, 2), NULL, r.given, f.hidden, at, activation, relu, drop});
   } else if (r.a != r.given)
-    lunacu_end(op, count, r.a, {r.given, NULL, NULL, NULL, f.hidden, at, relu ? LUNA_ACTIVATION_NONE : activation,
+    lunacu_end(op, count, r.a, {r.given, NULL, NULL, NULL, f.hidden, at, relu ? LUNA_ACTIVATION_DEFAULT : activation,
                                 false, drop});
   return LUNA_OK;
 }
@@ -1592,7 +1592,7 @@ static luna_status lunacu_feed_forward_forward(luna_op *op) {
     if (status == LUNA_OK && (op->in[4] || op->in[5] || op->last_dropout > 0))
       lunacu_end(op, r.rows * f.out, to,
                  {to, lunacu_data(op, 4), op->in[5] ? op->in[5]->data + first * f.out : NULL, NULL, f.out,
-                  first * f.out, LUNA_ACTIVATION_NONE, false, lunacu_last_dropout(op)});
+                  first * f.out, LUNA_ACTIVATION_DEFAULT, false, lunacu_last_dropout(op)});
   }
   return status == LUNA_OK ? lunacu_row_done(op) : status;
 }
@@ -1610,7 +1610,7 @@ static luna_status lunacu_feed_forward_backward(luna_op *op) {
     float *dy = op->out[0]->grad + first * f.out;
     status = lunacu_ffn_hidden(op, f, r, op->kept_size > 0);
     if (op->last_dropout > 0) {
-      lunacu_begin_back(op, r.rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_NONE,
+      lunacu_begin_back(op, r.rows * f.out, f.dy, {dy, NULL, first * f.out, LUNA_ACTIVATION_DEFAULT,
                                                    lunacu_last_dropout(op)});
       dy = f.dy;
     }
@@ -1643,14 +1643,17 @@ static luna_status lunacu_custom_done(luna_op *op, cudaError_t before) {
   return lunacu_check(op->ctx, after, luna_op_name(op->kind));
 }
 static luna_status lunacu_custom_forward(luna_op *op) {
+  const luna_custom *custom = &op->arg.custom;
   const cudaError_t before = cudaPeekAtLastError();
-  op->arg.custom.forward((const luna_tensor *const *)op->in, op->inputs, op->out[0], (void *)op->arg.custom.state);
-  return lunacu_custom_done(op, before);
+  const luna_status status = custom->forward((const luna_tensor *const *)op->in, op->inputs, op->out[0],
+                                             (void *)custom->state);
+  return status != LUNA_OK ? status : lunacu_custom_done(op, before);
 }
 static luna_status lunacu_custom_backward(luna_op *op) {
+  const luna_custom *custom = &op->arg.custom;
   const cudaError_t before = cudaPeekAtLastError();
-  op->arg.custom.backward(op->in, op->inputs, op->out[0], (void *)op->arg.custom.state);
-  return lunacu_custom_done(op, before);
+  const luna_status status = custom->backward(op->in, op->inputs, op->out[0], (void *)custom->state);
+  return status != LUNA_OK ? status : lunacu_custom_done(op, before);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -2271,7 +2274,7 @@ static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t ro
                                                    logits, rows, classes, in, false});
   if (status == LUNA_OK && op->in[2])
     lunacu_end(op, rows * classes, logits,
-               {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_NONE, false,
+               {logits, lunacu_data(op, 2), NULL, NULL, classes, 0, LUNA_ACTIVATION_DEFAULT, false,
                 lunacu_dropout_of(op, 0, 0)});
   return status;
 }
@@ -3554,7 +3557,7 @@ static luna_status lunacu_unpack_forward(luna_op *op) {
   }
   const luna_status status = lunacu_unpack_waves(op, u, lunacu_unpack_forward_wave);
   if (status != LUNA_OK || !(out_bias || residual || op->last_dropout > 0)) return status;
-  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_ACTIVATION_NONE, false,
+  lunacu_end(op, luna_count(op->out[0]), y, {y, out_bias, residual, NULL, u.dim, 0, LUNA_ACTIVATION_DEFAULT, false,
                                              lunacu_last_dropout(op)});
   return lunacu_row_done(op);
 }
@@ -3566,7 +3569,7 @@ static luna_status lunacu_unpack_backward_wave(luna_op *op, const lunacu_unpack 
   float *dx = lunacu_grad(op, 0), *dk = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2), *dv = lunacu_grad(op, 3);
   if (op->last_dropout > 0) {        /* from a multiple of 8 on */
     lunacu_begin_back(op, w.items * w.rows * d + early, u.dy,
-                      {dy - early, NULL, first - early, LUNA_ACTIVATION_NONE, lunacu_last_dropout(op)});
+                      {dy - early, NULL, first - early, LUNA_ACTIVATION_DEFAULT, lunacu_last_dropout(op)});
     dy = u.dy + early;
   }
   luna_status status = lunacu_unpack_scores(op, u, w, x, u.k, u.p);
@@ -4939,7 +4942,6 @@ __global__ void lunacu_norm_kernel(const luna_update *table, int64_t count, int6
     const float *x = u->grad + first;
     const int n = (int)min((int64_t)LUNA_UPDATE_PIECE, u->count - first), fours = (uintptr_t)x % 16 == 0 ? n / 4 : 0;
     float sum[4] = {};
-    if (u->frozen) continue;
     LUNACU_UNROLL for (int i = threadIdx.x; i < fours; i += LUNACU_BLOCK) {
       float v[4];
       lunacu_get(x + 4 * i, v);
@@ -5036,7 +5038,7 @@ __global__ void lunacu_update_kernel(luna_rule rule, lunacu_pieces p, const doub
     const luna_update u = p.table[part];
     const int64_t start = (piece - u.first) * LUNA_UPDATE_PIECE, end = min(start + LUNA_UPDATE_PIECE, u.count);
     lunacu_moving s = {rule.state->lr * u.lr, rule.state->factor, {0, 0}};
-    if (rule.state->nonfinite || u.frozen) {
+    if (rule.state->nonfinite) {
       for (int64_t i = start + threadIdx.x; i < end; i += blockDim.x) u.grad[i] = 0;
       continue;
     }
@@ -5069,7 +5071,7 @@ __global__ void lunacu_apollo_kernel(luna_rule rule, const luna_update *table, d
   const luna_update u = table[blockIdx.x];
   const int64_t stride = (int64_t)LUNACU_SHARES * LUNACU_BLOCK;
   double total[3] = {0, 0, 0};
-  for (int64_t i = (int64_t)blockIdx.y * LUNACU_BLOCK + threadIdx.x; i < u.count && !u.frozen;) {
+  for (int64_t i = (int64_t)blockIdx.y * LUNACU_BLOCK + threadIdx.x; i < u.count;) {
     float sum[3] = {0, 0, 0};
     LUNACU_UNROLL for (const int64_t stop = min(u.count, i + 16 * stride); i < stop; i += stride) {
       const float d = u.moment[2][i], square = d * d, g = u.grad[i] * rule.state->factor + u.decay * u.value[i];

@@ -166,7 +166,7 @@ static bool step(contest *c, const row *r, const int32_t *bytes, int64_t n, bool
     luna_begin_step(c->ctx);
     fine = carry(c, host, true);
     luna_tensor *loss = writer ? luna_lm_loss(&c->lm, &input, bytes + at + 1) :
-        luna_cross_entropy(luna_classifier_forward(&c->classifier, &input), &label);
+        luna_cross_entropy(luna_classifier_forward(&c->classifier, &input), &label, NULL);
     if (c->choice.system) loss = attentions_loss(&c->choice, loss);
     fine = fine && luna_backward(loss) == LUNA_OK && carry(c, host, false);
     *value = luna_item(loss);
@@ -403,7 +403,7 @@ static int ablation(const variant *v, const contents *text) {
   for (int64_t i = 0; i < steps; i++) {
     windows(text, false, i, tokens, labels);
     luna_begin_step(ctx);
-    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &input), labels));
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &input), labels, NULL));
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
   }
   const double rate = (double)steps / (seconds() - begun), bytes = (double)luna_memory(ctx).peak;
@@ -412,7 +412,7 @@ static int ablation(const variant *v, const contents *text) {
     windows(text, true, i, tokens, labels);
     luna_begin_inference(ctx);
     luna_tensor *out = luna_classifier_forward(&model, &input);
-    loss += (double)luna_item(luna_cross_entropy(out, labels)) / HELD;
+    loss += (double)luna_item(luna_cross_entropy(out, labels, NULL)) / HELD;
     if (!isfinite(loss) || luna_read(out, logits) != LUNA_OK) return failed(ctx);
     for (int b = 0; b < BATCH; b++) right += (logits[2 * b + 1] > logits[2 * b]) == labels[b];
   }

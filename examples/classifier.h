@@ -112,7 +112,7 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
     seen = count - at < set.batch ? count - at : set.batch;
     luna_begin_inference(ctx);
     luna_tensor *out = s->logits ? s->logits(&b.input) : luna_classifier_forward(model, &b.input);
-    *loss += (double)luna_item(luna_cross_entropy(out, b.labels)) * (double)seen / (double)count;
+    *loss += (double)luna_item(luna_cross_entropy(out, b.labels, NULL)) * (double)seen / (double)count;
     if (!isfinite(*loss) || luna_read(out, logits) != LUNA_OK) return free(logits), -1;
     for (int64_t i = 0; i < b.count; i++) {
       int32_t best = 0;
@@ -202,7 +202,7 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
     if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels);
+    luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels, NULL);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
     progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));

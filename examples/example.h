@@ -439,7 +439,7 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
 #endif
   luna_ctx *ctx = luna_open(&options);
   profiled = set.profile ? ctx : NULL;
-  int status = !ctx ? fail("out of memory") : luna_ctx_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
+  int status = !ctx ? fail("out of memory") : luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
       c->run(ctx, words);
   if (status == 0 && set.profile && !profiled && ranks.rank == 0) status = write_profile(ctx);
   if (status == 0 && ranks.ranks > 1)

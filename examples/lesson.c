@@ -164,7 +164,7 @@ static luna_status compare(luna_ctx *ctx) {
   luna_causal_attention_layer_init(&causal, params, "causal.",
       &(luna_causal_attention_layer_config){ .dim = d, .heads = 1, .sharing = LUNA_SHARING_FULL });
 
-  if (luna_begin_inference(ctx) != LUNA_OK) return luna_ctx_status(ctx);
+  if (luna_begin_inference(ctx) != LUNA_OK) return luna_error_status(ctx);
   matrix x, p, x2, p2, y, y_p;
   for (int t = 0; t < n; t++)
     for (int c = 0; c < d; c++)
@@ -192,7 +192,7 @@ static luna_status compare(luna_ctx *ctx) {
   P = luna_tensor_new(ctx, p, 3, (int64_t[]){ 1, l, d });
   check("section 3.3: luna_causal_attention_layer_forward", y,
         luna_causal_attention_layer_forward(&causal, X, P, NULL));
-  return luna_ctx_status(ctx);
+  return luna_error_status(ctx);
 }
 
 /* ---- a training loop, written out -------------------------------------------------------------------------------- */
@@ -231,10 +231,10 @@ static luna_status train(luna_ctx *ctx) {
       luna_write(w, value);
     }
     luna_params_zero_grad(params);                                     /* 4. gradients add up: start at 0 again */
-    if (luna_ctx_status(ctx) != LUNA_OK) break;
+    if (luna_error_status(ctx) != LUNA_OK) break;
   }
   /* luna_sgd, luna_adamw and luna_optimizer_step are 3 and 4 */
-  return luna_ctx_status(ctx);
+  return luna_error_status(ctx);
 }
 
 int main(void) {

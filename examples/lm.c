@@ -47,7 +47,7 @@ static const flag flags[] = {
   { "--convolution", "t", WHOLE(own.convolution, 0, 64), "bytes that the short convolution sees, 0 for none" },
   { "--prompt", "g", STRING(own.prompt), "text to write on from" },
   { "--bytes", "g", WHOLE(own.bytes, 0, 1e18), "how much to write, 0 for no end" },
-  { "--temperature", "g", REAL(own.temperature, 1e-3, 100), "lower is safer, higher is wilder" },
+  { "--temperature", "g", REAL(own.temperature, 0, 100), "lower is safer, higher is wilder; 0: the likeliest byte" },
   { "--top-k", "g", WHOLE(own.top_k, 0, 256), "choose among the k likeliest bytes, 0 for all" },
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),

@@ -380,7 +380,7 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
     batch b = batch_random(s, bar.step);
     if (redraw(bar.step)) return 2;
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels);
+    luna_tensor *loss = luna_cross_entropy(logits(&b.input), b.labels, NULL);
     if (model.choice.system) loss = attentions_loss(&model.choice, loss);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);

@@ -198,7 +198,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
     }
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model,
-        &(luna_input){ tokens, lengths, set.batch, own.window, NULL }), labels);
+        &(luna_input){ tokens, lengths, set.batch, own.window, NULL }), labels, NULL);
     luna_backward(loss);
     if (luna_optimizer_step(adam) != LUNA_OK) status = failed(ctx);
     else progress_step(&bar, (double)luna_item(loss), (double)(set.batch * own.window));

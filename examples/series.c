@@ -324,7 +324,7 @@ static void own_part(void) {
 }
 
 static luna_tensor *loss_of(luna_tensor *y) {
-  if (!own.forecast) return luna_cross_entropy(y, batch.labels);
+  if (!own.forecast) return luna_cross_entropy(y, batch.labels, NULL);
   return luna_quantile_loss(luna_reshape(y, 2, (int64_t[]){ -1, level_count }), batch.targets, levels, level_count);
 }
 static luna_input batch_input(void) { /* with --carry all rows are real */

@@ -278,7 +278,7 @@ static void check_lm_trains(luna_attention_kind kind) {
       }
       luna_begin_step(ctx);
       luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 4, 24, NULL }),
-                                             labels);
+                                             labels, NULL);
       luna_backward(loss);
       if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "language model %d: %s", kind, luna_error(ctx))) break;
       last = (double)luna_item(loss) / log(5);

@@ -272,7 +272,7 @@ static double train(const char *name, bool causal, luna_options *options, luna_r
   for (int step = 0; step < steps; step++) {
     luna_begin_step(ctx);
     luna_tensor *loss = causal ? luna_lm_loss(&lm, &input, labels) :
-        luna_cross_entropy(luna_classifier_forward(&classifier, &input), labels);
+        luna_cross_entropy(luna_classifier_forward(&classifier, &input), labels, NULL);
     loss = attentions_loss(&choice, loss);
     CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", name, luna_error(ctx));
     last = (double)luna_item(loss);
@@ -620,7 +620,7 @@ static void check_refusals(void) {
     if (!CHECK(attentions_open(&a, made[i].name), "%s", a.error)) continue;
     config.dim = made[i].dim, config.heads = HEADS, config.hook = &a.hook;
     CHECK(luna_encoder_layer_init(&layer, params, "x.", &config) != LUNA_OK &&
-          luna_ctx_error_id(ctx) == LUNA_ERROR_BACKEND &&
+          luna_error_id_of(ctx) == LUNA_ERROR_BACKEND &&
               luna_params_tensor_count(params) == 0, "%s is made: %s", made[i].name, luna_error(ctx));
     luna_close(ctx);
     attentions_close(&a);
@@ -632,7 +632,7 @@ static void check_refusals(void) {
     luna_begin_inference(o.ctx);
     memset(&call, 0, sizeof call);
     call.x = call.input = one_tensor(&o, inputs, 1, ROWS), call.causal = run[i].causal;
-    CHECK(!o.choice.hook.forward(o.layer, &call) && luna_ctx_status(o.ctx) == LUNA_UNSUPPORTED &&
+    CHECK(!o.choice.hook.forward(o.layer, &call) && luna_error_status(o.ctx) == LUNA_UNSUPPORTED &&
           strstr(luna_error(o.ctx), "attention "),
           "%s runs: %s", run[i].name, luna_error(o.ctx));
     one_close(&o);

@@ -58,7 +58,7 @@ struct bench {
 };
 
 static void check(const bench *b) {
-  if (luna_ctx_status(b->ctx) != LUNA_OK) fail("bench_cuda", luna_error(b->ctx));
+  if (luna_error_status(b->ctx) != LUNA_OK) fail("bench_cuda", luna_error(b->ctx));
 }
 
 static void open_bench(bench *b) {
@@ -269,25 +269,29 @@ static void layer_row(const char *text, layer_kind kind, int64_t l, bool trainin
 
 /* ---- one op's backward alone: source gives values and, when the gradient comes to it, marks the end; sink gives a
    gradient and marks the beginning ---- */
-static void source_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
+static luna_status source_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
   const bench *b = *(const bench *const *)state;
   must(cudaMemcpyAsync(out->data, b->values, (size_t)luna_count(out) * sizeof(float), cudaMemcpyDeviceToDevice,
                        b->stream), "a copy");
   must(cudaEventRecord(b->begin, b->stream), "an event");
+  return LUNA_OK;
 }
-static void source_backward(luna_tensor *const *, int, const luna_tensor *, void *state) {
+static luna_status source_backward(luna_tensor *const *, int, const luna_tensor *, void *state) {
   const bench *b = *(const bench *const *)state;
   must(cudaEventRecord(b->end, b->stream), "an event");
+  return LUNA_OK;
 }
-static void sink_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
+static luna_status sink_forward(const luna_tensor *const *, int, luna_tensor *out, void *state) {
   const bench *b = *(const bench *const *)state;
   must(cudaMemsetAsync(out->data, 0, sizeof(float), b->stream), "a fill");
+  return LUNA_OK;
 }
-static void sink_backward(luna_tensor *const *in, int, const luna_tensor *, void *state) {
+static luna_status sink_backward(luna_tensor *const *in, int, const luna_tensor *, void *state) {
   const bench *b = *(const bench *const *)state;
   must(cudaMemcpyAsync(in[0]->grad, b->slopes, (size_t)luna_count(in[0]) * sizeof(float), cudaMemcpyDeviceToDevice,
                        b->stream), "a copy");
   must(cudaEventRecord(b->begin, b->stream), "an event");
+  return LUNA_OK;
 }
 static luna_tensor *gate(bench *b, luna_tensor *in, int rank, const int64_t *shape, bool is_source) {
   const luna_custom custom = {is_source ? source_forward : sink_forward, is_source ? source_backward : sink_backward,
@@ -325,7 +329,7 @@ static void norm_row(bool backward) {
 static void cross_entropy_run(bench *b) {
   const int64_t shape[2] = {ROWS, VOCAB};
   luna_begin_step(b->ctx);
-  luna_backward(luna_cross_entropy(gate(b, b->p, 2, shape, true), b->labels.data()));
+  luna_backward(luna_cross_entropy(gate(b, b->p, 2, shape, true), b->labels.data(), NULL));
 }
 static void cross_entropy_row() {
   bench b = {};
@@ -364,7 +368,7 @@ static void adamw_row() {
 static void classifier_run(bench *b) {
   luna_begin_step(b->ctx);
   const luna_input input = {b->tokens.data(), b->lengths.data(), BATCH, LENGTH, NULL};
-  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &input), b->labels.data()));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &input), b->labels.data(), NULL));
   luna_optimizer_step(b->adam);
 }
 static void classifier_row() {

@@ -62,7 +62,7 @@ extern "C" int peer_run(peer *b, int steps) {
     input.lengths = b->lengths.data();
     input.batch = b->batch;
     input.n = b->n;
-    luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &input), b->labels.data()));
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model, &input), b->labels.data(), NULL));
     if (luna_optimizer_step(b->adam) != LUNA_OK) return i + 1;
   }
   return cudaStreamSynchronize(luna_cuda_stream(b->ctx)) == cudaSuccess ? 0 : steps;

@@ -32,7 +32,7 @@ static void layer_run(void *arg) {
     luna_backward(luna_mean(luna_reshape(y, 1, flat), 0));
     luna_optimizer_step(b->adam);
   }
-  if (luna_ctx_status(b->ctx) != LUNA_OK) {
+  if (luna_error_status(b->ctx) != LUNA_OK) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
   }
@@ -178,9 +178,9 @@ static void classifier_run(void *arg) {
   classifier_bench *b = (classifier_bench *)arg;
   luna_begin_step(b->ctx);
   luna_backward(luna_cross_entropy(luna_classifier_forward(&b->model,
-      &(luna_input){ b->tokens, b->lengths, b->batch, b->n, NULL }), b->labels));
+      &(luna_input){ b->tokens, b->lengths, b->batch, b->n, NULL }), b->labels, NULL));
   luna_optimizer_step(b->adam);
-  if (luna_ctx_status(b->ctx) != LUNA_OK) {
+  if (luna_error_status(b->ctx) != LUNA_OK) {
     fprintf(stderr, "%s\n", luna_error(b->ctx));
     exit(1);
   }

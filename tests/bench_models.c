@@ -8,7 +8,7 @@
 #define LAYERS 4
 
 static void must(luna_ctx *ctx) {
-  if (luna_ctx_status(ctx) == LUNA_OK) return;
+  if (luna_error_status(ctx) == LUNA_OK) return;
   fprintf(stderr, "%s\n", luna_error(ctx));
   exit(1);
 }
@@ -99,7 +99,7 @@ static void gpt_run(void *arg) {
   const luna_input input = {b->tokens, NULL, b->batch, b->n, NULL};
   luna_begin_step(b->ctx);
   luna_backward(b->lm_loss ? luna_lm_loss(&b->model, &input, b->tokens + 1) :
-                luna_cross_entropy(luna_lm_forward(&b->model, &input), b->tokens + 1));
+                luna_cross_entropy(luna_lm_forward(&b->model, &input), b->tokens + 1, NULL));
   luna_optimizer_step(b->adam);
   must(b->ctx);
 }
@@ -159,7 +159,7 @@ static void model_run(void *arg) {
   else luna_begin_inference(b->ctx);
   logits = luna_classifier_forward(&b->model, &(luna_input){ b->tokens, NULL, 1, b->n, NULL });
   if (b->training) {
-    luna_backward(luna_cross_entropy(logits, &b->label));
+    luna_backward(luna_cross_entropy(logits, &b->label, NULL));
     luna_optimizer_step(b->adam);
   }
   must(b->ctx);

@@ -123,9 +123,9 @@ static bool unchanged(const luna_params *params, const float *values) {
 /* a call that must fail with this status and error, and leave the values as they were */
 static void refused(luna_params *params, luna_ctx *ctx, luna_status got, luna_status want, luna_error_id id,
                     const float *values, const char *what) {
-  CHECK(got == want && luna_ctx_error_id(ctx) == id && luna_error(ctx)[0],
+  CHECK(got == want && luna_error_id_of(ctx) == id && luna_error(ctx)[0],
       "%s: %s, error %d \"%s\", not %s with error %d", what,
-        luna_status_text(got), (int)luna_ctx_error_id(ctx), luna_error(ctx), luna_status_text(want), (int)id);
+        luna_status_text(got), (int)luna_error_id_of(ctx), luna_error(ctx), luna_status_text(want), (int)id);
   CHECK(unchanged(params, values), "%s: parameters have changed", what);
   luna_begin_inference(ctx);
 }
@@ -410,13 +410,13 @@ static void check_names(void) {
   char longest[1400];
   memset(longest, 'n', sizeof longest - 1);
   longest[sizeof longest - 1] = 0;
-  CHECK(!luna_param(params, longest, 1, vector, zeros) && luna_ctx_error_id(ctx) == LUNA_ERROR_NAME_LENGTH, "\"%s\"",
+  CHECK(!luna_param(params, longest, 1, vector, zeros) && luna_error_id_of(ctx) == LUNA_ERROR_NAME_LENGTH, "\"%s\"",
       luna_error(ctx));
-  CHECK(!luna_param(params, "\xff", 1, vector, zeros) && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_UTF8, "\"%s\"",
+  CHECK(!luna_param(params, "\xff", 1, vector, zeros) && luna_error_id_of(ctx) == LUNA_ERROR_NOT_UTF8, "\"%s\"",
       luna_error(ctx));
-  CHECK(!luna_param(params, "__metadata__", 1, vector, zeros) && luna_ctx_error_id(ctx) == LUNA_ERROR_NAME_RESERVED,
+  CHECK(!luna_param(params, "__metadata__", 1, vector, zeros) && luna_error_id_of(ctx) == LUNA_ERROR_NAME_RESERVED,
         "a parameter named __metadata__");
-  CHECK(luna_params_set(params, "key", "\xc0\x80") != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_UTF8,
+  CHECK(luna_params_set(params, "key", "\xc0\x80") != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NOT_UTF8,
       "\"%s\"", luna_error(ctx));
   CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_tensor_count(params) == 3,
         "1023 characters: \"%s\"", luna_error(ctx));
@@ -542,7 +542,7 @@ static void check_links(luna_params *params, luna_ctx *ctx, const buffer *want) 
   }
   remove(target), remove(b);
   CHECK(symlink("a", b) == 0 && luna_save(params, a) == LUNA_CANNOT_WRITE &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_SAVE_LINK && is_link_to(a, "b"), "links in a circle: %s", luna_error(ctx));
+      luna_error_id_of(ctx) == LUNA_ERROR_SAVE_LINK && is_link_to(a, "b"), "links in a circle: %s", luna_error(ctx));
   remove(a), remove(b);
   snprintf(target, sizeof target, "%s/below", folder);
   rmdir(target);
@@ -565,15 +565,15 @@ static void check_no_files(luna_params *params, luna_ctx *ctx) {
   struct stat s;
   snprintf(fifo, sizeof fifo, "%s/fifo", folder), snprintf(device, sizeof device, "%s/device", folder);
   CHECK(mkfifo(fifo, 0666) == 0, "no fifo");
-  CHECK(luna_save(params, fifo) == LUNA_CANNOT_WRITE && luna_ctx_error_id(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
+  CHECK(luna_save(params, fifo) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
       stat(fifo, &s) == 0 && S_ISFIFO(s.st_mode), "onto a fifo: %s", luna_error(ctx));
 #ifdef __linux__
   /* a null device of our own, where one may be made: a wrong save as root replaces it */
   if (mknod(device, S_IFCHR | 0666, 0x103) == 0)
-    CHECK(luna_save(params, device) == LUNA_CANNOT_WRITE && luna_ctx_error_id(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
+    CHECK(luna_save(params, device) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
         stat(device, &s) == 0 && S_ISCHR(s.st_mode), "onto a device: %s", luna_error(ctx));
 #endif
-  CHECK(luna_save(params, folder) == LUNA_CANNOT_WRITE && luna_ctx_error_id(ctx) == LUNA_ERROR_SAVE_IRREGULAR,
+  CHECK(luna_save(params, folder) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR,
       "onto a folder: %s", luna_error(ctx));
   remove(fifo), remove(device);
 }
@@ -969,11 +969,11 @@ static void check_lm_cuts(void) {
 /* ---- borrowed and shared sets ---- */
 static void check_untrainable(luna_params *params, luna_ctx *ctx, const char *what) {
   luna_begin_inference(ctx);
-  CHECK(!luna_adamw(params, NULL) && luna_ctx_error_id(ctx) == LUNA_ERROR_SET_BORROWED &&
-      luna_ctx_status(ctx) != LUNA_OK, "%s: luna_adamw: \"%s\"", what,
+  CHECK(!luna_adamw(params, NULL) && luna_error_id_of(ctx) == LUNA_ERROR_SET_BORROWED &&
+      luna_error_status(ctx) != LUNA_OK, "%s: luna_adamw: \"%s\"", what,
         luna_error(ctx));
   luna_begin_inference(ctx);
-  CHECK(!luna_sgd(params, NULL) && luna_ctx_error_id(ctx) == LUNA_ERROR_SET_BORROWED, "%s: luna_sgd: \"%s\"", what,
+  CHECK(!luna_sgd(params, NULL) && luna_error_id_of(ctx) == LUNA_ERROR_SET_BORROWED, "%s: luna_sgd: \"%s\"", what,
       luna_error(ctx));
   luna_begin_inference(ctx);
 }
@@ -1019,15 +1019,15 @@ static void check_borrowed(void) {
               !luna_params_find(i ? late : early, "first")->needs_grad,
           "set %d is not in the file", i);
   }
-  CHECK(!luna_param(early, "third", 1, vector, normal) && luna_ctx_error_id(ctx) == LUNA_ERROR_BORROW_MISSING,
+  CHECK(!luna_param(early, "third", 1, vector, normal) && luna_error_id_of(ctx) == LUNA_ERROR_BORROW_MISSING,
       "a parameter that the file lacks: \"%s\"",
         luna_error(ctx));
   luna_begin_inference(ctx);
   luna_params *narrow = luna_params_open(ctx);
   luna_load_borrowed(narrow, file.at, file.size);
-  CHECK(!luna_param(narrow, "first", 1, vector, normal) && luna_ctx_error_id(ctx) == LUNA_ERROR_BORROW_SHAPE,
+  CHECK(!luna_param(narrow, "first", 1, vector, normal) && luna_error_id_of(ctx) == LUNA_ERROR_BORROW_SHAPE,
         "a parameter of another shape in the file: \"%s\"", luna_error(ctx));
-  CHECK(!luna_param(shared, "third", 1, vector, normal) && luna_ctx_error_id(sharer) == LUNA_ERROR_BORROW_MISSING,
+  CHECK(!luna_param(shared, "third", 1, vector, normal) && luna_error_id_of(sharer) == LUNA_ERROR_BORROW_MISSING,
         "a parameter that the shared set lacks: \"%s\"", luna_error(sharer));
   check_untrainable(early, ctx, "borrowed before"), check_untrainable(late, ctx, "borrowed after"),
       check_untrainable(shared, sharer, "shared");
@@ -1184,11 +1184,12 @@ static void check_inspect(void) {
   CHECK(strcmp(s.text, "who=a \"b\" x F32 1 2") == 0, "seen: %s", s.text);
   for (size_t cut = 0; cut < 8 + size + sizeof data; cut++)
     CHECK(luna_inspect_bytes(ctx, bytes, cut, &inspection) == LUNA_BAD_FILE &&
-        luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_SAFETENSORS, "a file cut to %d bytes is inspected", (int)cut);
+        luna_error_id_of(ctx) == LUNA_ERROR_NOT_SAFETENSORS, "a file cut to %d bytes is inspected", (int)cut);
   CHECK(luna_inspect(ctx, "no/such/file", &inspection) == LUNA_CANNOT_READ &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_CANNOT_OPEN, "a missing file: %s", luna_error(ctx));
+      luna_error_id_of(ctx) == LUNA_ERROR_CANNOT_OPEN, "a missing file: %s", luna_error(ctx));
   CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT &&
-        luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT, "nothing to report, no function to report it to");
+        luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT,
+            "nothing to report, no function to report it to");
   ctx_close(ctx, &h);
 }
 

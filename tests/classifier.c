@@ -208,7 +208,7 @@ static void check_tied(void) {
     luna_begin_step(ctx);
     luna_tensor *y = luna_classifier_forward(&model[i], &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL });
     logits[i] = values_of(ctx, y, "logits");
-    luna_backward(luna_cross_entropy(y, labels));
+    luna_backward(luna_cross_entropy(y, labels, NULL));
   }
   CHECK(same_bits(logits[0], logits[1], BATCH * 3), "tied layers give other bits than copies of one layer");
   for (int64_t i = 0; i < luna_params_tensor_count(set[0]); i++) {
@@ -244,7 +244,7 @@ static void check_own_memory(void) {
     int32_t *tokens = common_tokens(BATCH * N, 4, VOCAB);
     luna_begin_step(c.ctx);
     CHECK(luna_backward(luna_cross_entropy(luna_classifier_forward(&c.model,
-        &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }), labels)) == LUNA_OK, "%s",
+        &(luna_input){ tokens, lengths_of_5, BATCH, N, NULL }), labels, NULL)) == LUNA_OK, "%s",
           luna_error(c.ctx));
     for (int i = 0; i < 2; i++) {
       snprintf(name, sizeof name, "encoder.layers.%d.projected_embeddings", i);

@@ -113,7 +113,7 @@ refuses "whole number" train text --threads 99999999999999999999 --out a.safeten
 refuses "built without CUDA" train text --device cuda --out a.safetensors
 refuses "built without MPI" train text --parallel data --out a.safetensors
 refuses "takes a number" train text --lr nan --out a.safetensors
-refuses "takes a number" generate a.safetensors --temperature 0
+refuses "takes a number" generate a.safetensors --temperature -1
 refuses "cannot read missing" train missing --out a.safetensors
 refuses "cannot read folder" train folder --out a.safetensors
 refuses "is empty" train empty --out a.safetensors

@@ -131,11 +131,12 @@ static luna_tensor *model_loss(const model *m, const run *r, const data *d) {
   switch (r->kind) {
     case LM: return luna_lm_loss(&m->lm, &d->input, d->labels);
     case MASKED: return luna_masked_lm_loss(&m->masked, &d->input, d->labels);
-    case SEQ2SEQ: return luna_cross_entropy(luna_seq2seq_forward(&m->seq2seq, &d->input, &d->output), d->target_labels);
-    case PAIR: return luna_cross_entropy(luna_classifier_forward_pair(c, &d->input, &d->input), d->row_labels);
-    case PER_STEP: if (!r->value) return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->labels);
+    case SEQ2SEQ:
+      return luna_cross_entropy(luna_seq2seq_forward(&m->seq2seq, &d->input, &d->output), d->target_labels, NULL);
+    case PAIR: return luna_cross_entropy(luna_classifier_forward_pair(c, &d->input, &d->input), d->row_labels, NULL);
+    case PER_STEP: if (!r->value) return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->labels, NULL);
                    return luna_mse(luna_classifier_forward(c, &d->input), d->values);
-    default: return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->row_labels);
+    default: return luna_cross_entropy(luna_classifier_forward(c, &d->input), d->row_labels, NULL);
   }
 }
 
@@ -179,7 +180,7 @@ static void rank_main(void *user, const luna_collective *collective) {
     }
     r->ranks_loss[rank][step] = loss ? (double)luna_item(loss) : NAN;
     const bool good = luna_optimizer_step(sgd) == LUNA_OK;
-    if (!good || luna_ctx_status(ctx) != LUNA_OK)
+    if (!good || luna_error_status(ctx) != LUNA_OK)
       snprintf(r->error[rank], sizeof r->error[rank], "%s", luna_error(ctx));
     r->bytes[rank] = cut ? ((hub_rank *)collective->user)->bytes - before : 0;
     data_free(&d);

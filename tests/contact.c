@@ -39,7 +39,7 @@ static void check_stale(luna_options options) {
     luna_tensor *now = way % 4 < 2 ? NULL : loss_of(&model, 30); /* at once, and after as much work again */
     switch (way / 4) {
       case 0:
-        CHECK(isnan(luna_item(loss)) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+        CHECK(isnan(luna_item(loss)) && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED,
               "a loss of the last step is read: %s", luna_error(ctx));
         SAYS(ctx, "luna_item", "a new step began");
         CHECK(luna_read(x, values) != LUNA_OK && luna_read(view, values) != LUNA_OK &&
@@ -49,7 +49,7 @@ static void check_stale(luna_options options) {
         break;
       default:
         if (way % 2 == 0)
-          CHECK(luna_backward(loss) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "%s", luna_error(ctx));
+          CHECK(luna_backward(loss) != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED, "%s", luna_error(ctx));
         luna_begin_step(ctx);
         luna_begin_inference(ctx); /* two steps later it may be another tensor, and is never another thing */
         (void)luna_item(loss);
@@ -60,7 +60,7 @@ static void check_stale(luna_options options) {
     luna_begin_step(ctx);
     loss = loss_of(&model, 600);
     luna_begin_step(ctx);
-    CHECK(!luna_scale(loss, 2) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+    CHECK(!luna_scale(loss, 2) && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED,
           "an op takes a tensor of the last step: %s", luna_error(ctx));
     luna_params_zero_grad(params);
   }
@@ -129,7 +129,7 @@ static void check_old(luna_options options) {
     CHECK(isnan(luna_item(one)) && luna_backward(one) == LUNA_BAD_ARGUMENT && released == before + 1,
           "a loss of an earlier step: %s", luna_error(ctx));
     luna_begin_step(ctx);
-    CHECK(now && luna_ctx_status(ctx) == LUNA_OK, "%s", luna_error(ctx));
+    CHECK(now && luna_error_status(ctx) == LUNA_OK, "%s", luna_error(ctx));
     luna_close(ctx);
   }
 }
@@ -202,7 +202,7 @@ static void check_order(void) {
     CHECK((status == LUNA_OK) == (step == 0), "round %d without luna_begin_step: %s", step, luna_error(ctx));
     CHECK((luna_optimizer_step(adam) == LUNA_OK) == (step == 0), "round %d: a step", step);
     if (step == 1) bytes = luna_memory(ctx).current;
-    if (step == 1) CHECK(luna_ctx_error_id(ctx) == LUNA_ERROR_SECOND_BACKWARD, "%s", luna_error(ctx));
+    if (step == 1) CHECK(luna_error_id_of(ctx) == LUNA_ERROR_SECOND_BACKWARD, "%s", luna_error(ctx));
   }
   SAYS(ctx, "luna_backward", "luna_begin_step", "in the loop");
   CHECK(bytes > 0, "no memory is counted");
@@ -275,7 +275,7 @@ static void check_load(void) {
     if (change == 0 || change == 11) {
       CHECK(status == LUNA_OK, "the same model is not loaded: %s", luna_error(other));
     } else {
-      CHECK(status == LUNA_MISMATCH && luna_ctx_error_id(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s",
+      CHECK(status == LUNA_MISMATCH && luna_error_id_of(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s",
             change, luna_error(other));
       if (change == 12) SAYS(other, "luna_load_bytes", "luna.kind", "classifier", "causal_lm", "luna_load_model");
       else SAYS(other, "luna_load_bytes", field[change][0], field[change][1], field[change][2], "luna_load_model");
@@ -340,7 +340,7 @@ static void check_kinds(void) {
               memcmp(got, want, bytes) == 0, "%s by call %d: %s",
               names[kind], call, luna_error(other));
       } else {
-        CHECK(status == LUNA_BAD_FILE && luna_ctx_error_id(other) == LUNA_ERROR_FILE_KIND &&
+        CHECK(status == LUNA_BAD_FILE && luna_error_id_of(other) == LUNA_ERROR_FILE_KIND &&
               luna_params_tensor_count(set) == 0, "%s by call %d: %s",
               names[kind], call, luna_error(other));
         SAYS(other, names[kind], names[call], "luna_load_model");
@@ -441,7 +441,7 @@ static void check_stream(void) {
   luna_begin_inference(ctx);
   const float large[6] = {0, 0, 0, 0, 0, 1e15f};
   CHECK(!luna_lm_forward(&detector, &(luna_input){ .features = large, .batch = 1, .n = 2 }) &&
-        luna_ctx_error_id(ctx) == LUNA_ERROR_FEATURE_LARGE && strstr(luna_error(ctx), "features[5]"),
+        luna_error_id_of(ctx) == LUNA_ERROR_FEATURE_LARGE && strstr(luna_error(ctx), "features[5]"),
         "a whole pass reads 1e15: %s", luna_error(ctx));
   CHECK(!luna_stream_step(a, &token) && strstr(luna_stream_error(a), "luna_stream_step_features") &&
         strstr(luna_stream_error(a), "features"),

@@ -86,7 +86,7 @@ static void graph_run(bool graphed, int kind, graph_results *results) {
     cuda_counted();
     CHECK(luna_graph_begin(graph) == LUNA_OK, "a graph does not begin: %s", luna_error(r.ctx));
     luna_begin_step(r.ctx);
-    luna_tensor *loss = luna_cross_entropy(graph_logits(&r, tokens, n), tokens + 1);
+    luna_tensor *loss = luna_cross_entropy(graph_logits(&r, tokens, n), tokens + 1, NULL);
     luna_backward(loss);
     CHECK(luna_optimizer_step(r.optimizer) == LUNA_OK, "step %d: %s", step, luna_error(r.ctx));
     free(tokens);
@@ -159,8 +159,8 @@ static void check_graph_logits(void) {
       int32_t *labels = common_tokens(ROWS, 90 + (uint64_t)step, CLASSES);
       luna_graph_begin(graph);
       luna_begin_step(ctx);
-      luna_backward(luna_cross_entropy(luna_linear(luna_tensor_new(ctx, x, 2, rows), w, NULL), labels));
-      CHECK(luna_graph_end(graph) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK, "many classes in a graph: %s",
+      luna_backward(luna_cross_entropy(luna_linear(luna_tensor_new(ctx, x, 2, rows), w, NULL), labels, NULL));
+      CHECK(luna_graph_end(graph) == LUNA_OK && luna_error_status(ctx) == LUNA_OK, "many classes in a graph: %s",
             luna_error(ctx));
       free(x), free(labels);
     }
@@ -181,13 +181,13 @@ static void check_graph_reasons(void) {
   for (int step = 0; step < 6; step++)
     graph_square(ctx, graph, &custom, step == 4, (float)step, step != 0 && step != 4);
   CHECK(luna_graph_begin(graph) == LUNA_OK && luna_graph_begin(other) == LUNA_BAD_ARGUMENT &&
-            luna_graph_end(other) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_GRAPH_ORDER,
+            luna_graph_end(other) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_GRAPH_ORDER,
         "two graphs at a time: %s", luna_error(ctx));
   luna_graph_close(graph);           /* one that has begun */
   CHECK(luna_begin_step(ctx) == LUNA_OK && luna_graph_end(NULL) == LUNA_OK, "after a graph: %s", luna_error(ctx));
   CHECK(luna_graph_begin(other) == LUNA_OK && luna_graph_end(other) == LUNA_OK, "a graph of nothing: %s",
         luna_error(ctx));
-  CHECK(!luna_graph_open(host) && luna_ctx_status(host) == LUNA_OK && *luna_graph_reason(NULL), "the CPU has graphs");
+  CHECK(!luna_graph_open(host) && luna_error_status(host) == LUNA_OK && *luna_graph_reason(NULL), "the CPU has graphs");
   luna_close(ctx);
   luna_close(host);
 }
@@ -274,11 +274,11 @@ static void check_memory(void) {
       if (training) luna_begin_step(ctx);
       else luna_begin_inference(ctx);
       logits = luna_classifier_forward(&model, &input);
-      if (training) luna_backward(luna_cross_entropy(logits, labels));
+      if (training) luna_backward(luna_cross_entropy(logits, labels, NULL));
       if (training) luna_optimizer_step(adam);
       const size_t said = luna_memory(ctx).peak - opened;
       const cuda_counts is = cuda_counted();
-      CHECK(luna_ctx_status(ctx) == LUNA_OK, "step %d: %s", step, luna_error(ctx));
+      CHECK(luna_error_status(ctx) == LUNA_OK, "step %d: %s", step, luna_error(ctx));
       /* an inference's first steps lose the ends of chunks */
       CHECK((double)(is.max_allocated - opened) <= 1.1 * (double)said || (!training && step < 3),
             "%s, step %d: the device gives %zu bytes, luna_memory says %zu", training ? "training" : "inference", step,
@@ -305,7 +305,7 @@ static void check_logits_bytes(void) {
     CHECK(luna_lm_init(&model, params, &config) == LUNA_OK, "measuring: %s", luna_error(ctx));
     luna_begin_step(ctx);
     CHECK(luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1)
-                             : luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1)) == LUNA_OK,
+                             : luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1, NULL)) == LUNA_OK,
           "measuring: %s", luna_error(ctx));
     const double rest = (double)(luna_memory(ctx).peak - cuda.backend->opened) -
                         2 * sizeof(float) * (double)luna_params_element_count(params);
@@ -330,8 +330,8 @@ static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) 
   luna_optimizer *o = kind == 0   ? luna_sgd(params, &(luna_optimizer_config){.momentum = 0.9f, .clip = 0.5f})
                       : kind == 1 ? luna_adamw(params, &(luna_optimizer_config){.weight_decay = 0.1f, .clip = 0.5f})
                                   : luna_apollo(params, NULL);
-  luna_optimizer_group(o, &(luna_param_group){.name = "cold", .frozen = true});
-  luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr = 0.5f});
+  luna_params_freeze(params, "cold", true);
+  luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr_factor = 0.5f, .decay_factor = -1});
   return o;
 }
 static void many_step(luna_ctx *ctx, luna_tensor *p[MANY]) {
@@ -388,7 +388,7 @@ static void check_foreign_errors(void) {
     if (kind == 1) cuda_leave_not_ready(r.ctx);
     for (int step = 0; step < 2; step++) {
       const float loss = device_step(&r, step);
-      CHECK(loss == loss && luna_ctx_status(r.ctx) == LUNA_OK, "%s of the user fails step %d: %s", name, step,
+      CHECK(loss == loss && luna_error_status(r.ctx) == LUNA_OK, "%s of the user fails step %d: %s", name, step,
             luna_error(r.ctx));
     }
     luna_close(r.ctx);
@@ -398,9 +398,9 @@ static void check_foreign_errors(void) {
   luna_ctx *ctx = device_open(&cuda, 1);
   luna_begin_inference(ctx);
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, &n), *both[2] = {x, x};
-  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_ctx_status(ctx) == LUNA_OK, "a custom op: %s",
+  CHECK(luna_custom_op(both, 2, 1, &n, &cuda_square) && luna_error_status(ctx) == LUNA_OK, "a custom op: %s",
         luna_error(ctx));
-  CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && luna_ctx_error_id(ctx) == LUNA_ERROR_BACKEND &&
+  CHECK(!luna_custom_op(&x, 1, 1, &n, &cuda_unlaunched) && luna_error_id_of(ctx) == LUNA_ERROR_BACKEND &&
       strstr(luna_error(ctx), "invalid configuration"),
         "a custom op that cannot be launched: %s", luna_error(ctx));
   const char *left = cuda_left_error();
@@ -410,7 +410,7 @@ static void check_foreign_errors(void) {
   cuda_fail(CUDA_NO_MEMORY, 1); /* given out again by the device after what was kept is released */
   device_step(&r, 0);
   left = cuda_left_error();
-  CHECK(luna_ctx_status(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0,
+  CHECK(luna_error_status(r.ctx) == LUNA_OK && strcmp(left, "cudaSuccess") == 0,
         "a failure that was made good stays: %s, %s",
         left, luna_error(r.ctx));
   luna_close(r.ctx);
@@ -487,7 +487,7 @@ static void check_math(void) {
 
 /* ---- failures: a sentence in the context, nothing left behind, and contexts on the CPU go on ---- */
 static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
-  CHECK((!ctx || luna_ctx_status(ctx) != LUNA_OK) && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what,
+  CHECK((!ctx || luna_error_status(ctx) != LUNA_OK) && strstr(luna_error(ctx), part), "%s: the sentence is: %s", what,
         luna_error(ctx));
 }
 static void check_failures(void) {
@@ -501,8 +501,8 @@ static void check_failures(void) {
     cuda_fail(failures[i], 1);
     luna_ctx *ctx = device_open(&cuda, 1);
     expect_error(ctx, "a device that cannot be used", parts[i]);
-    CHECK(luna_ctx_status(ctx) == (i < 3 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", parts[i],
-          (int)luna_ctx_status(ctx));
+    CHECK(luna_error_status(ctx) == (i < 3 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", parts[i],
+          (int)luna_error_status(ctx));
     CHECK(luna_begin_step(ctx) != LUNA_OK && !luna_params_find(luna_params_open(ctx), "x") &&
               (i == 3 || !luna_tensor_new(ctx, NULL, 0, NULL)),
           "a context without its device works");

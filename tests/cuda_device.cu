@@ -25,32 +25,36 @@ __global__ void square_slope_kernel(int64_t n, float factor, const float *a, con
   if (i < n && da) da[i] += factor * dy[i] * b[i] * b[i];
   if (i < n && db) db[i] += 2 * factor * dy[i] * a[i] * b[i];
 }
-static void square_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status square_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out);
   (void)count;
   LUNACU_LAUNCH(square_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state,
                 in[0]->data, in[1]->data, out->data);
+  return LUNA_OK;
 }
-static void square_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status square_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const int64_t n = luna_count(out);
   (void)count;
   LUNACU_LAUNCH(square_slope_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n,
                 *(const float *)state, in[0]->data, in[1]->data, out->grad, in[0]->grad, in[1]->grad);
+  return LUNA_OK;
 }
 static const float square_factor = 0.5f;
 extern "C" const luna_custom cuda_square = {square_forward, square_backward, &square_factor, sizeof square_factor, 0,
                                             false};
 
-static void overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status overrun_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t n = luna_count(out) + 1;
   (void)count;
   LUNACU_LAUNCH(square_kernel, (unsigned)((n + 63) / 64), 64, 0, luna_cuda_stream(out->ctx), n, *(const float *)state,
                 in[0]->data, in[0]->data, out->data);
+  return LUNA_OK;
 }
-static void unlaunched_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status unlaunched_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   (void)count;
   (void)LUNACU_START(square_kernel, 1, 4096, 0, luna_cuda_stream(out->ctx), luna_count(out), *(const float *)state,
                      in[0]->data, in[0]->data, out->data);
+  return LUNA_OK;
 }
 extern "C" const luna_custom cuda_overrun = {overrun_forward, square_backward, &square_factor, sizeof square_factor, 0,
                                              false};

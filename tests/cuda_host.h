@@ -1798,7 +1798,7 @@ struct product {
       args.m = n; args.n = m; args.k = k; args.batch = 1;
       args.transpose_a = op_b != CUBLAS_OP_N; args.transpose_b = op_a != CUBLAS_OP_N;
       args.a_row = ldb; args.b_row = lda; args.c_row = ldc;
-      args.alpha = alpha;
+      args.scale = alpha;
       args.accumulate = beta != 0;
       scratch.resize(luna_gemm_scratch(&args));
       args.run.scratch = scratch.data(); args.run.scratch_size = scratch.size();

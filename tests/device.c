@@ -146,17 +146,17 @@ int main(int argc, char **argv) {
   device_models m;
   without.op[LUNA_OP_CAUSAL_LUNA] = (luna_op_functions){NULL, NULL, NULL, 0};
   if (device_models_open(&m, &lacking, 0))
-    CHECK(!luna_stream_open(&m.lm[1], NULL) && luna_ctx_status(m.ctx[1]) == LUNA_UNSUPPORTED &&
-        luna_ctx_error_id(m.ctx[1]) == LUNA_ERROR_NO_OP, "a stream without its row: %s", luna_error(m.ctx[1]));
+    CHECK(!luna_stream_open(&m.lm[1], NULL) && luna_error_status(m.ctx[1]) == LUNA_UNSUPPORTED &&
+        luna_error_id_of(m.ctx[1]) == LUNA_ERROR_NO_OP, "a stream without its row: %s", luna_error(m.ctx[1]));
   luna_close(m.ctx[0]);
   luna_close(m.ctx[1]);
 
   fake_away = 1; /* a context whose device is away refuses everything with that sentence, and harms nothing */
   device_run r;
   const bool open = device_run_open(&r, &d, 0, 1);
-  CHECK(!open && r.ctx && luna_ctx_error_id(r.ctx) == LUNA_ERROR_BACKEND && strcmp(luna_error(r.ctx),
+  CHECK(!open && r.ctx && luna_error_id_of(r.ctx) == LUNA_ERROR_BACKEND && strcmp(luna_error(r.ctx),
       "luna_open: this device is away") == 0, "the sentence: %s", luna_error(r.ctx));
-  CHECK(luna_begin_step(r.ctx) == LUNA_UNSUPPORTED && luna_ctx_status(r.ctx) == LUNA_UNSUPPORTED &&
+  CHECK(luna_begin_step(r.ctx) == LUNA_UNSUPPORTED && luna_error_status(r.ctx) == LUNA_UNSUPPORTED &&
         !luna_tensor_new(r.ctx, NULL, 0, NULL), "a context without its device works");
   CHECK(luna_params_zero_grad(r.params) == LUNA_UNSUPPORTED, "zeroing gradients without the device works");
   CHECK(strcmp(luna_error(r.ctx), "luna_open: this device is away") == 0, "the sentence becomes: %s",

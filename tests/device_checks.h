@@ -121,7 +121,7 @@ static float device_step(device_run *r, int step) {
   float loss;
   luna_begin_step(r->ctx);
   luna_tensor *t = luna_cross_entropy(luna_lm_forward(&r->lm, &(luna_input){ tokens, NULL, batch, n, NULL }),
-                                      tokens + batch * n);
+                                      tokens + batch * n, NULL);
   luna_backward(t);
   loss = luna_item(t);
   if (luna_optimizer_step(r->optimizer) != LUNA_OK) loss = NAN;
@@ -322,7 +322,7 @@ static void infinite_logits_in(luna_ctx *ctx, const char *what, int64_t classes,
       luna_begin_step(ctx);
       luna_tensor *x = luna_require_grad(common_tensor(ctx, 9, ROWS, IN, 0, 0));
       luna_tensor *loss = way ? luna_linear_cross_entropy(x, weight, bias, labels, &config) :
-        luna_cross_entropy_with(luna_linear(x, weight, bias), labels, &config);
+        luna_cross_entropy(luna_linear(x, weight, bias), labels, &config);
       CHECK(luna_backward(loss) == LUNA_OK, "%s: %s", what, luna_error(ctx));
       const float value = luna_item(loss);
       CHECK(infinite ? value == INFINITY : value > 0 && value < 10, "%s: %d classes, smoothing %g, way %d, label %d: "
@@ -440,12 +440,12 @@ static void device_refusals(const device *d) {
           "luna_write does not write");
     luna_begin_inference(on_host.ctx);
     luna_tensor *sum = luna_add(t, luna_tensor_new(on_host.ctx, values, 2, shape));
-    CHECK(!sum && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_OTHER_CONTEXT, "a host tensor in a device's op: %s",
+    CHECK(!sum && luna_error_id_of(on_device.ctx) == LUNA_ERROR_OTHER_CONTEXT, "a host tensor in a device's op: %s",
         luna_error(on_device.ctx));
     luna_params *shared = luna_params_share(on_device.ctx, on_host.params);
     luna_lm lm;
     luna_status status = luna_lm_init(&lm, shared, &on_host.lm.config);
-    CHECK(status != LUNA_OK && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_BORROW_DEVICE,
+    CHECK(status != LUNA_OK && luna_error_id_of(on_device.ctx) == LUNA_ERROR_BORROW_DEVICE,
         "sharing the CPU's parameters: %s", luna_error(on_device.ctx));
     device_file file = {NULL, 0, 0};
     luna_io io = {0};
@@ -453,7 +453,7 @@ static void device_refusals(const device *d) {
     io.user = &file;
     luna_save_io(on_host.params, &io);
     status = luna_load_borrowed(on_device.params, file.bytes, file.size);
-    CHECK(status != LUNA_OK && luna_ctx_error_id(on_device.ctx) == LUNA_ERROR_BORROW_ON_DEVICE, "borrowing: %s",
+    CHECK(status != LUNA_OK && luna_error_id_of(on_device.ctx) == LUNA_ERROR_BORROW_ON_DEVICE, "borrowing: %s",
         luna_error(on_device.ctx));
     CHECK(luna_load_bytes(on_device.params, file.bytes, file.size) == LUNA_OK, "loading a copy fails");
     free(file.bytes);
@@ -741,7 +741,7 @@ static void device_stream_in_step(const device *d) {
       luna_stream *s = with ? luna_stream_open(&r.lm, NULL) : NULL;
       CHECK(!with || luna_stream_prefill(s, &(luna_input){ tokens, NULL, 0, 7, NULL }), "a stream in a step: %s",
             luna_error(r.ctx));
-      luna_tensor *loss = luna_cross_entropy(logits, tokens + 1);
+      luna_tensor *loss = luna_cross_entropy(logits, tokens + 1, NULL);
       CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r.optimizer) == LUNA_OK,
             "a step with a stream in it: %s", luna_error(r.ctx));
       parameters[with] = common_parameters(r.params);

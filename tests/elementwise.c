@@ -24,7 +24,7 @@ static void equal(const char *what, int64_t n, const float *a, const float *b, i
 static void check_activations(int64_t n) {
   float *x = random_floats(n, 4), *dy = random_floats(n, 1), *before = random_floats(n, 1);
   double *want = doubles(n);
-  for (int kind = LUNA_ACTIVATION_NONE; kind < LUNA_ACTIVATION_COUNT; kind++) {
+  for (int kind = LUNA_ACTIVATION_DEFAULT; kind < LUNA_ACTIVATION_COUNT; kind++) {
     /* from here on */
     for (int64_t i = 0; i < n && kind == LUNA_ACTIVATION_LOG; i++) x[i] = 0.1f + (x[i] < 0 ? -x[i] : x[i]);
     float *y = zeros(n), *in_place = copied(x, n), *dx = copied(before, n);

@@ -40,11 +40,11 @@ static void all_finite(const luna_tensor *t, bool grad, const char *name) {
 static void tried(luna_tensor *y, luna_tensor *const *in, int count) {
   if (!y) {
     refused++;
-    CHECK(luna_ctx_status(ctx) != LUNA_OK && luna_error(ctx)[0], "%s: null without a sentence", what);
+    CHECK(luna_error_status(ctx) != LUNA_OK && luna_error(ctx)[0], "%s: null without a sentence", what);
     return;
   }
   made++;
-  CHECK(luna_ctx_status(ctx) == LUNA_OK, "%s works, with \"%s\"", what, luna_error(ctx));
+  CHECK(luna_error_status(ctx) == LUNA_OK, "%s works, with \"%s\"", what, luna_error(ctx));
   all_finite(y, false, "the result");
   if (!training || !y->needs_grad) return;
   luna_tensor *loss = luna_sum_all(y);
@@ -119,12 +119,12 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
   OP(luna_gather_rows(x, zeros, 2));
   OP(luna_scatter_add_rows(x, zeros, rows(5, 0, n, d)));
   OP(luna_scatter_add_rows(x, zeros, rows(5, 2, n, d)));
-  OP(luna_cross_entropy(x, zeros));
-  OP(luna_cross_entropy(x, minus));
+  OP(luna_cross_entropy(x, zeros, NULL));
+  OP(luna_cross_entropy(x, minus, NULL));
   for (int k = 0; k < 4; k++) {
     luna_cross_entropy_config c = {0};
     c.sum = k & 1, c.smoothing = k & 2 ? 0.5f : 0;
-    OP(luna_cross_entropy_with(x, minus, &c));
+    OP(luna_cross_entropy(x, minus, &c));
     OP(luna_linear_cross_entropy(x, axes(3, 5, d, -1, -1), axes(4, 5, -1, -1, -1), minus, &c));
     OP(luna_linear_cross_entropy(x, axes(3, 1100, d, -1, -1), axes(4, 1100, -1, -1, -1), minus, &c));
     OP(luna_linear_cross_entropy(x, axes(3, 1100, d, -1, -1), axes(4, 1100, -1, -1, -1), zeros, &c));
@@ -349,7 +349,7 @@ static void check_models(luna_form form) {
             (int)n, lengths != NULL, kc.pooling, kc.pair, kc.per_step);
         if (kc.pair) LAYER(luna_classifier_forward_pair(&classifier, &in, &in), NULL);
         else LAYER(luna_classifier_forward(&classifier, &in), NULL);
-        if (!kc.pair) LAYER(luna_cross_entropy(luna_classifier_forward(&classifier, &in), zeros), NULL);
+        if (!kc.pair) LAYER(luna_cross_entropy(luna_classifier_forward(&classifier, &in), zeros, NULL), NULL);
         luna_tensor *p = NULL;
         NAME("encoder %d way %d [%d,%d] lengths %d", variant, way, (int)b, (int)n, lengths != NULL);
         LAYER(luna_encoder_forward(&classifier.encoder, &in, &p), NULL);

@@ -132,9 +132,9 @@ static luna_status accumulate(job_run *r, uint64_t *bits) {
     for (int attempt = 0; attempt < 2; attempt++) {
       luna_begin_step(r->ctx);
       luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&r->model.lm,
-          &(luna_input){ r->tokens, NULL, 1, part * 25, NULL }), r->tokens + 1);
+          &(luna_input){ r->tokens, NULL, 1, part * 25, NULL }), r->tokens + 1, NULL);
       luna_backward(loss);
-      status = luna_ctx_status(r->ctx);
+      status = luna_error_status(r->ctx);
       if (status != LUNA_OUT_OF_MEMORY) break;
     }
   }

@@ -73,7 +73,7 @@ static double features_grad_error(const features_file *f, int i, const float *go
 static luna_tensor *features_loss(const features_file *f, luna_tensor *y) {
   if (strcmp(f->loss, "mse") == 0) return luna_mse(y, f->targets);
   if (strncmp(f->loss, "huber", 5) == 0) return luna_huber(y, f->targets, 0.7f);
-  return f->labels ? luna_cross_entropy(y, f->labels) : luna_binary_cross_entropy(y, f->targets);
+  return f->labels ? luna_cross_entropy(y, f->labels, NULL) : luna_binary_cross_entropy(y, f->targets);
 }
 static luna_tensor *features_forward(const luna_model *model, const luna_input *input) {
   return model->kind == LUNA_MODEL_LM ? luna_lm_forward(&model->lm, input) :
@@ -242,7 +242,7 @@ static void check_losses(void) {
     CHECK(!loss_of(kind, NULL, fine), "%s of null", names[kind]);
     luna_begin_inference(ctx);
     x = luna_tensor_new(ctx, fine, 1, &two);
-    CHECK(!loss_of(kind, x, NULL) && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "%s without targets: %s",
+    CHECK(!loss_of(kind, x, NULL) && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "%s without targets: %s",
           names[kind], luna_error(ctx));
   }
   static const float bad[] = {-0.5f, 1.5f, INFINITY, -INFINITY}, deltas[] = {-1, NAN, INFINITY};
@@ -250,13 +250,13 @@ static void check_losses(void) {
   for (int i = 0; i < 4; i++) {
     luna_begin_inference(ctx);
     CHECK(!luna_binary_cross_entropy(luna_tensor_new(ctx, NULL, 1, &one), &bad[i]) &&
-          luna_ctx_error_id(ctx) == LUNA_ERROR_TARGET_RANGE,
+          luna_error_id_of(ctx) == LUNA_ERROR_TARGET_RANGE,
           "a target of %g: %s", (double)bad[i], luna_error(ctx));
   }
   for (int i = 0; i < 3; i++) {
     luna_begin_inference(ctx);
     CHECK(!luna_huber(luna_tensor_new(ctx, NULL, 1, &one), &bad[0], deltas[i]) &&
-          luna_ctx_error_id(ctx) == LUNA_ERROR_NEGATIVE,
+          luna_error_id_of(ctx) == LUNA_ERROR_NEGATIVE,
           "a delta of %g: %s", (double)deltas[i], luna_error(ctx));
   }
   luna_close(ctx);
@@ -475,7 +475,7 @@ static void check_tagger(void) {
         "%s", luna_error(ctx));
   luna_begin_step(ctx);
   luna_tensor *y = luna_lm_forward(&lm, &input);
-  const double apart = (double)luna_item(luna_cross_entropy(y, labels)),
+  const double apart = (double)luna_item(luna_cross_entropy(y, labels, NULL)),
       direct = (double)luna_item(luna_lm_loss(&lm, &input, labels));
   CHECK(y && y->shape[2] == 3 && fabs(apart - direct) <= 1e-6, "its loss is %g, not %g: %s", direct, apart,
         luna_error(ctx));
@@ -524,7 +524,7 @@ static void check_fit(void) {
   }
   /* no data: mean 0, scale 1; a failed fit changes nothing */
   input.features = NULL;
-  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT,
+  CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT,
         "no features: %s", luna_error(ctx));
   CHECK(luna_input_layer_fit(&layer, NULL) == LUNA_BAD_ARGUMENT, "no input: %s", luna_error(ctx));
   CHECK(luna_input_layer_fit(NULL, &input) == LUNA_BAD_ARGUMENT, "no layer");
@@ -541,7 +541,7 @@ static void check_fit(void) {
     for (int f = 0; f < K; f++) x[i * K + f] = f == 2 ? (i % 2 ? FLT_MAX : -FLT_MAX) : (float)f;
   input.features = x, input.n = STEPS;
   CHECK(luna_input_layer_fit(&layer, &input) == LUNA_BAD_ARGUMENT && strstr(luna_error(ctx), "feature 2") &&
-        luna_ctx_error_id(ctx) == LUNA_ERROR_FEATURE_SCALE, "a deviation beyond all: %s", luna_error(ctx));
+        luna_error_id_of(ctx) == LUNA_ERROR_FEATURE_SCALE, "a deviation beyond all: %s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(layer.mean->data[1] == 0 && layer.scale->data[1] == 1, "a failed fit changes the mean or the scale");
   input.features = NULL, input.n = 0;
@@ -756,18 +756,18 @@ static void check_refused(void) {
   CHECK(model_init(&m, params, 0, 0) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_inference(ctx);
   input.features = NULL, input.tokens = tokens;
-  CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT,
+  CHECK(!luna_lm_forward(&m.lm, &input) && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT,
         "tokens for features: %s", luna_error(ctx));
   input.features = x;
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
     input.lengths = i ? beyond : negative;
-    CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_ELEMENT_RANGE, "lengths: %s",
+    CHECK(!luna_lm_forward(&m.lm, &input) && luna_error_id_of(ctx) == LUNA_ERROR_ELEMENT_RANGE, "lengths: %s",
           luna_error(ctx));
   }
   luna_begin_inference(ctx);
   input.lengths = NULL, input.batch = INT64_MAX / 2;
-  CHECK(!luna_lm_forward(&m.lm, &input) && luna_ctx_error_id(ctx) == LUNA_ERROR_SHAPE, "a batch without end: %s",
+  CHECK(!luna_lm_forward(&m.lm, &input) && luna_error_id_of(ctx) == LUNA_ERROR_SHAPE, "a batch without end: %s",
         luna_error(ctx));
   luna_input_layer zeroed;
   memset(&zeroed, 0, sizeof zeroed);
@@ -788,7 +788,7 @@ static void check_refused(void) {
         luna_seq2seq_init(&seq2seq, params, &s);
     const luna_error_id id = i == 0 ? LUNA_ERROR_FIELD_DIFFERS : i == 2 ||
         i == 3 ? LUNA_ERROR_VALUE_RANGE : LUNA_ERROR_FIELD_UNUSED;
-    CHECK(status == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == id, "config %d: %s", i, luna_error(ctx));
+    CHECK(status == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == id, "config %d: %s", i, luna_error(ctx));
     luna_close(ctx);
   }
   free(x);

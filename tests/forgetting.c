@@ -556,7 +556,8 @@ static void check_net(const char *name, file *expected, luna_isa isa, luna_form 
     if (net_open(&m, name, isa, form, training != 0)) {
       if (training) luna_begin_step(m.ctx);
       else luna_begin_inference(m.ctx);
-      luna_tensor *y = net_forward(&m, tokens->integers, batch, n), *loss = luna_cross_entropy(y, labels->integers);
+      luna_tensor *y = net_forward(&m, tokens->integers, batch, n), *loss = luna_cross_entropy(y, labels->integers,
+                                                                                               NULL);
       if (y) luna_read(y, got);
       worst_note(&w[0], common_error(got, logits->floats, logits->count, 0), training ? "training" : "inference", how);
       worst_note(&w[0], fabs((double)luna_item(loss) / (double)value->floats[0] - 1), "loss", how);
@@ -613,7 +614,7 @@ static const ranges mixed = {18, -6, 22}, soft = {3, 2, 5}, published = {4, 0, -
 static void check_sizes(void) {
   static const int64_t rows[8] = {1, 2, 63, 64, 65, 129, 200, 515},
     sizes[6][3] = {{2, 7, 5}, {1, 16, 16}, {3, 32, 16}, {1, 1, 1}, {1, 65, 66}, {1, 5, 33}};
-  static const luna_activation omegas[3] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
+  static const luna_activation omegas[3] = {LUNA_ACTIVATION_DEFAULT, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   for (int r = 0; r < 8; r++)
     for (int z = 0; z < 6; z++)
       for (int form = 0; form < 2; form++) {
@@ -758,7 +759,7 @@ static void check_differences(luna_isa isa, int form) {
   const double steps[INPUTS] = {0.06, 0.06, 0.06, 0.06, 0.25};
   luna_ctx *ctx = ctx_open(isa, 1);
   call c = call_open(2, 6, 2, 3, 3, form ? published : soft);
-  if (form) c.horizon = 4, c.omega = form == 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_NONE;
+  if (form) c.horizon = 4, c.omega = form == 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_DEFAULT;
   call_mask(&c);
   results r = results_open(&c), other = results_open(&c);
   if (call_run(ctx, &c, true, &r))

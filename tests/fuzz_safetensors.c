@@ -107,7 +107,7 @@ static bool round_trip(const buffer *a, const buffer *b) {
 
 /* after a call that failed: a sentence, and as much memory as before */
 static void refused(luna_ctx *ctx, const heap *h, int64_t live, const char *what) {
-  HOLDS(luna_error(ctx)[0] && luna_ctx_status(ctx) != LUNA_OK, "%s: refused without a sentence", what);
+  HOLDS(luna_error(ctx)[0] && luna_error_status(ctx) != LUNA_OK, "%s: refused without a sentence", what);
   HOLDS(h->live == live, "%s: refused, and %d bytes stay", what, (int)(h->live - live));
   luna_begin_inference(ctx);
 }
@@ -340,14 +340,14 @@ static luna_tensor *loss_of(const luna_model *model) {
     loss = luna_lm_loss(&model->lm, &e.input, labels);
   } else if (model->kind == LUNA_MODEL_CLASSIFIER) {
     example_open(&e, classifier->vocab, classifier->features, 1);
-    loss = luna_cross_entropy(classes_of(&model->classifier, &e.input), labels);
+    loss = luna_cross_entropy(classes_of(&model->classifier, &e.input), labels, NULL);
   } else if (model->kind == LUNA_MODEL_MASKED_LM) {
     example_open(&e, model->masked_lm.config.vocab, model->masked_lm.config.features, 1);
     loss = luna_masked_lm_loss(&model->masked_lm, &e.input, labels);
   } else {
     example_open(&e, seq2seq->vocab, seq2seq->features, 1);
     example_open(&target, seq2seq->target_vocab, 0, 1);
-    loss = luna_cross_entropy(luna_seq2seq_forward(&model->seq2seq, &e.input, &target.input), labels);
+    loss = luna_cross_entropy(luna_seq2seq_forward(&model->seq2seq, &e.input, &target.input), labels, NULL);
   }
   free(e.features);
   return loss;

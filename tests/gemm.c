@@ -59,7 +59,7 @@ static trial trial_open(int64_t m, int64_t n, int64_t k, int64_t b0, int64_t b1,
   g->alpha = mode & ALPHA ? 0.37f : 1;
   g->accumulate = (mode & ACCUMULATE) != 0;
   g->dots = (mode & DOTS) != 0;
-  g->activation = mode & ACTIVATION ? (int)pick(LUNA_ACTIVATION_SOFTPLUS2 + 1) : LUNA_ACTIVATION_NONE;
+  g->activation = mode & ACTIVATION ? (int)pick(LUNA_ACTIVATION_SOFTPLUS2 + 1) : LUNA_ACTIVATION_DEFAULT;
   t.want = doubles(t.c_size), t.want_pre = doubles(t.c_size), t.scale = doubles(t.c_size);
   return t;
 }

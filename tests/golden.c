@@ -394,7 +394,7 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
                      &(luna_input){ other, other_lengths, batch, m, NULL })
                          : luna_classifier_forward(&model.classifier, &(luna_input){ tokens, lengths, batch, n, NULL });
     golden_output(g, "logits", logits, NULL);
-    luna_tensor *loss = luna_cross_entropy(logits, labels);
+    luna_tensor *loss = luna_cross_entropy(logits, labels, NULL);
     golden_output(g, "loss", loss, NULL);
     if (training && CHECK(luna_backward(loss) == LUNA_OK, "%s (%s): %s", g->name, how, luna_error(ctx)))
       golden_gradients(g, params, 0);

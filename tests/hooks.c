@@ -28,7 +28,7 @@ typedef struct average_state {
 static bool average_sees(const average_state *s, int64_t b, int64_t t, int64_t j) {
   return (!s->causal || j <= t) && (!s->cut || j < s->lengths[b]);
 }
-static void average_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status average_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const average_state *s = (const average_state *)state;
   const int64_t n = out->shape[1], d = out->shape[2], heads = in[1]->shape[0];
   (void)count;
@@ -40,8 +40,9 @@ static void average_forward(const luna_tensor *const *in, int count, luna_tensor
       if (average_sees(s, b, t, j)) sum += pow(a, (double)llabs(t - j)) * parameter(in[0], (b * n + j) * d + i % d);
     out->data[i] = (float)((1 - a) * sum);
   }
+  return LUNA_OK;
 }
-static void average_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status average_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const average_state *s = (const average_state *)state;
   const int64_t n = out->shape[1], d = out->shape[2], heads = in[1]->shape[0];
   (void)count;
@@ -57,6 +58,7 @@ static void average_backward(luna_tensor *const *in, int count, const luna_tenso
     }
     if (in[1]->grad) in[1]->grad[h] += (float)(slope * a * (1 - a)) * out->grad[i];
   }
+  return LUNA_OK;
 }
 static void *average_make(void *user, luna_params *params, const char *prefix, const luna_layer_config *config) {
   average_hook *hook = (average_hook *)user;
@@ -126,7 +128,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   counting_task(0, tokens, lengths, labels);
   luna_begin_step(ctx);
   luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model[0],
-      &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
+      &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels, NULL);
   const double value = (double)luna_item(loss);
   const int first_run = state.forwards;
   CHECK(luna_backward(loss) == LUNA_OK, "hook: %s", luna_error(ctx));
@@ -147,7 +149,7 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
       decay->data[0] = s ? -0.005f : 0.005f;
       luna_begin_step(ctx);
       side[s] = luna_item(luna_cross_entropy(luna_classifier_forward(&model[0],
-          &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels));
+          &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels, NULL));
     }
     decay->data[0] = 0;
     const double difference = ((double)side[0] - (double)side[1]) / 0.01;
@@ -196,7 +198,7 @@ static void check_hook_lm(void) {
   for (int step = 0; step < 150; step++) {
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 19, NULL }),
-                                           tokens + 1);
+                                           tokens + 1, NULL);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "hook: %s", luna_error(ctx))) break;
     last = (double)luna_item(loss);
@@ -272,7 +274,7 @@ static void check_hook_refusals(void) {
     luna_begin_inference(own);
     luna_tensor *none = NULL;
     CHECK(!luna_encoder_layer_forward(&layer, luna_tensor_new(own, NULL, 3, shape), &none, NULL) &&
-              luna_ctx_error_id(own) == (wrong ? LUNA_ERROR_HOOK_SHAPE : LUNA_ERROR_HOOK_NULL),
+              luna_error_id_of(own) == (wrong ? LUNA_ERROR_HOOK_SHAPE : LUNA_ERROR_HOOK_NULL),
           "a hook's result %d: \"%s\"", wrong, luna_error(own));
     luna_close(own);
   }
@@ -376,7 +378,8 @@ static void check_composed(void) {
       }
     }
     luna_begin_step(ctx);
-    luna_tensor *loss = luna_cross_entropy(lookup_forward(&model[0], list, lengths, asked, LISTS, LENGTH), labels);
+    luna_tensor *loss = luna_cross_entropy(lookup_forward(&model[0], list, lengths, asked, LISTS, LENGTH), labels,
+                                           NULL);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "a composed model: %s", luna_error(ctx))) break;
     if (step >= 390) sum += (double)luna_item(loss) / 10 / log(2);

@@ -45,7 +45,7 @@ static uint64_t job_hash_params(const luna_params *params) {
 }
 /* a null result must have a failure beside it */
 static luna_status job_given(luna_ctx *ctx, const void *result) {
-  return result ? LUNA_OK : luna_ctx_status(ctx) == LUNA_OK ? LUNA_UNSUPPORTED : luna_ctx_status(ctx);
+  return result ? LUNA_OK : luna_error_status(ctx) == LUNA_OK ? LUNA_UNSUPPORTED : luna_error_status(ctx);
 }
 
 /* everything that a job makes */
@@ -129,15 +129,16 @@ static luna_tensor *job_forward(job_run *r) {
   if (j->model == JOB_LM_LARGE_LOSS)
     return luna_lm_loss(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }, tokens + 1);
   if (j->model == JOB_LM || j->model == JOB_LM_LARGE)
-    return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }), tokens + 1);
+    return luna_cross_entropy(luna_lm_forward(&r->model.lm, &(luna_input){ tokens, NULL, 2, j->n, NULL }), tokens + 1,
+                              NULL);
   if (j->model == JOB_CLASSIFIER)
     return luna_cross_entropy(luna_classifier_forward(&r->model.classifier,
-                                                      &(luna_input){ tokens, lengths, 2, j->n, NULL }), labels);
+                                                      &(luna_input){ tokens, lengths, 2, j->n, NULL }), labels, NULL);
   if (j->model == JOB_MASKED_LM)
     return luna_masked_lm_loss(&r->model.masked_lm, &(luna_input){ tokens, lengths, 2, j->n, NULL }, tokens + 1);
   if (j->model == JOB_SEQ2SEQ)
     return luna_cross_entropy(luna_seq2seq_forward(&r->model.seq2seq, &(luna_input){ tokens, lengths, 2, j->n, NULL },
-                                                   &(luna_input){ tokens + 1, NULL, 2, j->n / 2, NULL }), tokens);
+                                                   &(luna_input){ tokens + 1, NULL, 2, j->n / 2, NULL }), tokens, NULL);
   const int64_t shape[3] = {1, j->n, DIM}, flat[2] = {1, j->n * DIM};
   luna_tensor *x = luna_tensor_new(r->ctx, NULL, 3, shape), *p = luna_expand(r->slots, 1);
   for (int64_t i = 0; i < j->layers; i++) x = luna_encoder_layer_forward(&r->layer[i], x, &p, NULL);
@@ -147,8 +148,8 @@ static luna_status job_step(job_run *r) {
   if (r->j->inference) luna_begin_inference(r->ctx);
   else luna_begin_step(r->ctx);
   r->loss = job_forward(r);
-  if (luna_ctx_status(r->ctx) != LUNA_OK || r->j->inference)
-    return r->loss ? luna_ctx_status(r->ctx) : job_given(r->ctx, NULL);
+  if (luna_error_status(r->ctx) != LUNA_OK || r->j->inference)
+    return r->loss ? luna_error_status(r->ctx) : job_given(r->ctx, NULL);
   if (!r->loss) return LUNA_UNSUPPORTED;
   luna_backward(r->loss);
   return luna_optimizer_step(r->optimizer);

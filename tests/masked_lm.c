@@ -89,9 +89,13 @@ static void check_masking(void) {
   again.input = alias;
   again.count = luna_mask_tokens(&masking, &(luna_input){ alias, lengths, ROWS, COLUMNS, NULL }, alias, again.labels);
   CHECK(masked_same(&first, &again), "masking in place masks otherwise");
-  CHECK(luna_mask_tokens(&masking, NULL, alias, alias) == 0 &&
-            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1, NULL }, alias, alias) == 0,
-        "null is masked");
+  CHECK(luna_mask_tokens(&masking, NULL, alias, alias) == -1 &&
+            luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 1, 1, NULL }, alias, alias) == -1 &&
+            luna_mask_tokens(&masking, &(luna_input){ alias, NULL, -1, 1, NULL }, alias, alias) == -1 &&
+            luna_mask_tokens(&(luna_masking){ 1.5f, 0, 0, 0, 0 }, &(luna_input){ alias, NULL, 1, 1, NULL }, alias,
+                             alias) == -1,
+        "what cannot be masked is");
+  CHECK(luna_mask_tokens(&masking, &(luna_input){ NULL, NULL, 0, 7, NULL }, NULL, NULL) == 0, "no places are an error");
   other = (luna_masking){0, 256, 256, 0, 0}; /* what fits a luna_masked_lm of the default config */
   masked given = mask(&other, tokens, lengths), none = mask(NULL, tokens, lengths);
   CHECK(none.count > 0 && masked_same(&given, &none), "null masking is not the default");
@@ -119,7 +123,7 @@ static void check_masked_loss(int v, luna_form form) {
     luna_begin_step(ctx);
     luna_tensor *y = i ? luna_masked_lm_loss(&model, &(luna_input){ input, lengths_of_5, BATCH, N, NULL }, labels)
                        : luna_cross_entropy(luna_masked_lm_forward(&model,
-                           &(luna_input){ input, lengths_of_5, BATCH, N, NULL }), labels);
+                           &(luna_input){ input, lengths_of_5, BATCH, N, NULL }), labels, NULL);
     loss[i] = luna_item(y);
     CHECK(luna_backward(y) == LUNA_OK, "%s: %s", encoder_names[v], luna_error(ctx));
     gradient[i] = all_gradients(params);
@@ -167,7 +171,7 @@ static void check_lm_loss(int64_t vocab, bool inference) {
     if (inference) luna_begin_inference(ctx);
     else luna_begin_step(ctx);
     luna_tensor *y = i ? luna_lm_loss(&model, &input, labels) :
-        luna_cross_entropy(luna_lm_forward(&model, &input), labels);
+        luna_cross_entropy(luna_lm_forward(&model, &input), labels, NULL);
     loss[i] = luna_item(y);
     if (!inference) CHECK(luna_backward(y) == LUNA_OK, "luna_lm_loss: %s", luna_error(ctx));
     if (!inference) gradient[i] = all_gradients(params);

@@ -77,7 +77,7 @@ static void check_block(const job *j, int threads) {
       } else {
         CHECK(status == LUNA_OUT_OF_MEMORY, "%s: 64 bytes less than measured gives \"%s\"", what,
               luna_status_text(status));
-        CHECK(!ctx || (luna_ctx_status(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]),
+        CHECK(!ctx || (luna_error_status(ctx) == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0]),
               "%s: 64 bytes less says \"%s\"", what,
               luna_error(ctx));
       }
@@ -110,7 +110,8 @@ static void check_steady(void) {
   luna_optimizer *optimizer = luna_adamw(params, NULL);
   for (int step = 0; step < 12; step++) {
     luna_begin_step(ctx);
-    luna_backward(luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 290, NULL }), tokens + 1));
+    luna_backward(luna_cross_entropy(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 2, 290, NULL }), tokens + 1,
+                                     NULL));
     CHECK(luna_optimizer_step(optimizer) == LUNA_OK, "step: %s", luna_error(ctx));
     luna_begin_inference(ctx);
     CHECK(luna_lm_forward(&model, &(luna_input){ tokens, NULL, 1, 150, NULL }) != NULL, "inference: %s",
@@ -190,9 +191,9 @@ static void check_first_step(bool training) {
       if (training) luna_begin_step(ctx);
       else luna_begin_inference(ctx);
       luna_tensor *logits = luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, N, NULL });
-      if (training) luna_backward(luna_cross_entropy(logits, &label));
+      if (training) luna_backward(luna_cross_entropy(logits, &label, NULL));
       if (training) luna_optimizer_step(adam);
-      CHECK(luna_ctx_status(ctx) == LUNA_OK, "%s: %s", what, luna_error(ctx));
+      CHECK(luna_error_status(ctx) == LUNA_OK, "%s: %s", what, luna_error(ctx));
       const size_t peak = luna_memory(ctx).peak, is = touched(blocks);
       CHECK(is <= peak + peak / 8 + 65536, "%s, step %d: %zu bytes are written to, luna_memory says %zu", what, step,
             is, peak);
@@ -255,7 +256,7 @@ static void check_logits_bytes(void) {
     for (int step = 0; step < 2; step++) {
       luna_begin_step(ctx);
       luna_backward(loss ? luna_lm_loss(&model, &input, tokens + 1) :
-                    luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1));
+                    luna_cross_entropy(luna_lm_forward(&model, &input), tokens + 1, NULL));
       CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a language model: %s", luna_error(ctx));
     }
     const double rest = (double)luna_memory(ctx).peak - 4 * sizeof(float) * (double)luna_params_element_count(params);
@@ -289,7 +290,7 @@ static size_t classifier_bytes(int64_t batch, luna_recompute_kind recompute, lun
   for (int step = 0; step < 2; step++) {
     luna_begin_step(ctx);
     luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, batch, n, NULL }),
-                                     labels));
+                                     labels, NULL));
     CHECK(luna_optimizer_step(adam) == LUNA_OK, "measuring a classifier: %s", luna_error(ctx));
   }
   const size_t bytes = luna_memory(ctx).peak;

@@ -86,9 +86,9 @@ TEST_UNUSED TEST_FORMAT(5) static void refused_at(int line, luna_ctx *ctx, bool 
   va_start(list, format);
   vsnprintf(what, sizeof what, format, list);
   va_end(list);
-  test_check(failed && luna_error(ctx)[0] && luna_ctx_error_id(ctx) == id, __FILE__, line,
+  test_check(failed && luna_error(ctx)[0] && luna_error_id_of(ctx) == id, __FILE__, line,
              "%s is %s, and the error is %d, not %d: \"%s\"", what, failed ? "refused" : "taken",
-                 (int)luna_ctx_error_id(ctx),
+                 (int)luna_error_id_of(ctx),
              (int)id, luna_error(ctx));
   luna_begin_inference(ctx);
 }
@@ -119,7 +119,7 @@ TEST_UNUSED static luna_encoder_config encoder_config(int v) {
   luna_linformer_config *l = &c.layer.linformer;
   c.layers = v == 6 ? 3 : 2, c.dim = DIM, c.heads = 2, c.ffn = 20, c.memory = SLOTS, c.max_length = 2 * N;
   c.layer.pre_norm = v == 1 || v == 4 || v == 8 || v == 10;
-  c.layer.activation = v == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  c.layer.activation = v == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
   c.layer.sharing = v == 2 ? LUNA_SHARING_FULL : v == 3 ? LUNA_SHARING_NO_KEY : v == 4 ? LUNA_SHARING_QK :
       LUNA_SHARING_TIED;
   c.layer.pack_heads = v == 2 ? 3 : 0;
@@ -269,7 +269,7 @@ TEST_UNUSED static double train_classifier(luna_params *params, const luna_class
     counting_task((uint64_t)step, tokens, lengths, labels);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(model,
-        &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels);
+        &(luna_input){ tokens, lengths, TASK_BATCH, TASK_N, NULL }), labels, NULL);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "step %d: %s", step, luna_error(ctx))) return NAN;
     if (step >= steps - 10) sum += (double)luna_item(loss) / 10 / log(2);
@@ -298,8 +298,8 @@ TEST_UNUSED static luna_seq2seq_config translator_config(int v) {
   /* of a layer 3 heads x 3 slots are folded into the scores, 3 x 8 > 12 + 8 are not */
   c.encoder.memory = v & 8 ? 8 : 3;
   c.encoder.layer.pre_norm = v & 1, c.encoder.layer.sharing = v & 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  c.encoder.layer.omega = v == 5 ? LUNA_ACTIVATION_ELU1 : v == 10 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_NONE;
-  c.encoder.layer.activation = v == 3 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  c.encoder.layer.omega = v == 5 ? LUNA_ACTIVATION_ELU1 : v == 10 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_DEFAULT;
+  c.encoder.layer.activation = v == 3 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
   c.encoder.positions = v & 4 ? LUNA_POSITIONS_LEARNED : v == 1 ? LUNA_POSITIONS_NONE : LUNA_POSITIONS_SINUSOIDAL;
   c.encoder.first_position = v == 2 || v == 4 ? 2 : 0;
   c.encoder.max_length = 16, c.max_target_length = STEPS;

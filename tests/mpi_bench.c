@@ -76,12 +76,12 @@ static cost pass(const work *w, void *block, size_t *peak) {
   if (w->training) luna_begin_step(ctx);
   else luna_begin_inference(ctx);
   luna_tensor *y = w->causal ? luna_lm_loss(&lm, &input, tokens + 1) : luna_classifier_forward(&classifier, &input);
-  if (!w->causal) y = luna_cross_entropy(y, &label);
+  if (!w->causal) y = luna_cross_entropy(y, &label, NULL);
   if (w->training) luna_backward(y);
   const double loss = block ? (double)luna_item(y) : 1;
   if (adam) luna_optimizer_step(adam);
   c.bytes = mpi.bytes, c.calls = mpi.calls, c.inside = inside, c.cpu = cpu_seconds() - c.cpu - inside;
-  if (luna_ctx_status(ctx) != LUNA_OK || !(loss > 0)) {
+  if (luna_error_status(ctx) != LUNA_OK || !(loss > 0)) {
     fprintf(stderr, "rank %d: %s\n", mpi.collective.rank, luna_error(ctx));
     mpi_close(&mpi, 1);
   }

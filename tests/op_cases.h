@@ -269,12 +269,15 @@ static void op_activate(trial *t, int v) { /* by number, then by name */
     LUNA_MAPS(OP_MAP)
 #undef OP_MAP
   };
+#define OP_MAP(NAME, name, value, slope) LUNA_ACTIVATION_##NAME,
+  static const luna_activation kinds[] = { LUNA_MAPS(OP_MAP) };
+#undef OP_MAP
   const bool by_name = v >= LUNA_ACTIVATION_COUNT;
-  const luna_activation kind = (luna_activation)(by_name ? v - LUNA_ACTIVATION_COUNT + 1 : v);
+  const luna_activation kind = by_name ? kinds[v - LUNA_ACTIVATION_COUNT] : (luna_activation)v;
   luna_tensor *x = trial_input(t, 4, 2, 3, SIZE(8, 133), 1, 1);
   if (kind == LUNA_ACTIVATION_LOG || kind == LUNA_ACTIVATION_SQRT || kind == LUNA_ACTIVATION_RSQRT)
     x = luna_add_scalar(luna_mul(x, x), 1);
-  give(t, by_name ? maps[kind - 1](x) : luna_activate(x, kind));
+  give(t, by_name ? maps[v - LUNA_ACTIVATION_COUNT](x) : luna_activate(x, kind));
 }
 static void op_softmax(trial *t, int v) {
   const int32_t lengths[3] = {2, 5, 1}, some[3] = {1, 0, 3};
@@ -332,7 +335,7 @@ static void op_cross_entropy(trial *t, int v) {
   config.ignore = v >= 3;
   config.ignore_index = 4;
   config.sum = v >= 4;
-  give(t, v < 2 ? luna_cross_entropy(x, labels) : luna_cross_entropy_with(x, labels, &config));
+  give(t, v < 2 ? luna_cross_entropy(x, labels, NULL) : luna_cross_entropy(x, labels, &config));
 }
 /* fused above 1024 classes, by panels of so many */
 static void op_linear_cross_entropy(trial *t, int v) {
@@ -357,7 +360,7 @@ static void op_logits(trial *t, int v) {
   if (v == 1) x[0] = luna_scale(x[0], 2);
   if (v == 2) {
     const luna_scope scope = luna_scope_recompute(t->ctx);
-    y = luna_cross_entropy(luna_linear(x[0], x[1], x[2]), labels);
+    y = luna_cross_entropy(luna_linear(x[0], x[1], x[2]), labels, NULL);
     give(t, luna_scope_end(scope, &y, 1));
     return;
   }
@@ -366,9 +369,9 @@ static void op_logits(trial *t, int v) {
   if (v == 3) z = luna_scale(y, (float)0.5);
   if (v == 4) z = luna_sum(luna_slice(y, 0, 1, 3), 1);
   /* 7: not the columns that the linear op makes */
-  give(t, luna_cross_entropy(v == 7 ? luna_reshape(y, 2, halves) : y, labels));
+  give(t, luna_cross_entropy(v == 7 ? luna_reshape(y, 2, halves) : y, labels, NULL));
   if (v == 5) z = luna_mean(y, 2);
-  if (v == 6) z = luna_cross_entropy(y, labels + 1);
+  if (v == 6) z = luna_cross_entropy(y, labels + 1, NULL);
   if (z) give(t, z);
 }
 
@@ -471,7 +474,7 @@ static void op_unpack(trial *t, int v) {
 }
 /* the residual: none, of its own, x itself, and x itself as an op's result, whose gradient is then made in place */
 static void op_feed_forward(trial *t, int v) {
-  static const luna_activation kinds[4] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU,
+  static const luna_activation kinds[4] = {LUNA_ACTIVATION_DEFAULT, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU,
                                            LUNA_ACTIVATION_SOFTPLUS};
   /* 8: more rows than a block */
   const int64_t n = v >= 8 ? SIZE(600, 1300) : SIZE(3, 70), d = SIZE(3, 21), f = SIZE(5, 37);
@@ -493,7 +496,8 @@ static void op_causal_nested(trial *t, int v) {
   const int64_t n = v == 6 ? 67 : v == 7 ? SIZE(130, 300) : SIZE(5, 150), h = 2, d = SIZE(2, 19), l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 5 ? k : in3(t, 2, n, h * d),
       *s = in3(t, 2, n, h * l);
-  luna_causal_nested_config c = {h, v % 3 ? omega[v % 3] : LUNA_ACTIVATION_NONE, v == 3 || v == 4 ? lengths : NULL, 0,
+  luna_causal_nested_config c = {h, v % 3 ? omega[v % 3] : LUNA_ACTIVATION_DEFAULT, v == 3 || v == 4 ? lengths : NULL,
+                                 0,
                                 NULL, 0};
   c.dropout = v >= 4 && v < 7 ? (float)0.3 : 0;
   c.horizon = v == 8 ? 3 : v == 9 ? SIZE(1, 100) : v == 10 ? 2 : 0;
@@ -507,19 +511,20 @@ static void op_forgetting(trial *t, int v) {
                 l = SIZE(3, 18);
   luna_tensor *q = in3(t, 2, n, h * d), *k = in3(t, 2, n, h * d), *values = v == 1 ? k : in3(t, 2, n, h * d),
       *s = luna_scale(in3(t, 2, n, h * l), v == 3 ? 8 : 2), *gates = in3(t, 2, n, h * l);
-  luna_causal_nested_config c = {h, LUNA_ACTIVATION_NONE, v == 2 ? lengths : NULL, v == 3 ? (float)0.3 : 0, NULL, 0};
+  luna_causal_nested_config c = {h, LUNA_ACTIVATION_DEFAULT, v == 2 ? lengths : NULL, v == 3 ? (float)0.3 : 0, NULL, 0};
   c.forget = v == 0 ? gates : luna_add_scalar(luna_scale(gates, 8), v == 1 ? -16 : v == 2 ? 20 : 0);
   give(t, luna_causal_nested_attention(q, k, values, s, &c));
 }
 
 /* y = factor a b^2, with the factor in the op's state */
-static void op_custom_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status op_custom_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const float factor = *(const float *)state;
   (void)count;
   for (int64_t i = 0; i < luna_count(out); i++)
     out->data[i] = factor * in[0]->data[i] * in[1]->data[i] * in[1]->data[i];
+  return LUNA_OK;
 }
-static void op_custom_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status op_custom_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const float factor = *(const float *)state;
   (void)count;
   for (int64_t i = 0; i < luna_count(out); i++) {
@@ -527,6 +532,7 @@ static void op_custom_backward(luna_tensor *const *in, int count, const luna_ten
     if (in[0]->grad) in[0]->grad[i] += g * in[1]->data[i] * in[1]->data[i];
     if (in[1]->grad) in[1]->grad[i] += 2 * g * in[0]->data[i] * in[1]->data[i];
   }
+  return LUNA_OK;
 }
 static void op_custom(trial *t, int v) {
   float factor = (float)1.25;
@@ -611,7 +617,7 @@ static void op_nested_layer(trial *t, int v) {
 }
 static void op_causal_attention_layer(trial *t, int v) {
   static const int32_t lengths[2] = {2, 3};
-  static const luna_activation omega[3] = {LUNA_ACTIVATION_NONE, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
+  static const luna_activation omega[3] = {LUNA_ACTIVATION_DEFAULT, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1};
   luna_causal_attention_layer layer;
   luna_causal_attention_layer_config config = {0};
   config.dim = SIZE(4, 48);
@@ -650,7 +656,7 @@ static luna_layer_config op_layer_config(trial *t, int v) {
   config.pack_heads = v % 2 ? 4 : 0;
   config.ffn = SIZE(6, 50);
   config.sharing = v % 4 >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  config.activation = v == 8 ? LUNA_ACTIVATION_SILU : v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.activation = v == 8 ? LUNA_ACTIVATION_SILU : v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
   config.gated = v == 8;
   config.norm = v >= 9 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
   config.pre_norm = v % 2 != 0;
@@ -687,7 +693,7 @@ static void op_causal_layer(trial *t, int v) {
   luna_causal_layer layer;
   luna_layer_config config = op_layer_config(t, v);
   config.convolution = v % 3 ? 4 : 0;
-  config.omega = v % 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_NONE;
+  config.omega = v % 2 ? LUNA_ACTIVATION_ELU1 : LUNA_ACTIVATION_DEFAULT;
   if (luna_causal_layer_init(&layer, trial_params(t, LUNA_FORM_CHEAPEST), "layers.0.", SIZE(3, 9), &config))
     t->broken = true;
   luna_tensor *x = in3(t, 2, SIZE(6, 70), config.dim);
@@ -740,7 +746,7 @@ static luna_encoder_config op_encoder_config(trial *t, int v) {
   config.norm_embedding = v % 2 != 0;
   config.tied_layers = v == 4;
   config.own_memory = v == 5;
-  config.layer.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.layer.activation = v % 2 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
   config.layer.pre_norm = v == 3 || v == 2;
   config.layer.norm = v == 2 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
   config.layer.dropout = v == 1 ? (float)0.1 : 0;
@@ -855,7 +861,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"transpose", op_transpose, 3},
                                    {"matmul", op_matmul, 20},
                                    {"linear", op_linear, 6},
-                                   {"activate", op_activate, 2 * LUNA_ACTIVATION_COUNT - 1},
+                                   {"activate", op_activate, 2 * LUNA_ACTIVATION_COUNT - 2},
                                    {"softmax", op_softmax, 5},
                                    {"dropout", op_dropout, 2},
                                    {"layer_norm", op_layer_norm, 6},

@@ -177,6 +177,26 @@ static void check_values_maps(luna_ctx *ctx) {
   free(y);
 }
 
+/* LUNA_ACTIVATION_NONE is none also where the default is another */
+static void check_values_no_activation(luna_ctx *ctx) {
+  enum { M = 3 };
+  const int64_t shape[2] = {M, M};
+  float *x = common_random(M * M, 5, 1), *w = common_random(M * M, 6, 1), y[M * M], again[M * M];
+  luna_begin_inference(ctx);
+  luna_tensor *tx = luna_tensor_new(ctx, x, 2, shape), *tw = luna_tensor_new(ctx, w, 2, shape);
+  const luna_feed_forward_config none = {.activation = LUNA_ACTIVATION_NONE},
+      relu = {.activation = LUNA_ACTIVATION_RELU};
+  luna_read(luna_linear(luna_linear(tx, tw, NULL), tw, NULL), y);
+  expect(ctx, "a feed-forward without activation", luna_feed_forward(tx, tw, NULL, tw, NULL, &none), y, M * M);
+  luna_read(luna_feed_forward(tx, tw, NULL, tw, NULL, &relu), y);
+  expect(ctx, "a feed-forward by default", luna_feed_forward(tx, tw, NULL, tw, NULL, NULL), y, M * M);
+  luna_gemm_args g = {.a = x, .b = w, .c = y, .m = M, .n = M, .k = M};
+  luna_gemm_f32(&g);
+  g.activation = LUNA_ACTIVATION_NONE, g.c = again;
+  CHECK(luna_gemm_f32(&g) == LUNA_OK && memcmp(y, again, sizeof y) == 0, "a product without activation is another");
+  free(x), free(w);
+}
+
 /* broadcasting, in shapes that join and shapes that do not, beside loops over four axes */
 static void check_values_broadcast(luna_ctx *ctx) {
   static const int64_t shapes[6][2][4] = {{{2, 3, 4, 5}, {2, 3, 4, 5}}, {{1, 3, 1, 5}, {2, 1, 4, 1}},
@@ -214,7 +234,7 @@ static void check_values_broadcast(luna_ctx *ctx) {
   const int64_t narrow[2] = {3, 0};
   const int32_t ignored[3] = {-1, -1, -1};
   luna_begin_step(ctx);
-  luna_tensor *loss = luna_cross_entropy(luna_require_grad(luna_tensor_new(ctx, NULL, 2, narrow)), ignored);
+  luna_tensor *loss = luna_cross_entropy(luna_require_grad(luna_tensor_new(ctx, NULL, 2, narrow)), ignored, NULL);
   CHECK(luna_backward(loss) == LUNA_OK && luna_item(loss) == 0, "the loss of no classes: %s", luna_error(ctx));
 }
 
@@ -245,7 +265,7 @@ static void check_host_results(luna_ctx *ctx) {
               indices[3], indices[4], indices[5]);
   CHECK(luna_argmax(t, indices) == LUNA_OK && memcmp(indices, first, sizeof first) == 0, "argmax: %d %d", indices[0],
         indices[1]);
-  CHECK(luna_top_k(t, 6, indices, NULL) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
+  CHECK(luna_top_k(t, 6, indices, NULL) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_VALUE_RANGE,
         "top 6 of 5: %s", luna_error(ctx));
   luna_begin_inference(ctx);
   check_printed(ctx, numbers, 3, cube,
@@ -296,11 +316,11 @@ static void check_values_rows(luna_ctx *ctx) {
   loss[0] = (float)unsmoothed;
   loss[1] = (float)smooth;
   loss[2] = (float)ignored;
-  expect(ctx, "cross-entropy", luna_cross_entropy(t, labels), loss, 1);
-  expect(ctx, "cross-entropy, smoothed sum", luna_cross_entropy_with(t, labels, &smoothing), loss + 1, 1);
-  expect(ctx, "cross-entropy, ignoring 5", luna_cross_entropy_with(t, labels, &ignore), loss + 2, 1);
+  expect(ctx, "cross-entropy", luna_cross_entropy(t, labels, NULL), loss, 1);
+  expect(ctx, "cross-entropy, smoothed sum", luna_cross_entropy(t, labels, &smoothing), loss + 1, 1);
+  expect(ctx, "cross-entropy, ignoring 5", luna_cross_entropy(t, labels, &ignore), loss + 2, 1);
   const int32_t none[7] = {-1, -1, -1, -1, -1, -1, -1};
-  luna_tensor *zero = luna_cross_entropy(t, none);
+  luna_tensor *zero = luna_cross_entropy(t, none, NULL);
   CHECK(zero && luna_item(zero) == 0, "cross-entropy without a label that counts is %g", (double)luna_item(zero));
   free(x), free(w), free(b), free(soft), free(norm);
 }
@@ -465,6 +485,7 @@ static void check_values(luna_isa isa) {
   luna_ctx *ctx = open_plain(isa);
   values_isa = luna_isa_name(isa);
   check_values_maps(ctx);
+  check_values_no_activation(ctx);
   check_values_broadcast(ctx);
   check_host_results(ctx);
   check_values_rows(ctx);
@@ -664,12 +685,12 @@ static void check_items(void) {
         (double)luna_item(a), (double)luna_item(scalar));
   CHECK(luna_read(b, out) == LUNA_OK && out[1] == 2 && luna_read(zeros, out) == LUNA_OK && out[0] == 0 && out[1] == 0,
         "luna_read does not read");
-  CHECK(luna_ctx_status(ctx) == LUNA_OK, "reading is an error: %s", luna_error(ctx));
-  CHECK(isnan(luna_item(b)) && luna_ctx_status(ctx) != LUNA_OK, "luna_item of two elements is no error");
+  CHECK(luna_error_status(ctx) == LUNA_OK, "reading is an error: %s", luna_error(ctx));
+  CHECK(isnan(luna_item(b)) && luna_error_status(ctx) != LUNA_OK, "luna_item of two elements is no error");
   CHECK(isnan(luna_item(NULL)) && luna_read(NULL, out) != LUNA_OK && luna_read(b, NULL) != LUNA_OK, "null can be read");
   luna_begin_inference(ctx);
   b = luna_tensor_new(ctx, pair, 1, &two);
-  CHECK(luna_read_grad(b, out) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD,
+  CHECK(luna_read_grad(b, out) != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NO_GRAD,
       "a gradient that is not there can be read");
   luna_close(ctx);
 }
@@ -691,7 +712,7 @@ static void check_gradients_kept(void) {
   CHECK(luna_read_grad(asked, grad) == LUNA_OK && grad[5] == 3 && luna_read_grad(view, grad) == LUNA_OK && grad[5] == 3,
         "a result that was asked for: %s", luna_error(ctx));
   CHECK(luna_read_grad(again, grad) == LUNA_OK && grad[5] == 1, "a view that was asked for: %s", luna_error(ctx));
-  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_GRAD,
+  CHECK(!other->grad && luna_read_grad(other, grad) != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NO_GRAD,
       "a result without luna_require_grad kept its gradient");
   CHECK(luna_read(other, grad) == LUNA_OK && grad[5] == 10, "a result can no longer be read after backward");
   luna_close(ctx);
@@ -707,11 +728,11 @@ static void refusal_log(void *user, luna_status status, const char *sentence) {
 }
 static void refused(luna_ctx *ctx, const void *result, luna_error_id id, const char *call) {
   const char *said = luna_error(ctx);
-  const size_t named = strcspn(said, ":"); /* luna_cross_entropy for luna_cross_entropy_with */
+  const size_t named = strcspn(said, ":"); /* luna_cross_entropy for luna_cross_entropy */
   CHECK(!result, "%s gives a tensor", call);
-  CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call,
-        luna_status_text(luna_ctx_status(ctx)));
-  CHECK(luna_ctx_error_id(ctx) == id, "%s leaves error %d, not %d: \"%s\"", call, (int)luna_ctx_error_id(ctx), (int)id,
+  CHECK(luna_error_status(ctx) == LUNA_BAD_ARGUMENT, "%s leaves the state \"%s\"", call,
+        luna_status_text(luna_error_status(ctx)));
+  CHECK(luna_error_id_of(ctx) == id, "%s leaves error %d, not %d: \"%s\"", call, (int)luna_error_id_of(ctx), (int)id,
       said);
   CHECK(named > 0 && strncmp(said, call, named) == 0, "%s says \"%s\"", call, said);
 }
@@ -789,8 +810,8 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_embedding(a, NULL, 2, 2), NULL_ARGUMENT);
   REFUSED(luna_embedding(v, tokens, 2, 2), SHAPES);
   labels[9] = 41;
-  REFUSED(luna_cross_entropy(a, labels), LABEL_RANGE);
-  REFUSED(luna_cross_entropy(a, NULL), NULL_ARGUMENT);
+  REFUSED(luna_cross_entropy(a, labels, NULL), LABEL_RANGE);
+  REFUSED(luna_cross_entropy(a, NULL, NULL), NULL_ARGUMENT);
   labels[9] = 1030;
 #define LARGE common_tensor(ctx, 1, 1030, 41, 0, 0)
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, NULL), LABEL_RANGE);
@@ -799,7 +820,7 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_linear_cross_entropy(b, LARGE, NULL, labels, NULL), SHAPES);
   labels[9] = 0;
   config.smoothing = 1.5f;
-  REFUSED(luna_cross_entropy_with(a, labels, &config), SMOOTHING);
+  REFUSED(luna_cross_entropy(a, labels, &config), SMOOTHING);
   REFUSED(luna_linear_cross_entropy(a, LARGE, NULL, labels, &config), SMOOTHING);
 #undef LARGE
   REFUSED(luna_short_convolution(a, b, NULL), SHAPES);
@@ -890,30 +911,30 @@ static void check_refusals_layers(luna_ctx *ctx, luna_params *params) {
   config.heads = 5;
   luna_begin_step(ctx);
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_HEADS,
+      luna_error_id_of(ctx) == LUNA_ERROR_HEADS,
         "36 dimensions for 5 heads: \"%s\"", luna_error(ctx));
   config.heads = 4;
   config.pack_heads = 7;
   luna_begin_step(ctx);
   CHECK(luna_nested_attention_layer_init(&attention, params, "x.", &config) != LUNA_OK &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_HEADS,
+      luna_error_id_of(ctx) == LUNA_ERROR_HEADS,
         "7 pack heads: \"%s\"", luna_error(ctx));
   layer.dim = -4;
   luna_begin_step(ctx);
   CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
+      luna_error_id_of(ctx) == LUNA_ERROR_VALUE_RANGE,
         "a layer of -4 dimensions: \"%s\"",
         luna_error(ctx));
   layer.dim = 36;
   layer.dropout = 1;
   luna_begin_step(ctx);
   CHECK(luna_encoder_layer_init(&encoder, params, "x.", &layer) != LUNA_OK &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_PROBABILITY,
+      luna_error_id_of(ctx) == LUNA_ERROR_PROBABILITY,
         "a layer that drops all: \"%s\"",
         luna_error(ctx));
   model.vocab = -1;
   luna_begin_step(ctx);
-  CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_VALUE_RANGE,
+  CHECK(luna_lm_init(&lm, params, &model) != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_VALUE_RANGE,
       "a vocabulary of -1: \"%s\"", luna_error(ctx));
   CHECK(luna_params_tensor_count(params) == size, "refused layers left %lld parameters in the set",
         (long long)(luna_params_tensor_count(params) - size));
@@ -938,42 +959,42 @@ static void check_refusals_null(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_causal_nested_attention(x, x, x, NULL, NULL), NULL_ARGUMENT);
   REFUSED(luna_encoder_layer_forward(&layer, x, &none, NULL), NULL_ARGUMENT);
   luna_begin_step(ctx);
-  CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",
+  CHECK(luna_params_set(params, NULL, "v") != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",
       luna_error(ctx));
-  CHECK(luna_lm_init(NULL, params, NULL) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",
+  CHECK(luna_lm_init(NULL, params, NULL) != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"",
       luna_error(ctx));
   CHECK(luna_lm_init(&lm, params, NULL) == LUNA_OK, "%s", luna_error(ctx));
-  CHECK(luna_read(a, NULL) != LUNA_OK && luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"", luna_error(ctx));
+  CHECK(luna_read(a, NULL) != LUNA_OK && luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "\"%s\"", luna_error(ctx));
 }
 
 static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
   luna_tensor *a = luna_params_find(params, "a"), *b = luna_params_find(params, "b");
   char first[400];
   luna_begin_step(ctx);
-  CHECK(luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin leaves \"%s\"", luna_error(ctx));
+  CHECK(luna_error_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0, "begin leaves \"%s\"", luna_error(ctx));
   const int before = r->logged;
   luna_tensor *bad = luna_add(a, b);
   snprintf(first, sizeof first, "%s", luna_error(ctx));
   CHECK(!luna_matmul(a, b, false, false) && strcmp(first, luna_error(ctx)) == 0 &&
-      luna_ctx_error_id(ctx) == LUNA_ERROR_BROADCAST,
+      luna_error_id_of(ctx) == LUNA_ERROR_BROADCAST,
         "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
   CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) &&
         !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
             !luna_reshape(bad, 0, NULL) && !luna_softmax_attention(a, bad, b, NULL) && !luna_require_grad(bad) &&
-            !luna_cross_entropy(bad, NULL) && !luna_slice(bad, 0, 0, 1),
+            !luna_cross_entropy(bad, NULL, NULL) && !luna_slice(bad, 0, 0, 1),
         "an op gives something for a null input");
   CHECK(strcmp(first, luna_error(ctx)) == 0 && r->logged == before + 2, "ops on null speak: \"%s\"", luna_error(ctx));
   CHECK(luna_backward(bad) != LUNA_OK, "backward of null");
   luna_tensor *fine = luna_gelu(a);
-  CHECK(fine || luna_ctx_status(ctx) != LUNA_OK, "state");
-  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_ctx_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0,
+  CHECK(fine || luna_error_status(ctx) != LUNA_OK, "state");
+  CHECK(luna_begin_step(ctx) == LUNA_OK && luna_error_status(ctx) == LUNA_OK && luna_error(ctx)[0] == 0,
         "begin does not clear \"%s\"",
         luna_error(ctx));
-  CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_ONE_ELEMENT,
+  CHECK(luna_backward(luna_gelu(a)) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_NOT_ONE_ELEMENT,
       "backward of [37,41]: \"%s\"", luna_error(ctx));
   luna_begin_inference(ctx);
-  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_TAPE,
+  CHECK(luna_backward(luna_sum(luna_sum(a, 0), 0)) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_NO_TAPE,
       "backward in inference: \"%s\"",
         luna_error(ctx));
   luna_ctx *other = open_plain(LUNA_ISA_BEST);
@@ -989,8 +1010,8 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
     luna_tensor *y = kind == 0 ? luna_add(own, foreign) : kind == 1 ? luna_matmul(foreign, own, false, true) :
       kind == 2 ? luna_linear(own, own, luna_reshape(foreign, 1, flat)) : kind == 3 ? luna_concat(both, 2, 0) :
       kind == 4 ? luna_softmax_attention(own, own, foreign, NULL) : luna_mul(own, stale);
-    CHECK(!y && luna_ctx_error_id(ctx) == LUNA_ERROR_OTHER_CONTEXT &&
-          luna_ctx_error_id(other) == LUNA_ERROR_OTHER_CONTEXT && strcmp(luna_error(ctx), luna_error(other)) == 0,
+    CHECK(!y && luna_error_id_of(ctx) == LUNA_ERROR_OTHER_CONTEXT &&
+          luna_error_id_of(other) == LUNA_ERROR_OTHER_CONTEXT && strcmp(luna_error(ctx), luna_error(other)) == 0,
           "op %d of tensors of two contexts: \"%s\" and \"%s\"", kind, luna_error(ctx), luna_error(other));
   }
   luna_close(other);
@@ -1049,7 +1070,7 @@ static size_t logits_step(luna_isa isa, int threads, logit_kind kind, bool made,
   else {
     logits = luna_linear(x, leaf[1], leaf[2]);
     if (kind == LOGITS_STORED) luna_require_grad(logits);
-    loss = luna_cross_entropy_with(logits, labels, &config);
+    loss = luna_cross_entropy(logits, labels, &config);
   }
   CHECK(luna_backward(loss) == LUNA_OK, "logits, kind %d: %s", (int)kind, luna_error(ctx));
   CHECK((logits && logits->grad) == (kind == LOGITS_STORED), "logits, kind %d: whether their gradient is there",
@@ -1135,9 +1156,9 @@ static void check_gemm(luna_isa isa) {
             *c = common_random(2 * cn + 1, 4, 1), *first = common_random(2 * cn + 1, 4, 1);
       g.a = a, g.b = b, g.c = c;
       g.b_batch = LUNA_SHARED;
-      g.alpha = v >= 12 ? 0.5f : 0;
+      g.scale = v >= 12 ? 0.5f : 0;
       g.bias = v & 4 ? bias : NULL;
-      g.activation = v & 8 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+      g.activation = v & 8 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
       g.accumulate = v >= 12;
       g.run.isa = isa;
       run_share(&g.run, v % 3);

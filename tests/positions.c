@@ -70,8 +70,8 @@ static void check_embedding(luna_positions positions, luna_embedding_scale scale
   p = NULL;
   luna_tensor *more = luna_encoder_embed(&encoder, &(luna_input){ tokens, NULL, 1, LONGEST + 1, NULL }, &p);
   if (positions == LUNA_POSITIONS_LEARNED) {
-    CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s",
-          luna_status_text(luna_ctx_status(ctx)));
+    CHECK(luna_error_status(ctx) == LUNA_BAD_ARGUMENT, "10 tokens, 9 positions: %s",
+          luna_status_text(luna_error_status(ctx)));
     refused(ctx, !more, MAX_LENGTH, "a sequence longer than the learned positions");
   } else CHECK(more != NULL, "no positions, and yet: %s", luna_error(ctx));
   free(tokens), free(x), free(memory), free(expected), free(slots);

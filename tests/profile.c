@@ -83,9 +83,9 @@ int main(void) {
   if (!CHECK(open_model(&m, &options) && open_model(&off, &options), "init: %s", luna_error(m.ctx)))
     return test_report("profile");
   CHECK(luna_profile_write(m.ctx, LUNA_PROFILE_TABLE, collect, &first) != LUNA_OK &&
-        luna_ctx_error_id(m.ctx) == LUNA_ERROR_NO_PROFILE && first.size == 0, "written before begin");
-  CHECK(luna_profile_end(m.ctx) != LUNA_OK && luna_ctx_error_id(m.ctx) == LUNA_ERROR_NO_PROFILE, "end before begin");
-  CHECK(luna_profile_resume(m.ctx) != LUNA_OK && luna_ctx_error_id(m.ctx) == LUNA_ERROR_NO_PROFILE,
+        luna_error_id_of(m.ctx) == LUNA_ERROR_NO_PROFILE && first.size == 0, "written before begin");
+  CHECK(luna_profile_end(m.ctx) != LUNA_OK && luna_error_id_of(m.ctx) == LUNA_ERROR_NO_PROFILE, "end before begin");
+  CHECK(luna_profile_resume(m.ctx) != LUNA_OK && luna_error_id_of(m.ctx) == LUNA_ERROR_NO_PROFILE,
         "resumed before begin");
   CHECK(luna_profile_begin(NULL) != LUNA_OK && luna_profile_end(NULL) != LUNA_OK &&
         luna_profile_write(NULL, LUNA_PROFILE_TABLE, collect, &first) != LUNA_OK, "null context");
@@ -129,10 +129,10 @@ int main(void) {
         strstr(second.at, "ACTIVATION [30,16] -> [30,16]\n"),
         "table: %s", second.at);
   luna_profile_begin(m.ctx);         /* anew, within scopes of the one before */
-  luna_scope outer = luna_scope_begin(m.ctx), inner = luna_scope_open(m.ctx, "in", false);
+  luna_scope outer = luna_scope_begin(m.ctx), inner = luna_scope_begin_as(m.ctx, "in", false);
   luna_profile_begin(m.ctx);
   luna_scope_end(inner, &x, 1);
-  inner = luna_scope_open(m.ctx, "a \"name\" \\\n", false);
+  inner = luna_scope_begin_as(m.ctx, "a \"name\" \\\n", false);
   x = luna_relu(luna_params_at(m.params, 0, NULL));
   luna_scope_end(inner, &x, 1), luna_scope_end(outer, &x, 1);
   luna_profile_end(m.ctx);

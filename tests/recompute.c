@@ -23,7 +23,7 @@ static float *recomputed(luna_model_kind kind, int v, luna_recompute_kind recomp
   for (int step = 0; step < 2; step++) {
     texts t = texts_make();
     luna_begin_step(ctx);
-    luna_tensor *y = luna_cross_entropy(model_logits(&m, &t), t.labels);
+    luna_tensor *y = luna_cross_entropy(model_logits(&m, &t), t.labels, NULL);
     loss = luna_item(y);
     memset(&t, 0, sizeof t);
     CHECK(luna_backward(y) == LUNA_OK, "%s, %s, recompute %d: %s", model_names[kind], encoder_names[v], recompute,
@@ -233,13 +233,13 @@ static luna_status long_classifier(luna_ctx *ctx, int64_t dim, int64_t n, luna_r
       0.1f;
   config.encoder.layer.recompute = recompute;
   config.pooling = pooling;
-  luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_ctx_status(ctx);
+  luna_status status = params ? luna_classifier_init(&model, params, &config) : luna_error_status(ctx);
   for (int step = 0; step < 2 && status == LUNA_OK; step++) {
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, n, NULL }),
-                                           &label);
+                                           &label, NULL);
     luna_backward(loss);
-    status = luna_ctx_status(ctx);
+    status = luna_error_status(ctx);
     if (out && status == LUNA_OK) out->loss = luna_item(loss);
   }
   if (out)

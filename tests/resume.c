@@ -115,7 +115,7 @@ static luna_optimizer *optimizer_open(luna_params *params, int kind, float momen
       kind == LUNA_OPTIMIZER_ADAMW ? luna_adamw(params, &adam) : luna_apollo(params, &apollo);
 }
 static void run_open(run *r, bool classifies, int kind, uint64_t seed, int threads) {
-  const luna_param_group group = {NULL, 1, 0.5f, 0, false};
+  const luna_param_group group = {NULL, 1, 0.5f, -1};
   luna_options options = {0};
   luna_layer_config layer;
   memset(r, 0, sizeof *r);
@@ -156,7 +156,7 @@ static float run_step(run *r, int step) {
   snprintf(text, sizeof text, "batch %d", step);
   if (step == SLOW_STEP) luna_optimizer_set_lr(r->optimizer, 0.003f);
   luna_begin_step(r->ctx);
-  luna_tensor *loss = luna_cross_entropy(run_logits(r, step), labels);
+  luna_tensor *loss = luna_cross_entropy(run_logits(r, step), labels, NULL);
   if (step == BAD_STEP) loss = luna_scale(loss, INFINITY);
   CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(r->optimizer) == LUNA_OK &&
         luna_params_set(r->params, "data", text) == LUNA_OK, "%s", luna_error(r->ctx));
@@ -295,9 +295,9 @@ static void small_refuses(small *s, const void *bytes, size_t size, luna_status 
                           const char *what) {
   const buffer before = saved(s->optimizer);
   const luna_status got = luna_load_training_bytes(s->optimizer, bytes, size);
-  CHECK(got == want && luna_error(s->ctx)[0] && luna_ctx_error_id(s->ctx) == id,
+  CHECK(got == want && luna_error(s->ctx)[0] && luna_error_id_of(s->ctx) == id,
       "%s: %s, error %d \"%s\", not %s with error %d", what,
-        luna_status_text(got), (int)luna_ctx_error_id(s->ctx), luna_error(s->ctx), luna_status_text(want), (int)id);
+        luna_status_text(got), (int)luna_error_id_of(s->ctx), luna_error(s->ctx), luna_status_text(want), (int)id);
   CHECK(unchanged(s->optimizer, &before), "%s: refused, but something has changed", what);
   free(before.at);
   luna_begin_inference(s->ctx);
@@ -429,7 +429,7 @@ static void check_borrowed(void) { /* a set that has been borrowed since */
   CHECK(luna_load_borrowed(to.params, weights.at, weights.size) == LUNA_OK, "%s", luna_error(to.ctx));
   const buffer copy = saved_params(to.params);
   CHECK(luna_load_training_bytes(to.optimizer, file.at, file.size) == LUNA_BAD_ARGUMENT &&
-      luna_ctx_error_id(to.ctx) == LUNA_ERROR_SET_BORROWED, "into a borrowed set: %s", luna_error(to.ctx));
+      luna_error_id_of(to.ctx) == LUNA_ERROR_SET_BORROWED, "into a borrowed set: %s", luna_error(to.ctx));
   buffer after = saved_params(to.params);
   CHECK(same(&copy, &after), "loading into a borrowed set changes it");
   /* its optimiser, which trained it before, leaves what is borrowed alone, also beside a set that learns */
@@ -529,7 +529,7 @@ static void check_failed_saves(void) {
     const luna_io io = {NULL, buffer_write, &half, 0};
     luna_begin_inference(s.ctx);
     CHECK(luna_save_training_io(s.optimizer, &io) == LUNA_CANNOT_WRITE &&
-        luna_ctx_error_id(s.ctx) == LUNA_ERROR_WRITE_FAILED && half.size <= limit,
+        luna_error_id_of(s.ctx) == LUNA_ERROR_WRITE_FAILED && half.size <= limit,
           "a writer that fails at %d: \"%s\"", (int)limit, luna_error(s.ctx));
     CHECK(half.size == 0 || memcmp(half.at, file.at, half.size) == 0, "a writer that fails at %d has got other bytes",
           (int)limit);
@@ -543,9 +543,9 @@ static void check_failed_saves(void) {
         luna_optimizer_step(s.optimizer) == LUNA_OK && !unchanged(s.optimizer, &file), "%s", luna_error(s.ctx));
   snprintf(below, sizeof below, "%s/none/training.safetensors", folder);
   CHECK(luna_save_training(s.optimizer, below) == LUNA_CANNOT_WRITE &&
-      luna_ctx_error_id(s.ctx) == LUNA_ERROR_SAVE_TEMPORARY, "a folder that is not there: \"%s\"", luna_error(s.ctx));
+      luna_error_id_of(s.ctx) == LUNA_ERROR_SAVE_TEMPORARY, "a folder that is not there: \"%s\"", luna_error(s.ctx));
   CHECK(luna_save_training(s.optimizer, folder) == LUNA_CANNOT_WRITE &&
-      luna_ctx_error_id(s.ctx) == LUNA_ERROR_SAVE_IRREGULAR, "a folder in the file's place: \"%s\"", luna_error(s.ctx));
+      luna_error_id_of(s.ctx) == LUNA_ERROR_SAVE_IRREGULAR, "a folder in the file's place: \"%s\"", luna_error(s.ctx));
   CHECK(leftovers() == 0 && holds(path, &file),
         "a save that failed leaves its temporary file, or another in the old one's place");
   luna_close(s.ctx), remove(path);

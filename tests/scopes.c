@@ -117,7 +117,7 @@ static void check_old(bool training) {
     for (int i = 0; i < 20; i++) luna_tensor_new(ctx, NULL, 2, large); /* chunks that the begin makes one */
     if (training) luna_begin_step(ctx);
     else luna_begin_inference(ctx);
-    CHECK(old && !luna_add(old, old) && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+    CHECK(old && !luna_add(old, old) && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED,
           "%d rows of the step before are taken: %s", (int)rows, luna_error(ctx));
     if (training) luna_begin_step(ctx);
     else luna_begin_inference(ctx);
@@ -136,9 +136,9 @@ static void check_results(bool training) {
   CHECK(luna_scope_end(inner, both, 2) == both[0], "a scope's end does not return its first result");
   CHECK(!sum->data && both[0]->data && view->base->data && kept->data,
         "the end released a result, or did not release the rest");
-  CHECK(luna_read(sum, got) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+  CHECK(luna_read(sum, got) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED,
         "reading what was released: %s", luna_error(ctx));
-  CHECK(luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT, "no failure is on record");
+  CHECK(luna_error_status(ctx) == LUNA_BAD_ARGUMENT, "no failure is on record");
   if (training) luna_begin_step(ctx);
   else luna_begin_inference(ctx);
   x = luna_require_grad(common_tensor(ctx, 1, 8, 6, 0, 0));
@@ -153,7 +153,7 @@ static void check_results(bool training) {
     }
     luna_read(y, got);
     CHECK(got[7] == 8 * x->data[7], "after three doublings %g is %g", (double)x->data[7], (double)got[7]);
-    CHECK(luna_keep(before) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED,
+    CHECK(luna_keep(before) == NULL && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED,
           "luna_keep of what was released: %s", luna_error(ctx));
   }
   CHECK(luna_scope_end(outer, NULL, 1) == NULL && luna_scope_end(luna_scope_begin(NULL), both, 1) == both[0],
@@ -168,7 +168,7 @@ static void check_released_input(void) {
   const luna_scope scope = luna_scope_begin(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 4, 4, 0, 0), *y = luna_scale(x, 2), *rows = luna_slice(x, 0, 1, 2);
   y = luna_scope_end(scope, &y, 1);
-  CHECK(y && luna_add(y, x) == NULL && luna_ctx_error_id(ctx) == LUNA_ERROR_RELEASED, "an op on a released tensor: %s",
+  CHECK(y && luna_add(y, x) == NULL && luna_error_id_of(ctx) == LUNA_ERROR_RELEASED, "an op on a released tensor: %s",
         luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(luna_scale(rows, 2) == NULL || !rows, "an op on a view of a released tensor gave a result");

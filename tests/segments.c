@@ -145,7 +145,7 @@ static void check_memory_trains(void) {
     for (int i = 0; i < 3; i++)
       x = luna_encoder_forward(&model.encoder, &(luna_input){ tokens[i], NULL, 16, SEGMENT, NULL }, &p);
     luna_tensor *loss = luna_cross_entropy(luna_linear(luna_classifier_pool(&model, x, p, NULL), model.projection,
-                                                       NULL), labels);
+                                                       NULL), labels, NULL);
     luna_backward(loss);
     if (!CHECK(luna_optimizer_step(adam) == LUNA_OK, "segments: %s", luna_error(ctx))) break;
     if (step >= 110) sum += (double)luna_item(loss) / 10 / log(2);

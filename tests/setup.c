@@ -260,11 +260,11 @@ static void check_refused(made_kind kind, int bad) {
         bad);
   snprintf(sentence, sizeof sentence, "%s", luna_error(ctx));
   luna_optimizer *adam = luna_adamw(params, NULL);
-  CHECK(loop(kind, &m, ctx, adam, 3, &last) == status && luna_ctx_status(ctx) == status &&
+  CHECK(loop(kind, &m, ctx, adam, 3, &last) == status && luna_error_status(ctx) == status &&
             strcmp(luna_error(ctx), sentence) == 0,
         "%s, bad %d: after the loop luna_error says \"%s\", not \"%s\"", kind_names[kind], bad, luna_error(ctx),
         sentence);
-  CHECK(luna_begin_step(ctx) == status && luna_begin_inference(ctx) == status && luna_ctx_status(ctx) == status,
+  CHECK(luna_begin_step(ctx) == status && luna_begin_inference(ctx) == status && luna_error_status(ctx) == status,
         "%s, bad %d: a begin does not report it", kind_names[kind], bad);
   CHECK(!forward(kind, &m, ctx) && !forward(kind, NULL, ctx), "%s, bad %d, goes forward", kind_names[kind], bad);
   CHECK(init(kind, &m, params, 3 - bad, false) != LUNA_OK && !luna_stream_open(kind == LM ? &m.lm : NULL, NULL),
@@ -284,7 +284,7 @@ static void check_param(void) {
   luna_params *params = luna_params_open(ctx);
   luna_tensor *w = luna_param(params, "w", 2, two, normal), *b = luna_param(params, "w", 1, two, normal);
   luna_optimizer *sgd = luna_sgd(params, NULL);
-  CHECK(w && !b && luna_begin_step(ctx) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_PARAM_EXISTS,
+  CHECK(w && !b && luna_begin_step(ctx) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_PARAM_EXISTS,
         "a name twice: \"%s\"", luna_error(ctx));
   luna_backward(luna_mean(luna_reshape(luna_linear(luna_tensor_new(ctx, NULL, 2, two), w, b), 1, (int64_t[]){4}), 0));
   CHECK(luna_optimizer_step(sgd) == LUNA_BAD_ARGUMENT, "a layer trains without its bias");
@@ -292,21 +292,39 @@ static void check_param(void) {
 }
 
 /* ---- why luna_open failed ---- */
+static void log_last(void *user, luna_status status, const char *sentence) {
+  snprintf((char *)user, 320, "%d: %s", (int)status, sentence);
+}
 static void *alloc_never(void *user, size_t size) { return (void)user, (void)size, NULL; }
+static void release_never(void *user, void *at, size_t size) { (void)user, (void)at, (void)size; }
+static bool reduce_never(void *user, void *at, int64_t count, luna_reduction what) {
+  return (void)user, (void)at, (void)count, (void)what, false;
+}
+static bool gather_never(void *user, const void *mine, void *all, size_t size) {
+  return (void)user, (void)mine, (void)all, (void)size, false;
+}
 static void check_open(void) {
-  static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block"};
+  static const char *const reason[] = {"threads", "isa", "allocate", "form", "backend", "block is too small",
+                                       "all_gather",
+                                       "rank outside", "mode", "no memory"};
   static char block[64];
+  char logged[320];
   luna_backend backend = *luna_cpu_backend();
   backend.version++;
-  for (int i = 0; i < 6; i++) {
-    luna_options options = {.threads = i == 0 ? -1 : 1};
+  for (int i = 0; i < 10; i++) {
+    luna_collective ranks = {.rank = i == 7 ? 2 : 0, .ranks = 2, .mode = (luna_parallelism)(i == 8 ? 9 : 0)};
+    const char *why = "";
+    luna_options options = {.threads = i == 0 ? -1 : 1, .log = log_last, .log_user = logged, .error = &why};
     if (i == 1) options.isa = (luna_isa)99;
     if (i == 2) options.allocator.allocate = alloc_never;
     if (i == 3) options.form = (luna_form)9;
     if (i == 4) options.backend = &backend;
     if (i == 5) options.block = block, options.block_size = sizeof block;
-    CHECK(!luna_open(&options) && strstr(luna_error(NULL), reason[i]), "luna_open with a bad %s: \"%s\"", reason[i],
-          luna_error(NULL));
+    if (i >= 6 && i < 9) options.collective = &ranks;
+    if (i > 6) ranks.all_reduce = reduce_never, ranks.all_gather = gather_never;
+    if (i == 9) options.allocator = (luna_allocator){alloc_never, release_never, NULL};
+    CHECK(!luna_open(&options) && strstr(why, reason[i]) && strstr(logged, why), "luna_open with a bad %s: \"%s\"",
+          reason[i], why);
   }
 }
 
@@ -408,7 +426,7 @@ static void check_nulls(made_kind kind) {
   memset(&m, 0, sizeof m);
   for (int i = 0; i < 2; i++) {
     luna_begin_step(ctx);
-    CHECK(!forward(kind, i ? &m : NULL, ctx) && (is_model[kind] || luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT),
+    CHECK(!forward(kind, i ? &m : NULL, ctx) && (is_model[kind] || luna_error_status(ctx) == LUNA_BAD_ARGUMENT),
           "%s: %s goes forward", kind_names[kind], i ? "a zeroed struct" : "null");
   }
   luna_optimizer *sgd =
@@ -443,7 +461,7 @@ static void check_null_calls(void) {
   luna_params *params = luna_params_open(ctx);
   luna_optimizer *sgd = luna_sgd(params, NULL);
   CHECK(luna_begin_step(NULL) == LUNA_BAD_ARGUMENT && luna_begin_inference(NULL) == LUNA_BAD_ARGUMENT &&
-            luna_ctx_status(NULL) == LUNA_BAD_ARGUMENT,
+            luna_error_status(NULL) == LUNA_BAD_ARGUMENT,
         "no context");
   CHECK(!luna_params_open(NULL) && !luna_params_share(NULL, params) && !luna_params_share(NULL, NULL),
         "sets of no context");
@@ -461,7 +479,7 @@ static void check_null_calls(void) {
                       i == 2   ? odd
                       : i == 3 ? nan
                                : normal) &&
-              luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
+              luna_error_status(ctx) == LUNA_BAD_ARGUMENT && luna_error(ctx)[0],
           "bad parameter %d", i);
   }
   CHECK(!luna_lm_forward(&lm, &(luna_input){ tokens, NULL, 1, 4, NULL }) &&
@@ -481,7 +499,7 @@ static void check_null_calls(void) {
         "streams of zeroed models");
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 4, DIM, 0);
-  CHECK(!luna_classifier_pool(NULL, x, NULL, NULL) && luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT &&
+  CHECK(!luna_classifier_pool(NULL, x, NULL, NULL) && luna_error_status(ctx) == LUNA_BAD_ARGUMENT &&
             !luna_classifier_pool(&classifier, x, x, NULL) && !luna_classifier_pool(&classifier, NULL, NULL, NULL),
         "pooling by no model");
   CHECK(!luna_sgd(NULL, NULL) && !luna_adam(NULL, NULL) && !luna_adamw(NULL, NULL) && !luna_apollo(NULL, NULL) &&
@@ -558,7 +576,7 @@ static void check_memory(made_kind kind) {
               kind_names[kind], (int)k, (double)got, (double)expected);
       else
         CHECK((status == LUNA_OUT_OF_MEMORY || status == LUNA_BAD_ARGUMENT) && luna_error(ctx)[0] &&
-                  (!ctx || luna_ctx_status(ctx) == LUNA_OUT_OF_MEMORY),
+                  (!ctx || luna_error_status(ctx) == LUNA_OUT_OF_MEMORY),
               "%s: without allocation %d the loop says %s, the context \"%s\"", kind_names[kind], (int)k,
               luna_status_text(status), luna_error(ctx));
       if (once && ctx && status != LUNA_OK) { /* again, with memory: in a new set */
@@ -590,11 +608,8 @@ static void check_pairs(void) {
 
 /* ---- errors: the table, and the numbers and shapes in its sentences ---- */
 static void says(const luna_ctx *ctx, luna_error_id id, const char *sentence) {
-  CHECK(luna_ctx_error_id(ctx) == id && strcmp(luna_error(ctx), sentence) == 0, "error %d, not %d: \"%s\", not \"%s\"",
-        (int)luna_ctx_error_id(ctx), (int)id, luna_error(ctx), sentence);
-}
-static void log_last(void *user, luna_status status, const char *sentence) {
-  snprintf((char *)user, 320, "%d: %s", (int)status, sentence);
+  CHECK(luna_error_id_of(ctx) == id && strcmp(luna_error(ctx), sentence) == 0, "error %d, not %d: \"%s\", not \"%s\"",
+        (int)luna_error_id_of(ctx), (int)id, luna_error(ctx), sentence);
 }
 static void check_errors(void) {
 #define ERROR(id, status, sentence) {LUNA_ERROR_##id, LUNA_##status, sentence},
@@ -619,11 +634,11 @@ static void check_errors(void) {
     for (int j = 0; j < i; j++) CHECK(strcmp(errors[i].sentence, errors[j].sentence) != 0, "two say: %s",
         errors[i].sentence);
   }
-  CHECK(luna_ctx_error_id(NULL) == LUNA_ERROR_NO_CONTEXT && luna_stream_error_id(NULL) == LUNA_ERROR_NO_STREAM, "null");
+  CHECK(luna_error_id_of(NULL) == LUNA_ERROR_NO_CONTEXT && luna_stream_error_id(NULL) == LUNA_ERROR_NO_STREAM, "null");
   CHECK(*luna_error(NULL) && *luna_stream_error(NULL), "null has no sentence");
   luna_begin_inference(ctx);
   luna_tensor *x = luna_tensor_new(ctx, NULL, 2, shape);
-  CHECK(luna_ctx_error_id(ctx) == LUNA_ERROR_NONE && !*luna_error(ctx), "an error before any");
+  CHECK(luna_error_id_of(ctx) == LUNA_ERROR_NONE && !*luna_error(ctx), "an error before any");
   luna_slice(x, 1, 5, 9);
   says(ctx, LUNA_ERROR_SLICE_RANGE, "luna_slice: start 5 + count 9 exceeds axis 1 of [4,8]");
   CHECK(strcmp(logged, "1: luna_slice: start 5 + count 9 exceeds axis 1 of [4,8]") == 0, "logged: %s", logged);
@@ -640,7 +655,7 @@ static void check_errors(void) {
                                  "before) or a new step began (make it again after luna_begin_step or "
                                  "luna_begin_inference)");
   luna_begin_inference(ctx);
-  luna_cross_entropy(luna_tensor_new(ctx, NULL, 2, shape), labels);
+  luna_cross_entropy(luna_tensor_new(ctx, NULL, 2, shape), labels, NULL);
   says(ctx, LUNA_ERROR_LABEL_RANGE, "luna_cross_entropy: labels[1] is 8; there are 8 classes (a negative label is "
                                     "ignored)");
   for (size_t i = 0; i < sizeof reals / sizeof *reals; i++) {
@@ -654,7 +669,7 @@ static void check_errors(void) {
   CHECK(luna_load(params, "no/such/file") == LUNA_CANNOT_READ, "a file that is not there is loaded");
   says(ctx, LUNA_ERROR_CANNOT_OPEN, "luna_load: 'no/such/file' cannot be opened; does it exist, and may it be "
                                      "read?");
-  CHECK(luna_load_bytes(params, "12345678", 8) == LUNA_BAD_FILE && luna_ctx_error_id(ctx) == LUNA_ERROR_NOT_SAFETENSORS,
+  CHECK(luna_load_bytes(params, "12345678", 8) == LUNA_BAD_FILE && luna_error_id_of(ctx) == LUNA_ERROR_NOT_SAFETENSORS,
       "8 bytes");
   const luna_lm_config bad = {.layer = {.dim = 36, .heads = 5}};
   CHECK(luna_lm_init(&lm, params, &bad) == LUNA_BAD_ARGUMENT, "5 heads of 36");
@@ -664,12 +679,12 @@ static void check_errors(void) {
     CHECK(luna_begin_inference(ctx) == LUNA_BAD_ARGUMENT, "a failed init is forgotten");
     says(ctx, LUNA_ERROR_HEADS, "luna_lm_init: dim 36 is not a multiple of heads 5");
   }
-  CHECK(luna_lm_init(&lm, params, NULL) == LUNA_OK && luna_begin_inference(ctx) == LUNA_OK && !luna_ctx_error_id(ctx),
+  CHECK(luna_lm_init(&lm, params, NULL) == LUNA_OK && luna_begin_inference(ctx) == LUNA_OK && !luna_error_id_of(ctx),
       "after it: %s",
         luna_error(ctx));
   const luna_lm_config relu = {.layer = {.omega = LUNA_ACTIVATION_RELU}};
   CHECK(luna_lm_init(&lm, luna_params_open(ctx), &relu) == LUNA_BAD_ARGUMENT &&
-            luna_ctx_error_id(ctx) == LUNA_ERROR_OMEGA, "omega is ReLU: %s", luna_error(ctx));
+            luna_error_id_of(ctx) == LUNA_ERROR_OMEGA, "omega is ReLU: %s", luna_error(ctx));
   CHECK(luna_lm_init(&lm, luna_params_open(ctx), NULL) == LUNA_OK && luna_begin_inference(ctx) == LUNA_OK, "%s",
         luna_error(ctx));
   CHECK(luna_backend_fail(ctx, LUNA_UNSUPPORTED, "a sentence of its own") == LUNA_UNSUPPORTED, "luna_backend_fail");
@@ -713,7 +728,7 @@ static void check_contradictions(void) {
                                                        : luna_classifier_init(&m.classifier, params, &classifier);
         const bool unused = i == 4 || i == 6 || i == 7;
         CHECK(same || i == 3 ? status == LUNA_OK : status == LUNA_BAD_ARGUMENT &&
-            luna_ctx_error_id(ctx) == (unused ? LUNA_ERROR_FIELD_UNUSED : LUNA_ERROR_FIELD_DIFFERS),
+            luna_error_id_of(ctx) == (unused ? LUNA_ERROR_FIELD_UNUSED : LUNA_ERROR_FIELD_DIFFERS),
               "%s, %s, %s: \"%s\"", kind_names[kind], part[i], same ? "the same" : "another", luna_error(ctx));
         luna_close(ctx);
       }
@@ -742,7 +757,7 @@ static void check_contradictions(void) {
     const luna_status status = i == 0             ? luna_encoder_layer_init(&m.encoder_layer, params, "", &c)
                                : i == 1 || i == 2 ? luna_decoder_layer_init(&m.decoder_layer, params, "", &c)
                                                   : luna_causal_layer_init(&m.causal_layer, params, "", SLOTS, &c);
-    CHECK(status == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_FIELD_UNUSED,
+    CHECK(status == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_FIELD_UNUSED,
           "an option that layer %d does not have: \"%s\"", i, luna_error(ctx));
     luna_close(ctx);
   }
@@ -759,7 +774,7 @@ static void check_contradictions(void) {
     if (i == 7) c.momentum = -1;
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
-    CHECK(!luna_sgd(params, &c) == (i < 8) && luna_ctx_error_id(ctx) == sgd_errors[i], "SGD, bad config %d: %s", i,
+    CHECK(!luna_sgd(params, &c) == (i < 8) && luna_error_id_of(ctx) == sgd_errors[i], "SGD, bad config %d: %s", i,
           luna_error(ctx));
     CHECK(luna_begin_step(ctx) == (i < 8 ? LUNA_BAD_ARGUMENT : LUNA_OK) && luna_adamw(params, NULL) &&
               luna_begin_step(ctx) == LUNA_OK,
@@ -831,16 +846,16 @@ static void check_not_finite(int kind) {
     for (int round = 0; round < 2; round++) {
       for (int step = 1; step <= 12; step++) {
         const luna_status status = run_step(&r, 2, step, NAN);
-        CHECK(status == (step >= limit ? LUNA_NOT_FINITE : LUNA_OK) && luna_ctx_status(r.ctx) == status,
+        CHECK(status == (step >= limit ? LUNA_NOT_FINITE : LUNA_OK) && luna_error_status(r.ctx) == status,
               "max_skips %d, NaN %d: %s", (int)max_skips, step, luna_status_text(status));
         if (step >= limit)
-          CHECK(luna_ctx_error_id(r.ctx) == LUNA_ERROR_SKIPPED_STEPS, "\"%s\"", luna_error(r.ctx));
+          CHECK(luna_error_id_of(r.ctx) == LUNA_ERROR_SKIPPED_STEPS, "\"%s\"", luna_error(r.ctx));
       }
       float *after = common_parameters(r.params);
       CHECK(memcmp(before, after, (size_t)luna_params_element_count(r.params) * sizeof(float)) == 0,
             "skipped steps change the parameters");
       free(after), free(before);
-      CHECK(run_step(&r, 2, 20, 1) == LUNA_OK && luna_ctx_status(r.ctx) == LUNA_OK, "a good step after NaN: %s",
+      CHECK(run_step(&r, 2, 20, 1) == LUNA_OK && luna_error_status(r.ctx) == LUNA_OK, "a good step after NaN: %s",
             luna_error(r.ctx));
       before = common_parameters(r.params);
     }
@@ -869,13 +884,42 @@ static void check_not_finite_resumed(void) {
   }
 }
 /* one optimiser's NaN does not stop another's step */
-static void none_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status none_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   (void)in, (void)count, (void)state;
   out->data[0] = 0;
+  return LUNA_OK;
 }
-static void nan_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status nan_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)count, (void)out, (void)state;
   in[0]->grad[0] += NAN;
+  return LUNA_OK;
+}
+/* a user's op that fails, with and without a sentence of its own */
+static luna_status failing_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+  (void)in, (void)count;
+  out->data[0] = 0;
+  return *(const int *)state ? LUNA_OK : LUNA_UNSUPPORTED;
+}
+static luna_status failing_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+  (void)in, (void)count, (void)state;
+  return luna_backend_fail(out->ctx, LUNA_CANNOT_READ, "the table is gone");
+}
+static void check_custom_fails(void) {
+  const int64_t one = 1;
+  luna_ctx *ctx = ctx_open();
+  run r = run_open(ctx, 1, 0, 2);
+  for (int works = 0; works < 2; works++) {
+    const luna_custom custom = {failing_forward, failing_backward, &works, sizeof works, 0, false};
+    luna_tensor *w = luna_params_at(r.params, 0, NULL);
+    luna_begin_step(ctx);
+    luna_tensor *y = luna_custom_op(&w, 1, 1, &one, &custom);
+    CHECK(!y == !works && luna_error_status(ctx) == (works ? LUNA_OK : LUNA_UNSUPPORTED), "forward: %s",
+          luna_error(ctx));
+    CHECK(works ? luna_backward(y) == LUNA_CANNOT_READ : luna_backward(y) != LUNA_OK, "backward: %s", luna_error(ctx));
+    CHECK(strstr(luna_error(ctx), works ? "the table is gone" : "luna_custom_op"), "\"%s\"", luna_error(ctx));
+    CHECK(luna_optimizer_step(r.optimizer) != LUNA_OK, "a step whose op failed is made");
+  }
+  luna_close(ctx);
 }
 static void check_not_finite_two(void) {
   luna_ctx *ctx = ctx_open();
@@ -947,8 +991,8 @@ static void check_backward_missing(bool measure) {
         luna_error(ctx));
   luna_begin_step(ctx);
   run_loss(&r, 2, 1, 1);
-  CHECK(luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT && luna_ctx_error_id(ctx) == LUNA_ERROR_NO_BACKWARD &&
-            luna_ctx_status(ctx) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT && luna_error_id_of(ctx) == LUNA_ERROR_NO_BACKWARD &&
+            luna_error_status(ctx) == LUNA_BAD_ARGUMENT,
         "a step without a backward: \"%s\"", luna_error(ctx));
   luna_begin_step(ctx);
   CHECK(luna_backward(NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_step(r.optimizer) == LUNA_BAD_ARGUMENT &&
@@ -972,7 +1016,8 @@ static void check_backward_missing(bool measure) {
 /* ---- parameters made after the optimiser: as if made before it, but in no loss until then ---- */
 static void check_late(int kind) {
   enum { JOIN = 3, STEPS = 7 };
-  const luna_param_group group = {.name = "c", .lr = 0.5f, .weight_decay = 0.2f}, all = {.max_rank = 2, .lr = 2};
+  const luna_param_group group = {.name = "c", .lr_factor = 0.5f, .decay_factor = 2},
+      all = {.max_rank = 2, .lr_factor = 2, .decay_factor = -1};
   run early = run_open(ctx_open(), 3, kind, 0), late = run_open(ctx_open(), 1, kind, 0), again;
   bytes file = {NULL, 0};
   for (int i = 0; i < 2; i++)
@@ -1067,6 +1112,7 @@ int main(void) {
   check_contradictions();
   for (int kind = 0; kind < 4; kind++) check_not_finite(kind), check_late(kind);
   check_not_finite_resumed();
+  check_custom_fails();
   check_not_finite_two();
   check_device();
   check_backward_missing(false), check_backward_missing(true);

@@ -386,7 +386,7 @@ static void check_failures(void) {
     if (i == 7) c.sums = &sums;
     luna_begin_inference(ctx);
     x = luna_tensor_new(ctx, NULL, 3, shape);
-    CHECK(!luna_softmax_attention(x, x, x, &c) && luna_ctx_error_id(ctx) == LUNA_ERROR_PATTERNS,
+    CHECK(!luna_softmax_attention(x, x, x, &c) && luna_error_id_of(ctx) == LUNA_ERROR_PATTERNS,
           "invalid pattern %d is accepted", i);
   }
   luna_close(ctx);

@@ -189,24 +189,24 @@ static void refusals(void) {
   luna_input input = window(&s, 0, 5);
   luna_begin_inference(s.ctx);
   CHECK(luna_lm_state_continue(state) == LUNA_OK && luna_lm_state_continue(state) != LUNA_OK &&
-            luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_TWICE, "a state goes on twice in a step");
+            luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_TWICE, "a state goes on twice in a step");
   luna_begin_inference(s.ctx);
   luna_lm_state_continue(three);
-  CHECK(!luna_lm_forward(&s.model, &input) && luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_INPUT, "%s",
+  CHECK(!luna_lm_forward(&s.model, &input) && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_INPUT, "%s",
         luna_error(s.ctx));
   luna_begin_inference(s.ctx);
   luna_lm_state_continue(state);
   input.lengths = lengths;
-  CHECK(!luna_lm_forward(&s.model, &input) && luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_INPUT, "%s",
+  CHECK(!luna_lm_forward(&s.model, &input) && luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_INPUT, "%s",
         luna_error(s.ctx));
   input.lengths = NULL;
   luna_begin_inference(s.ctx);
   luna_lm_state_continue(state);
   CHECK(luna_lm_forward(&s.model, &input) && !luna_lm_forward(&s.model, &input) &&
-            luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_TWICE, "two passes of a step go on from one state");
+            luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_TWICE, "two passes of a step go on from one state");
   luna_begin_inference(s.ctx);
   CHECK(luna_lm_state_save(state, bytes, size) == LUNA_OK && luna_lm_state_load(unlike, bytes, size) != LUNA_OK &&
-            luna_ctx_error_id(other.ctx) == LUNA_ERROR_STATE_OTHER, "another model's state loads");
+            luna_error_id_of(other.ctx) == LUNA_ERROR_STATE_OTHER, "another model's state loads");
   CHECK(luna_lm_state_load(state, bytes, size - 1) != LUNA_OK, "half a state loads");
   bytes[0] ^= 1;
   CHECK(luna_lm_state_load(state, bytes, size) != LUNA_OK, "a damaged state loads");
@@ -215,7 +215,7 @@ static void refusals(void) {
   luna_lm softmax;
   luna_lm_config config = {.layers = 1, .dim = 8, .heads = 2, .layer = {.attention = LUNA_ATTENTION_SOFTMAX}};
   CHECK(luna_lm_init(&softmax, params, &config) == LUNA_OK && !luna_lm_state_open(&softmax, 1) &&
-            luna_ctx_error_id(s.ctx) == LUNA_ERROR_STATE_MODEL, "a state of softmax attention");
+            luna_error_id_of(s.ctx) == LUNA_ERROR_STATE_MODEL, "a state of softmax attention");
   luna_close(s.ctx), luna_close(other.ctx);
   free(bytes);
 }

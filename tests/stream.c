@@ -29,8 +29,9 @@ static bool lm_open(lm *m, int kind, luna_isa isa) {
   config.layer.pre_norm = kind % 2 == 1;
   config.layer.convolution = kind == 2 ? 0 : kind == 3 ? 7 : 4;
   config.layer.sharing = kind >= 2 ? LUNA_SHARING_FULL : LUNA_SHARING_TIED;
-  config.layer.omega = kind == 1 ? LUNA_ACTIVATION_ELU1 : kind == 2 ? LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_NONE;
-  config.layer.activation = kind == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_NONE;
+  config.layer.omega = kind == 1 ? LUNA_ACTIVATION_ELU1 : kind == 2 ?
+      LUNA_ACTIVATION_SOFTPLUS : LUNA_ACTIVATION_DEFAULT;
+  config.layer.activation = kind == 1 ? LUNA_ACTIVATION_GELU : LUNA_ACTIVATION_DEFAULT;
   if (!CHECK(luna_lm_init(&m->model, m->params, &config) == LUNA_OK, "luna_lm_init: %s", luna_error(m->ctx)))
     return false;
   common_params(m->params, 60);
@@ -492,11 +493,13 @@ static void check_replay_decoder(int kind) {
 static void check_sampling(void) {
   enum { N = 6, DRAWS = 60000 };
   const float logits[N] = {0.5f, 2, -1, 1.5f, -INFINITY, 0}, bad[3] = {0, NAN, 1}, tie[3] = {1, 1, 0};
-  luna_sampling s = {0, 0, 0, 0, 0}, same = {0, 0, 0, 7, 0}, again = {0, 0, 0, 7, 0};
+  luna_sampling s = {0, 0, 0, 0, 0}, same = {1, 0, 0, 7, 0}, again = {1, 0, 0, 7, 0};
   CHECK(luna_sample(NULL, 5, &s) == -1 && luna_sample(bad, 3, &s) == -1 && luna_sample(logits, 0, &s) == -1,
         "null, NaN or nothing can be sampled");
-  s.top_k = 1;
-  for (int i = 0; i < 50; i++) CHECK(luna_sample(logits, N, &s) == 1, "greedy is not the largest");
+  for (int i = 0; i < 100; i++) {
+    if (i == 50) s.temperature = 3, s.top_k = 1;
+    CHECK(luna_sample(logits, N, i ? &s : NULL) == 1, "%s is not the largest", i < 50 ? "temperature 0" : "top_k 1");
+  }
   CHECK(luna_sample(tie, 3, &s) <= 1, "greedy among equals");
   for (int i = 0; i < 50; i++)
     CHECK(luna_sample(logits, N, &same) == luna_sample(logits, N, &again), "one seed gives two sequences");
@@ -511,7 +514,7 @@ static void check_sampling(void) {
     int64_t count[N] = {0};
     double p[N], sum = 0, worst = 0;
     luna_sampling now = {0, 0, 0, 0, 0};
-    now.temperature = mode == 0 ? 0 : (float)temperature;
+    now.temperature = (float)temperature;
     now.top_k = mode == 3 || mode == 5 ? 3 : 0;
     now.top_p = mode == 4 ? 0.7f : mode == 5 ? 0.85f : 0;
     now.seed = (uint64_t)mode + 1;

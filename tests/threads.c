@@ -50,7 +50,7 @@ static luna_tensor *lm_loss(luna_lm *model, int step) {
   enum { BATCH = 1, N = 600 }; /* enough work for threads to share a sequence's chunks */
   int32_t *tokens = common_tokens(BATCH * (N + 1), 90 + (uint64_t)step, 40);
   luna_tensor *loss = luna_cross_entropy(luna_lm_forward(model, &(luna_input){ tokens, NULL, BATCH, N, NULL }),
-                                         tokens + 1);
+                                         tokens + 1, NULL);
   free(tokens);
   return loss;
 }
@@ -83,7 +83,8 @@ static luna_tensor *encoder_loss(encoder *e, int step) {
   luna_tensor *x = luna_embedding(e->table, tokens, BATCH, N), *p = luna_expand(e->memory, BATCH);
   for (int i = 0; i < 2; i++) x = luna_encoder_layer_forward(&e->layer[i], x, &p, lengths);
   free(tokens);
-  return luna_cross_entropy(luna_linear_layer_forward(&e->head, luna_add(luna_mean(x, 1), luna_mean(p, 1))), labels);
+  return luna_cross_entropy(luna_linear_layer_forward(&e->head, luna_add(luna_mean(x, 1), luna_mean(p, 1))), labels,
+                            NULL);
 }
 
 /* the parameters after training with these options */
@@ -189,7 +190,7 @@ static float *feed_forward_of(int threads, luna_activation activation, float dro
   luna_read_grad(a, values + ROWS * DIM);
   luna_read_grad(b, values + ROWS * DIM + HIDDEN * DIM);
   *count += ROWS * DIM;
-  CHECK(luna_ctx_status(ctx) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_error_status(ctx) == LUNA_OK, "%s", luna_error(ctx));
   luna_close(ctx);
   return values;
 }

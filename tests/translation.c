@@ -493,7 +493,7 @@ static void check_search_refusals(void) {
         const luna_input none = {source, with ? nothing : NULL, 1, 0, NULL}, words = {zeros, NULL, 1, SOURCE, NULL};
         luna_begin_inference(ctx);
         got[with] = values_of(ctx, luna_seq2seq_forward(&shared, &none, &words), "no tokens");
-        CHECK(luna_ctx_status(ctx) == LUNA_OK, "form %d: %s", form, luna_error(ctx));
+        CHECK(luna_error_status(ctx) == LUNA_OK, "form %d: %s", form, luna_error(ctx));
       }
       CHECK(memcmp(got[0], got[1], SOURCE * sizeof(float)) == 0, "form %d: no tokens are not a length of 0", form);
       free(got[0]), free(got[1]);

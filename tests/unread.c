@@ -77,7 +77,7 @@ static luna_optimizer *unread_optimizer(luna_params *params, int kind) {
   const luna_optimizer_config sgd = {.lr = 0.01f, .momentum = 0.9f, .weight_decay = 0.1f, .clip = 1};
   const luna_optimizer_config adam = {.lr = 0.01f, .weight_decay = 0.1f, .clip = 1};
   const luna_optimizer_config apollo = {.weight_decay = 0.1f, .clip = 1};
-  const luna_param_group group = {.name = "layers.", .lr = 2, .weight_decay = 0.2f};
+  const luna_param_group group = {.name = "layers.", .lr_factor = 2, .decay_factor = 2};
   luna_optimizer *o = kind == 0 ? luna_sgd(params, &sgd) : kind == 1 ? luna_adam(params, &adam) : kind == 2 ?
       luna_adamw(params, &adam) : luna_apollo(params, &apollo);
   CHECK(luna_optimizer_group(o, &group) == LUNA_OK, "a group that decays what has no gradient");
@@ -98,7 +98,7 @@ static void check_unread(int v, luna_recompute_kind recompute, luna_form form, b
     logits[hand] = values_of(u[hand].ctx, unread_logits(&u[hand].model, &u[hand].t, hand), "logits");
     memcpy(calls[hand], op_calls, sizeof op_calls);
     luna_begin_step(u[hand].ctx);
-    CHECK(luna_backward(luna_cross_entropy(unread_logits(&u[hand].model, &u[hand].t, hand), u[hand].t.labels)) ==
+    CHECK(luna_backward(luna_cross_entropy(unread_logits(&u[hand].model, &u[hand].t, hand), u[hand].t.labels, NULL)) ==
           LUNA_OK, "%s",
           luna_error(u[hand].ctx));
     gradients[hand] = all_gradients(u[hand].params);
@@ -137,7 +137,7 @@ static void check_unread_trained(int v, int kind) {
   double norm = NAN;
   for (int step = 0; step < 3; step++) {
     luna_begin_step(u.ctx);
-    luna_backward(luna_cross_entropy(unread_logits(&u.model, &u.t, false), u.t.labels));
+    luna_backward(luna_cross_entropy(unread_logits(&u.model, &u.t, false), u.t.labels, NULL));
     float *gradients = all_gradients(u.params);
     norm = length_of(gradients, luna_params_element_count(u.params));
     free(gradients);
@@ -198,7 +198,8 @@ static void check_unread_default(void) {
   config.encoder.layers = 1;
   CHECK(luna_classifier_init(&model, params, &config) == LUNA_OK, "%s", luna_error(ctx));
   luna_begin_step(ctx);
-  luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, 3, NULL }), &label));
+  luna_backward(luna_cross_entropy(luna_classifier_forward(&model, &(luna_input){ tokens, NULL, 1, 3, NULL }), &label,
+                                   NULL));
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     const luna_tensor *p = luna_params_at(params, i, NULL);
     unread += p->grad ? 0 : luna_count(p);
@@ -207,7 +208,7 @@ static void check_unread_default(void) {
         (int)unread, (int)luna_params_element_count(params));
   luna_begin_inference(ctx);
   luna_tensor *x = common_tensor(ctx, 1, 1, 3, 128, 0), *p = common_tensor(ctx, 2, 1, 3, 128, 0);
-  CHECK(luna_classifier_pool(&model, NULL, p, NULL) && luna_ctx_status(ctx) == LUNA_OK, "pooling P takes an X: %s",
+  CHECK(luna_classifier_pool(&model, NULL, p, NULL) && luna_error_status(ctx) == LUNA_OK, "pooling P takes an X: %s",
         luna_error(ctx));
   refused(ctx, !luna_classifier_pool(&model, x, NULL, NULL), NULL_ARGUMENT, "pooling P without one");
   refused(ctx, !luna_classifier_pool(&model, NULL, NULL, NULL), NULL_ARGUMENT, "pooling nothing");

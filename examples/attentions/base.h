@@ -265,12 +265,13 @@ ATTENTION_FN luna_tensor *attention_lengths(const luna_tensor *x, const int32_t 
 }
 ATTENTION_FN int64_t attention_length(const luna_tensor *lengths, int64_t b) { return (int64_t)lengths->data[b]; }
 
-typedef void (*attention_op_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
-typedef void (*attention_op_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
+typedef luna_status (*attention_op_forward)(const luna_tensor *const *in, int count, luna_tensor *out, void *state);
+typedef luna_status (*attention_op_backward)(luna_tensor *const *in, int count, const luna_tensor *out, void *state);
 ATTENTION_FN luna_tensor *attention_op(luna_tensor *const *in, int count, int rank, const int64_t *shape,
                                        attention_op_forward forward, attention_op_backward backward, const void *state,
                                        size_t state_size, size_t workspace_size) {
   luna_custom custom;
+  memset(&custom, 0, sizeof custom);
   custom.forward = forward;
   custom.backward = backward;
   custom.state = state;
@@ -280,7 +281,8 @@ ATTENTION_FN luna_tensor *attention_op(luna_tensor *const *in, int count, int ra
 }
 /* attention_rows's op: y[b,i] = x[b, first + i], or zeros where that is not in [0, end); [batch,2] holds first and
    end */
-ATTENTION_FN void attention_rows_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status attention_rows_forward(const luna_tensor *const *in, int count, luna_tensor *out,
+                                                void *state) {
   const int64_t d = out->shape[2];
   (void)count, (void)state;
   for (int64_t r = 0; r < out->shape[0] * out->shape[1]; r++) {
@@ -288,9 +290,12 @@ ATTENTION_FN void attention_rows_forward(const luna_tensor *const *in, int count
     if (row < 0 || row >= (int64_t)in[1]->data[2 * b + 1]) memset(out->data + r * d, 0, (size_t)d * sizeof(float));
     else memcpy(out->data + r * d, in[0]->data + (b * in[0]->shape[1] + row) * d, (size_t)d * sizeof(float));
   }
+  return LUNA_OK;
 }
-ATTENTION_FN void attention_rows_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status attention_rows_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                 void *state) {
   (void)in, (void)count, (void)out, (void)state;
+  return LUNA_OK;
 }
 /* Rows of each sequence of x [batch,n,d] up to end[b]: the last take[b] of them, or the last count; zeros before row 0
    and after the end -> [batch,count,d]. For memories: no gradient flows through it. */

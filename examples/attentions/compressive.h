@@ -67,7 +67,7 @@ static void compressive_use(const float *s, int64_t n, double scale, double *usa
   for (int64_t j = 0; j < n; j++) sum += exp(scale * ((double)s[j] - max));
   for (int64_t j = 0; j < n; j++) usage[j] += exp(scale * ((double)s[j] - max)) / sum;
 }
-static void compressive_used_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status compressive_used_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const int64_t heads = ((const compressive_state *)state)->heads, rows = in[0]->shape[1], n = in[1]->shape[1],
       d = out->shape[2], dh = d / heads;
   luna_run run = luna_custom_run(out);
@@ -96,6 +96,7 @@ static void compressive_used_forward(const luna_tensor *const *in, int count, lu
       if (more < kept) memcpy(to + taken++ * d, old + j * d, (size_t)d * sizeof(float));
     }
   }
+  return LUNA_OK;
 }
 static luna_tensor *compressive_used(const compressive *a, const luna_attention_call *call, luna_tensor *q,
                                      luna_tensor *old,

@@ -382,19 +382,21 @@ ATTENTION_FN void linear_call_open(linear_call *call, luna_tensor *const *in, co
   for (int i = 0; i < LINEAR_INPUTS; i++) call->in[i] = s->inputs[i] < 0 ? NULL : in[s->inputs[i]];
   call->run = luna_custom_run(out);
 }
-ATTENTION_FN void linear_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status linear_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const linear_state *s = (const linear_state *)state;
   linear_call call;
   (void)count;
   linear_call_open(&call, (luna_tensor *const *)(uintptr_t)in, out, s);
   attention_parallel(&call.run, s->tasks, linear_forward_task, &call);
+  return LUNA_OK;
 }
-ATTENTION_FN void linear_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status linear_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const linear_state *s = (const linear_state *)state;
   linear_call call;
   (void)count;
   linear_call_open(&call, in, out, s);
   attention_parallel(&call.run, s->tasks, linear_backward_task, &call);
+  return LUNA_OK;
 }
 /* q, k, v [batch,n,d], w as the kernel's map wants it or null, gate [batch,n,heads] or null -> y [batch,n,d] */
 ATTENTION_FN luna_tensor *linear_attention(const linear_kernel *kernel, luna_tensor *q, luna_tensor *k, luna_tensor *v,

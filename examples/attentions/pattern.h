@@ -134,15 +134,18 @@ ATTENTION_FN void attention_merge_task(void *work, int64_t item) {
       }
   }
 }
-ATTENTION_FN void attention_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status attention_merge_forward(const luna_tensor *const *in, int count, luna_tensor *out,
+                                                 void *state) {
   const luna_run run = luna_custom_run(out);
   attention_merge_work w;
   memset(&w, 0, sizeof w);
   w.s = *(const attention_merge_state *)state;
   w.o = in[0]->data, w.z = in[1]->data, w.other = count > 2 ? in[2]->data : NULL, w.y = out->data;
   attention_parallel(&run, (w.s.rows + ATTENTION_MERGE_ROWS - 1) / ATTENTION_MERGE_ROWS, attention_merge_task, &w);
+  return LUNA_OK;
 }
-ATTENTION_FN void attention_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status attention_merge_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                  void *state) {
   const luna_run run = luna_custom_run(out);
   attention_merge_work w;
   memset(&w, 0, sizeof w);
@@ -150,6 +153,7 @@ ATTENTION_FN void attention_merge_backward(luna_tensor *const *in, int count, co
   w.o = in[0]->data, w.z = in[1]->data, w.grad = out->grad;
   w.grad_o = in[0]->grad, w.grad_z = in[1]->grad, w.grad_other = count > 2 ? in[2]->grad : NULL;
   attention_parallel(&run, (w.s.rows + ATTENTION_MERGE_ROWS - 1) / ATTENTION_MERGE_ROWS, attention_merge_task, &w);
+  return LUNA_OK;
 }
 /* o: parts, each [batch,n,d], z: their log-sum-exp [batch,n,h]; other [batch,n,d] or null: zeros. It changes o, z. */
 ATTENTION_FN luna_tensor *attention_merge(const attention *a, luna_tensor **o, luna_tensor **z, int64_t parts,

@@ -57,19 +57,21 @@ static void reformer_norm_task(void *work, int64_t item) {
       w->dq[row * d + c] += (float)((double)w->dk[row * d + c] * factor - (double)q[c] * slope);
   }
 }
-static void reformer_norm_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status reformer_norm_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
   reformer_norm w = { *(const int64_t *)state, luna_count(out) / *(const int64_t *)state, in[0]->data, NULL, out->data,
                       NULL };
   (void)count;
   attention_parallel(&run, (w.rows + 255) / 256, reformer_norm_task, &w);
+  return LUNA_OK;
 }
-static void reformer_norm_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status reformer_norm_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const luna_run run = luna_custom_run(out);
   reformer_norm w = { *(const int64_t *)state, luna_count(out) / *(const int64_t *)state, in[0]->data, out->grad, NULL,
                       in[0]->grad };
   (void)count;
   if (w.dq) attention_parallel(&run, (w.rows + 255) / 256, reformer_norm_task, &w);
+  return LUNA_OK;
 }
 
 /* ---- hashing: q_i rot_r for each row, head and token as floats [batch, h, n, rounds, buckets/2], to be freed ---- */

@@ -138,17 +138,19 @@ ATTENTION_FN void scored_forward_head(void *work, int64_t head) {
 ATTENTION_FN void scored_backward_head(void *work, int64_t head) {
   scored_head_run((const scored_call *)work, head, true);
 }
-ATTENTION_FN void scored_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status scored_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   scored_call c;
   (void)count;
   c.s = (const scored *)state, c.in = (luna_tensor *const *)(uintptr_t)in, c.out = out, c.run = luna_custom_run(out);
   attention_parallel(&c.run, c.s->heads, scored_forward_head, &c);
+  return LUNA_OK;
 }
-ATTENTION_FN void scored_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status scored_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   scored_call c;
   (void)count;
   c.s = (const scored *)state, c.in = in, c.out = out, c.run = luna_custom_run(out);
   attention_parallel(&c.run, c.s->heads, scored_backward_head, &c);
+  return LUNA_OK;
 }
 /* in: room for one input more than count, of which [SCORED_LENGTHS] is filled in here; s: the system's state, of
    state_size bytes. -> y [batch,n,d] of x's shape */

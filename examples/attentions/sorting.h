@@ -15,7 +15,7 @@ static int64_t sinkhorn_blocks(const sinkhorn_state *s, const luna_tensor *lengt
 }
 
 /* ---- r: in k [batch,n,d], lengths; out [batch, blocks, d]; workspace: d doubles ---- */
-static void sinkhorn_sums_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status sinkhorn_sums_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const sinkhorn_state *s = (const sinkhorn_state *)state;
   const int64_t d = s->heads * s->width;
   double *sum = (double *)luna_custom_run(out).scratch;
@@ -30,8 +30,9 @@ static void sinkhorn_sums_forward(const luna_tensor *const *in, int count, luna_
       for (int64_t c = 0; c < d; c++) sum[c] += (double)k[c];
       for (int64_t c = 0; (first || !s->causal) && c < d; c++) r[c] = (float)sum[c];
     }
+  return LUNA_OK;
 }
-static void sinkhorn_sums_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status sinkhorn_sums_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   const sinkhorn_state *s = (const sinkhorn_state *)state;
   const int64_t d = s->heads * s->width;
   double *sum = (double *)luna_custom_run(out).scratch;
@@ -46,6 +47,7 @@ static void sinkhorn_sums_backward(luna_tensor *const *in, int count, const luna
       for (int64_t c = 0; c < d; c++) k[c] += s->causal ? (float)sum[c] : r[c];
     }
   }
+  return LUNA_OK;
 }
 
 /* ---- P: in R [batch, h, blocks, blocks], lengths; out P, zeros beyond a sequence's blocks ---- */
@@ -124,13 +126,15 @@ static void sinkhorn_order_run(const luna_tensor *r, const luna_tensor *lengths,
   w.each = sinkhorn_room(w.s);
   if (!backward || r->grad) attention_parallel(&run, SINKHORN_TASKS, sinkhorn_order_task, &w);
 }
-static void sinkhorn_order_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status sinkhorn_order_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   (void)count;
   sinkhorn_order_run(in[0], in[1], out, state, false);
+  return LUNA_OK;
 }
-static void sinkhorn_order_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status sinkhorn_order_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)count;
   sinkhorn_order_run(in[0], in[1], out, state, true);
+  return LUNA_OK;
 }
 
 /* ---- sorting: in P, x [batch,n,d], lengths; out [batch, blocks w, d], block i's slot s: sum_j P_ij x[j,s]. A product
@@ -225,13 +229,15 @@ static void sinkhorn_sort_run(const luna_tensor *const *in, const luna_tensor *o
   w.each = sinkhorn_sort_room(w.s);
   attention_parallel(&w.run, SINKHORN_TASKS, sinkhorn_sort_task, &w);
 }
-static void sinkhorn_sort_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+static luna_status sinkhorn_sort_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   (void)count;
   memset(out->data, 0, (size_t)luna_count(out) * sizeof(float));
   sinkhorn_sort_run(in, out, state, false);
+  return LUNA_OK;
 }
-static void sinkhorn_sort_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+static luna_status sinkhorn_sort_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
   (void)count;
   sinkhorn_sort_run((const luna_tensor *const *)in, out, state, true);
+  return LUNA_OK;
 }
 #endif

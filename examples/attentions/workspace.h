@@ -67,7 +67,7 @@ ATTENTION_FN float workspace_threshold(const float *s, int64_t n, int64_t topk, 
     limit = next;
   }
 }
-ATTENTION_FN void workspace_top_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status workspace_top_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
   const workspace_top *top = (const workspace_top *)state;
   const int64_t n = out->shape[3], each = out->shape[1] * out->shape[2];
   (void)count;
@@ -87,9 +87,11 @@ ATTENTION_FN void workspace_top_forward(const luna_tensor *const *in, int count,
     }
     for (int64_t j = 0; j < keys; j++) y[j] = (float)((double)y[j] / sum);
   }
+  return LUNA_OK;
 }
 /* of all that the sum is over: without renormalise also of scores that are not kept, which only take part in the sum */
-ATTENTION_FN void workspace_top_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status workspace_top_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                void *state) {
   const workspace_top *top = (const workspace_top *)state;
   const int64_t n = out->shape[3], each = out->shape[1] * out->shape[2];
   (void)count;
@@ -103,11 +105,13 @@ ATTENTION_FN void workspace_top_backward(luna_tensor *const *in, int count, cons
     for (int64_t j = 0; j < keys; j++)
       to[j] += y[j] * g[j] - (float)(dot * (top->renormalise ? (double)y[j] : exp((double)(s[j] - max)) / sum));
   }
+  return LUNA_OK;
 }
 
 /* M' of gates G [batch,l,2g], W and M [batch,l,d] and the two biases, tanh as a second user of the same idea */
 ATTENTION_FN float workspace_sigmoid(float x) { return x >= 0 ? 1 / (1 + expf(-x)) : expf(x) / (1 + expf(x)); }
-ATTENTION_FN void workspace_gate_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status workspace_gate_forward(const luna_tensor *const *in, int count, luna_tensor *out,
+                                                void *state) {
   const int64_t d = out->shape[2], g = in[0]->shape[2] / 2;
   (void)count, (void)state;
   for (int64_t i = 0; i < luna_count(out); i++) {
@@ -115,8 +119,10 @@ ATTENTION_FN void workspace_gate_forward(const luna_tensor *const *in, int count
     out->data[i] = workspace_sigmoid(gates[0] + in[3]->data[0]) * tanhf(in[1]->data[i]) +
         workspace_sigmoid(gates[g] + in[4]->data[0]) * in[2]->data[i];
   }
+  return LUNA_OK;
 }
-ATTENTION_FN void workspace_gate_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status workspace_gate_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                 void *state) {
   const int64_t d = out->shape[2], g = in[0]->shape[2] / 2;
   double bias[2] = { 0, 0 };
   (void)count, (void)state;
@@ -134,15 +140,20 @@ ATTENTION_FN void workspace_gate_backward(luna_tensor *const *in, int count, con
     }
   }
   for (int half = 0; half < 2; half++) if (in[3 + half]->grad) in[3 + half]->grad[0] += (float)bias[half];
+  return LUNA_OK;
 }
-ATTENTION_FN void workspace_tanh_forward(const luna_tensor *const *in, int count, luna_tensor *out, void *state) {
+ATTENTION_FN luna_status workspace_tanh_forward(const luna_tensor *const *in, int count, luna_tensor *out,
+                                                void *state) {
   (void)count, (void)state;
   for (int64_t i = 0; i < luna_count(out); i++) out->data[i] = tanhf(in[0]->data[i]);
+  return LUNA_OK;
 }
-ATTENTION_FN void workspace_tanh_backward(luna_tensor *const *in, int count, const luna_tensor *out, void *state) {
+ATTENTION_FN luna_status workspace_tanh_backward(luna_tensor *const *in, int count, const luna_tensor *out,
+                                                 void *state) {
   (void)count, (void)state;
   for (int64_t i = 0; in[0]->grad && i < luna_count(out); i++)
     in[0]->grad[i] += out->grad[i] * (1 - out->data[i] * out->data[i]);
+  return LUNA_OK;
 }
 
 /* M + A v(x), normed, and the mlp */

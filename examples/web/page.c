@@ -365,7 +365,7 @@ int EXPORT(page_follow)(void) {
   for (int t = 0; t < TOKENS; t++)
     for (int i = 0; i < DIM; i++)
       for (int j = 0; j < SLOTS; j++) eq.sums[t][i][j] = (t ? eq.sums[t - 1][i][j] : 0) + eq.x[t][i] * eq.z[t][j];
-  return luna_ctx_status(ctx) == LUNA_OK || failed(ctx);
+  return luna_error_status(ctx) == LUNA_OK || failed(ctx);
 }
 
 /* ---- a detector of one signal ------------------------------------------------------------------------------------ */
