@@ -60,7 +60,7 @@
         mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. A classifier with
         .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
-            if (luna_save(params, "model.safetensors") != LUNA_OK) puts(luna_error(ctx));
+            if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
             luna_close(ctx);
      5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
@@ -181,7 +181,7 @@
    SWITCHES, defined before the implementation (and, for those marked *, before every include)
      LUNA_STATIC *          all functions static
      LUNA_NO_TRAIN *        no backward pass, no optimisers
-     LUNA_NO_STDIO *        no files by path; luna_io and bytes in memory remain
+     LUNA_NO_STDIO *        no luna_path; luna_bytes, luna_buffer and luna_callbacks remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
@@ -373,7 +373,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter '%s' already; use another set or prefix") \
   X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
   X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
-  X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load_bytes)") \
+  X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
   X(BORROW_MISSING, MISMATCH, "%s: there is no %s %t to borrow from") \
   X(BORROW_SHAPE, MISMATCH, "%s: %s %t has another shape where it is borrowed from") \
   X(BORROW_FORMAT, MISMATCH, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
@@ -427,6 +427,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
   X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
   X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
+  X(SAVE_BUFFER, CANNOT_WRITE, "%s: the buffer has %d bytes, the file %d") \
   X(SAVE_PATH, CANNOT_WRITE, "%s: the path '%s', or what it links to, is longer than %d bytes") \
   X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
   X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
@@ -1199,7 +1200,7 @@ LUNA_API luna_status luna_params_zero_grad(luna_params *params);
 /* Parameters with `name` in their names (null = all) get no gradient any more, nor the time and memory for one, and no
    optimiser changes them; false: again. LUNA_MISMATCH where no name fits. */
 LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, bool frozen);
-/* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect_bytes);
+/* Text pairs, saved in and loaded from the checkpoint's __metadata__ (but by luna_load_borrowed: luna_inspect);
    keys, and names of parameters, that start with "luna." belong to luna.h. Text from luna_params_get is the set's:
    luna_params_set of its key may change it in place. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
@@ -1214,11 +1215,32 @@ typedef struct luna_io {
   void *user;
   uint64_t size;                     /* bytes that can be read */
 } luna_io;
-LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io);
-LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io);
-/* Copies the values. While it runs it needs, as every call that opens a file, 8 bytes of the step's memory for each
-   tensor and each text pair. */
-LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size);
+/* Where a file is read from or written to: what one of these makes. luna_path: a file by its name. luna_bytes: bytes in
+   memory, to read. luna_buffer: memory to write to; *written is the file's size, also where that is more than the
+   capacity and the call fails: so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
+typedef struct luna_file {
+  const char *path;
+  const void *bytes;
+  void *buffer;
+  size_t size, *written;
+  const luna_io *io;
+} luna_file;
+#ifndef LUNA_NO_STDIO
+/* A file is saved as a new one (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and
+   mode. Several may save at once: the last counts. A symbolic link stays and its target is replaced or created; any
+   other file that is not a regular one is an error. */
+LUNA_API luna_file luna_path(const char *path);
+#endif
+LUNA_API luna_file luna_bytes(const void *bytes, size_t size);
+LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written);
+LUNA_API luna_file luna_callbacks(const luna_io *io);
+
+LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
+/* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
+   what its model is, has the same config, heads and pooling too; not compared are dropouts and max_length.
+   luna_load_model takes the config from the file. luna_load_matching compares names and shapes alone. While it runs it
+   needs, as every call that opens a file, 8 bytes of the step's memory for each tensor and each text pair. */
+LUNA_API luna_status luna_load(luna_params *params, luna_file file);
 /* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
    cannot be trained. Called before init, it skips allocating initial values. */
 LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
@@ -1230,8 +1252,7 @@ typedef struct luna_load_report {
   void *user;
   int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
 } luna_load_report;
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
-                                              luna_load_report *report);
+LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report);
 /* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
    the call. */
 typedef struct luna_file_tensor {
@@ -1246,23 +1267,9 @@ typedef struct luna_inspection {
   void (*tensor)(void *user, const luna_file_tensor *entry);
   void *user;
 } luna_inspection;
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
-                                        const luna_inspection *inspection);
+LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection);
 /* the values, [count]; false when they are not F32, F16, BF16 or F64 */
 LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
-#ifndef LUNA_NO_STDIO
-LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection);
-/* Into a new file (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and mode. Several
-   may save at once: the last counts. A symbolic link stays and its target is replaced or created; any other file that
-   is not a regular one is an error. */
-LUNA_API luna_status luna_save(const luna_params *params, const char *path);
-/* Into a set whose parameters have the file's names and shapes, and whose model, where the file says what its model is,
-   has the same config, heads and pooling too; not compared are dropouts and max_length. luna_load_model takes the
-   config from the file. luna_load_matching compares names and shapes alone. */
-LUNA_API luna_status luna_load(luna_params *params, const char *path);
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report);
-#endif
-
 #endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -1706,8 +1713,8 @@ LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna
                                            const luna_input *target);
 
 /* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. Not for a model with an attention hook: init it with its config, then luna_load. Any
-   kind opens by luna_load_model; the others are for those who know which it is. */
+   checked against its tensors. Not for a model with an attention hook: init it with its config, then
+   luna_load. */
 typedef enum luna_model_kind {
   LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
 } luna_model_kind;
@@ -1718,20 +1725,9 @@ typedef struct luna_model {
   luna_masked_lm masked_lm;
   luna_seq2seq seq2seq;
 } luna_model;
-LUNA_API luna_status luna_load_model_bytes(luna_model *model, luna_params *params, const void *bytes, size_t size);
-LUNA_API luna_status luna_lm_load_bytes(luna_lm *model, luna_params *params, const void *bytes, size_t size);
-LUNA_API luna_status luna_classifier_load_bytes(luna_classifier *model, luna_params *params, const void *bytes,
-                                                size_t size);
-LUNA_API luna_status luna_masked_lm_load_bytes(luna_masked_lm *model, luna_params *params, const void *bytes,
-                                               size_t size);
-LUNA_API luna_status luna_seq2seq_load_bytes(luna_seq2seq *model, luna_params *params, const void *bytes, size_t size);
-#ifndef LUNA_NO_STDIO
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, const char *path);
-LUNA_API luna_status luna_lm_load(luna_lm *model, luna_params *params, const char *path);
-LUNA_API luna_status luna_classifier_load(luna_classifier *model, luna_params *params, const char *path);
-LUNA_API luna_status luna_masked_lm_load(luna_masked_lm *model, luna_params *params, const char *path);
-LUNA_API luna_status luna_seq2seq_load(luna_seq2seq *model, luna_params *params, const char *path);
-#endif
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file);
+/* of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq */
+LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>trainer
@@ -1811,12 +1807,8 @@ LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer);
    caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
    saved, and are zero after loading. Load into an optimiser of the same kind (checked) and config (not checked, as not
    saved). */
-LUNA_API luna_status luna_save_training_io(const luna_optimizer *optimizer, const luna_io *io);
-LUNA_API luna_status luna_load_training_bytes(luna_optimizer *optimizer, const void *bytes, size_t size);
-#ifndef LUNA_NO_STDIO
-LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, const char *path);
-LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, const char *path);
-#endif
+LUNA_API luna_status luna_save_training(const luna_optimizer *optimizer, luna_file file);
+LUNA_API luna_status luna_load_training(luna_optimizer *optimizer, luna_file file);
 #endif
 
 #endif /* !LUNA_ONLY_STREAM */
@@ -18089,8 +18081,8 @@ LUNAI_FN bool lunai_save_fetch(void *device, float *out, const float *from, int6
   luna_ctx *ctx = (luna_ctx *)device;
   return ctx->backend->copy(ctx, out, from, (size_t)count * sizeof(float), 2) == LUNA_OK;
 }
-LUNAI_FN luna_status lunai_save(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
-                                const luna_io *io) {
+LUNAI_FN luna_status lunai_save_io(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
+                                   const luna_io *io) {
   lunai_st_writer w;
   memset(&w, 0, sizeof w);
   w.write = io->write;
@@ -18110,13 +18102,13 @@ LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
   for (const lunai_param *p = params->first; p; p = p->next)
     lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
-LUNA_API luna_status luna_save_io(const luna_params *params, const luna_io *io) {
-  if (!params) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_given(params->ctx, "luna_save_io", io ? "io->write" : "io", io && io->write))
-    return params->ctx->last_status;
-  return lunai_save(params->ctx, "luna_save_io", lunai_put_set, params, io);
+LUNAI_FN bool lunai_buffer_write(void *to, const void *bytes, size_t size) {
+  luna_file *file = (luna_file *)to;
+  if (*file->written <= file->size && size <= file->size - *file->written)
+    lunai_copy((char *)file->buffer + *file->written, bytes, size);
+  *file->written += size;
+  return true;
 }
-
 /* the parameter a tensor of a file belongs to, or null */
 LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_tensor *t) {
   char name[LUNAI_MAX_PARAM_NAME];
@@ -18247,16 +18239,6 @@ LUNAI_FN luna_status lunai_read_bytes(luna_ctx *ctx, const char *name, lunai_loa
   return lunai_read(ctx, name, load, into, &io);
 }
 
-LUNA_API luna_status luna_load_bytes(luna_params *params, const void *bytes, size_t size) {
-  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_bytes", lunai_load, params, bytes, size);
-}
-LUNA_API luna_status luna_load_io(luna_params *params, const luna_io *io) {
-  if (!params) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_given(params->ctx, "luna_load_io", io ? "io->read" : "io", io && io->read))
-    return params->ctx->last_status;
-  return lunai_read(params->ctx, "luna_load_io", lunai_load, params, io);
-}
-
 LUNAI_FN luna_status lunai_load_borrowed(luna_ctx *ctx, void *set, lunai_st *st) {
   luna_params *params = (luna_params *)set;
   uint64_t *names = params->source.names;
@@ -18323,12 +18305,6 @@ LUNAI_FN luna_status lunai_inspect(luna_ctx *ctx, void *into, lunai_st *st) {
   }
   return LUNA_OK;
 }
-LUNA_API luna_status luna_inspect_bytes(luna_ctx *ctx, const void *bytes, size_t size,
-                                        const luna_inspection *inspection) {
-  if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect_bytes", "inspection");
-  return lunai_read_bytes(ctx, "luna_inspect_bytes", lunai_inspect, (void *)(uintptr_t)inspection, bytes, size);
-}
-
 typedef struct lunai_matching { luna_params *params; luna_load_report *report; } lunai_matching;
 LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st) {
   luna_params *params = ((lunai_matching *)into)->params;
@@ -18359,12 +18335,6 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
   if (m->loaded) return LUNA_OK;
   return lunai_fail_status(ctx, LUNA_ERROR_NOTHING_MATCHES, ctx->call, params->size, lunai_file_name(ctx));
 }
-LUNA_API luna_status luna_load_matching_bytes(luna_params *params, const void *bytes, size_t size,
-                                              luna_load_report *report) {
-  lunai_matching m = { params, report };
-  return lunai_read_bytes(lunai_ctx_of(params), "luna_load_matching_bytes", lunai_load_matching, &m, bytes, size);
-}
-
 LUNAI_FN luna_status lunai_not_a_model(luna_ctx *ctx, const char *why) {
   return lunai_fail_status(ctx, LUNA_ERROR_NOT_A_MODEL, ctx->call, lunai_file_name(ctx), why);
 }
@@ -18428,27 +18398,6 @@ LUNAI_FN luna_status lunai_load_kind(luna_ctx *ctx, void *into, lunai_st *st) {
   if (status == LUNA_OK) memcpy(load->setup.made, (const char *)&model + load->at, load->setup.size);
   return status;
 }
-#define LUNAI_KIND_LOADS(F) \
-  F(luna_load_model, luna_model, 0, kind) F(luna_lm_load, luna_lm, LUNA_MODEL_LM, lm) \
-  F(luna_classifier_load, luna_classifier, LUNA_MODEL_CLASSIFIER, classifier) \
-  F(luna_masked_lm_load, luna_masked_lm, LUNA_MODEL_MASKED_LM, masked_lm) \
-  F(luna_seq2seq_load, luna_seq2seq, LUNA_MODEL_SEQ2SEQ, seq2seq)
-#define LUNAI_KIND_LOAD_BY(call, type, chosen, member, load, ...) \
-  LUNA_API luna_status call(type *model, luna_params *params, __VA_ARGS__) { \
-    const char *const name = #call; \
-    lunai_kind_load k; \
-    const bool good = lunai_setup_begin(&k.setup, name, params, NULL, model, sizeof *model); \
-    k.kind = (luna_model_kind)chosen; \
-    k.at = offsetof(luna_model, member); \
-    return lunai_setup_end(&k.setup, good && load == LUNA_OK); \
-  }
-#define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call##_bytes, type, kind, member, \
-                     lunai_read_bytes(params->ctx, name, lunai_load_kind, &k, bytes, size), \
-                     const void *bytes, size_t size)
-LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
-#undef LUNAI_KIND_LOAD
-
 /* --- training: the optimiser's moments as tensors "luna.moment<i>.<name>", its counters and the context's as pairs, 16
    hexadecimal digits each --- */
 #ifndef LUNA_NO_TRAIN
@@ -18526,14 +18475,6 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
 LUNAI_FN luna_status lunai_save_joined(const luna_optimizer *o) {
   return lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
 }
-LUNA_API luna_status luna_save_training_io(const luna_optimizer *o, const luna_io *io) {
-  if (!o) return LUNA_BAD_ARGUMENT;
-  luna_ctx *ctx = o->params->ctx;
-  if (!lunai_is_given(ctx, "luna_save_training_io", io ? "io->write" : "io", io && io->write)) return ctx->last_status;
-  const luna_status status = lunai_save_joined(o);
-  return status == LUNA_OK ? lunai_save(ctx, "luna_save_training_io", lunai_put_training, o, io) : status;
-}
-
 LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
   char name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
   lunai_moment_name(name, moment, t->name);
@@ -18609,10 +18550,6 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
   state.step = value[LUNAI_TRAINING_STEP];
   state.seed = value[LUNAI_TRAINING_SEED];
   return status == LUNA_OK ? ctx->backend->copy(ctx, ctx->state, &state, sizeof state, 1) : status;
-}
-LUNA_API luna_status luna_load_training_bytes(luna_optimizer *o, const void *bytes, size_t size) {
-  luna_ctx *ctx = o ? o->params->ctx : NULL;
-  return lunai_read_bytes(ctx, "luna_load_training_bytes", lunai_load_training, o, bytes, size);
 }
 #endif /* !LUNA_NO_TRAIN */
 
@@ -18831,7 +18768,7 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_st_c
   if (wrong) return lunai_fail_status(ctx, (int)wrong, name, path, (int64_t)sizeof s.path - 32);
   io.user = s.file;
   ctx->path = path;
-  luna_status status = lunai_save(ctx, name, contents, what, &io);
+  luna_status status = lunai_save_io(ctx, name, contents, what, &io);
   ctx->path = NULL;
   if (status == LUNA_OK && !lunai_saving_flush(&s))
     status = lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, path);
@@ -18840,26 +18777,9 @@ LUNAI_FN luna_status lunai_save_path(luna_ctx *ctx, const char *name, lunai_st_c
   lunai_saving_close(&s, status == LUNA_OK);
   return status;
 }
-LUNA_API luna_status luna_save(const luna_params *params, const char *path) {
-  if (!params) return LUNA_BAD_ARGUMENT;
-  if (!lunai_is_given(params->ctx, "luna_save", "path", path != NULL)) return params->ctx->last_status;
-  return lunai_save_path(params->ctx, "luna_save", lunai_put_set, params, path);
-}
-#ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_save_training(const luna_optimizer *o, const char *path) {
-  if (!o) return LUNA_BAD_ARGUMENT;
-  luna_ctx *ctx = o->params->ctx;
-  if (!lunai_is_given(ctx, "luna_save_training", "path", path != NULL)) return ctx->last_status;
-  const luna_status status = lunai_save_joined(o);
-  return status == LUNA_OK ? lunai_save_path(ctx, "luna_save_training", lunai_put_training, o, path) : status;
-}
-#endif
-
 LUNAI_FN luna_status lunai_read_path(luna_ctx *ctx, const char *name, lunai_loader load, void *into,
                                      const char *path) {
   luna_status status;
-  if (!ctx) return LUNA_BAD_ARGUMENT;
-  if (!path) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "path");
   FILE *file = fopen(path, "rb");
   if (!file) return lunai_fail_status(ctx, LUNA_ERROR_CANNOT_OPEN, name, path);
   int64_t size = lunai_seek_end(file) == 0 ? lunai_tell(file) : -1;
@@ -18873,28 +18793,107 @@ LUNAI_FN luna_status lunai_read_path(luna_ctx *ctx, const char *name, lunai_load
   fclose(file);
   return status;
 }
-LUNA_API luna_status luna_load(luna_params *params, const char *path) {
-  return lunai_read_path(lunai_ctx_of(params), "luna_load", lunai_load, params, path);
+LUNA_API luna_file luna_path(const char *path) {
+  luna_file file;
+  memset(&file, 0, sizeof file);
+  file.path = path;
+  return file;
 }
-#define LUNAI_KIND_LOAD(call, type, kind, member) \
-  LUNAI_KIND_LOAD_BY(call, type, kind, member, lunai_read_path(params->ctx, name, lunai_load_kind, &k, path), \
-                     const char *path)
-LUNAI_KIND_LOADS(LUNAI_KIND_LOAD)
-#undef LUNAI_KIND_LOAD
-LUNA_API luna_status luna_load_matching(luna_params *params, const char *path, luna_load_report *report) {
+#endif /* !LUNA_NO_STDIO */
+
+/* --- files of any source or sink --- */
+LUNA_API luna_file luna_bytes(const void *bytes, size_t size) {
+  luna_file file;
+  memset(&file, 0, sizeof file);
+  file.bytes = bytes;
+  file.size = size;
+  return file;
+}
+LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written) {
+  luna_file file = luna_bytes(NULL, capacity);
+  file.buffer = buffer;
+  file.written = written;
+  return file;
+}
+LUNA_API luna_file luna_callbacks(const luna_io *io) {
+  luna_file file = luna_bytes(NULL, 0);
+  file.io = io;
+  return file;
+}
+LUNAI_FN luna_status lunai_save(luna_ctx *ctx, const char *name, lunai_st_contents contents, const void *what,
+                                luna_file *file) {
+#ifndef LUNA_NO_STDIO
+  if (file->path) return lunai_save_path(ctx, name, contents, what, file->path);
+#endif
+  if (file->io && file->io->write) return lunai_save_io(ctx, name, contents, what, file->io);
+  if (!file->written || (file->size && !file->buffer))
+    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "the file's path, buffer or write");
+  const luna_io io = { NULL, lunai_buffer_write, file, 0 };
+  *file->written = 0;
+  const luna_status status = lunai_save_io(ctx, name, contents, what, &io);
+  if (status != LUNA_OK || *file->written <= file->size) return status;
+  return lunai_fail_status(ctx, LUNA_ERROR_SAVE_BUFFER, name, (int64_t)file->size, (int64_t)*file->written);
+}
+LUNAI_FN luna_status lunai_read_file(luna_ctx *ctx, const char *name, lunai_loader load, void *into,
+                                     const luna_file *file) {
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+#ifndef LUNA_NO_STDIO
+  if (file->path) return lunai_read_path(ctx, name, load, into, file->path);
+#endif
+  if (file->io && file->io->read) return lunai_read(ctx, name, load, into, file->io);
+  if (file->bytes) return lunai_read_bytes(ctx, name, load, into, file->bytes, file->size);
+  return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, "the file's path, bytes or read");
+}
+LUNA_API luna_status luna_save(const luna_params *params, luna_file file) {
+  return params ? lunai_save(params->ctx, "luna_save", lunai_put_set, params, &file) : LUNA_BAD_ARGUMENT;
+}
+LUNA_API luna_status luna_load(luna_params *params, luna_file file) {
+  return lunai_read_file(lunai_ctx_of(params), "luna_load", lunai_load, params, &file);
+}
+LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report) {
   lunai_matching m = { params, report };
-  return lunai_read_path(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, &m, path);
+  return lunai_read_file(lunai_ctx_of(params), "luna_load_matching", lunai_load_matching, &m, &file);
 }
-LUNA_API luna_status luna_inspect(luna_ctx *ctx, const char *path, const luna_inspection *inspection) {
+LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection) {
   if (ctx && !inspection) return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_inspect", "inspection");
-  return lunai_read_path(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, path);
+  return lunai_read_file(ctx, "luna_inspect", lunai_inspect, (void *)(uintptr_t)inspection, &file);
+}
+LUNAI_FN luna_status lunai_load_model(lunai_kind_load *k, const char *name, void *model, size_t size,
+                                      luna_params *params, const luna_file *file) {
+  const bool good = lunai_setup_begin(&k->setup, name, params, NULL, model, size) &&
+                    lunai_read_file(params->ctx, name, lunai_load_kind, k, file) == LUNA_OK;
+  return lunai_setup_end(&k->setup, good);
+}
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file) {
+  lunai_kind_load k;
+  k.kind = (luna_model_kind)0;
+  k.at = 0;
+  return lunai_load_model(&k, "luna_load_model", model, sizeof *model, params, &file);
+}
+LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file) {
+#define LUNAI_MEMBER(member) { offsetof(luna_model, member), sizeof(((luna_model *)NULL)->member) }
+  static const struct { size_t at, size; } members[] = { LUNAI_MEMBER(lm), LUNAI_MEMBER(classifier),
+                                                         LUNAI_MEMBER(masked_lm), LUNAI_MEMBER(seq2seq) };
+#undef LUNAI_MEMBER
+  const int i = (int)kind - LUNA_MODEL_LM;
+  lunai_kind_load k;
+  if (i < 0 || i > 3)
+    return params ? lunai_fail_status(params->ctx, LUNA_ERROR_VALUE_RANGE, "luna_load_model_of", "kind", (int64_t)kind,
+                                      (int64_t)LUNA_MODEL_LM, (int64_t)LUNA_MODEL_SEQ2SEQ) : LUNA_BAD_ARGUMENT;
+  k.kind = kind;
+  k.at = members[i].at;
+  return lunai_load_model(&k, "luna_load_model_of", model, members[i].size, params, &file);
 }
 #ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_load_training(luna_optimizer *o, const char *path) {
-  return lunai_read_path(o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, path);
+LUNA_API luna_status luna_save_training(const luna_optimizer *o, luna_file file) {
+  if (!o) return LUNA_BAD_ARGUMENT;
+  const luna_status status = lunai_save_joined(o);
+  return status == LUNA_OK ? lunai_save(o->params->ctx, "luna_save_training", lunai_put_training, o, &file) : status;
+}
+LUNA_API luna_status luna_load_training(luna_optimizer *o, luna_file file) {
+  return lunai_read_file(o ? o->params->ctx : NULL, "luna_load_training", lunai_load_training, o, &file);
 }
 #endif
-#endif /* !LUNA_NO_STDIO */
 #endif /* !LUNA_ONLY_STREAM */
 
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)

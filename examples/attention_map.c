@@ -308,7 +308,7 @@ static int draw_command(luna_ctx *ctx, const char **words) {
   static unsigned char text[8 * TOKENS + 1];
   luna_model model;
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model(&model, params, words[0]) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(&model, params, luna_path(words[0])) != LUNA_OK) return failed(ctx);
   if (model.kind == LUNA_MODEL_LM) return fail("%s is a causal language model: it has no encoder", words[0]);
   const luna_encoder *e = model.kind == LUNA_MODEL_CLASSIFIER ? &model.classifier.encoder :
                           model.kind == LUNA_MODEL_MASKED_LM ? &model.masked_lm.encoder : &model.seq2seq.encoder;

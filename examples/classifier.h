@@ -143,7 +143,7 @@ TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const cali
   if (c->count < LEAST_CALIBRATED) return 0;
   printf("temperature %.3f on these samples: expected calibration error %.2f%%, was %.2f%%\n", t,
          100 * calibration_error(c, t), 100 * calibration_error(c, 1));
-  if (calibration_apply(model->projection, t) != LUNA_OK || luna_save(model->params, set.out) != LUNA_OK)
+  if (calibration_apply(model->projection, t) != LUNA_OK || luna_save(model->params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
   return 0;
 }
@@ -154,7 +154,7 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
   const double took = seconds() - bar->start;
   progress_end(bar);
   if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (ranks.rank == 0 && luna_save(model->params, set.out) != LUNA_OK) return failed(ctx);
+  if (ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
   calibration all = { .classes = s->classes };
   calibrated = ranks.ranks == 1 ? &all : NULL;             /* a rank has its part of the samples alone */
@@ -213,7 +213,7 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
 /* Loads a classifier that this program wrote, and looks that it has this vocabulary and these classes. */
 TOOL int load_classifier(luna_model *model, luna_ctx *ctx, luna_params *params, const char *path, int64_t vocab,
                          int64_t classes) {
-  if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const luna_classifier_config *config = &model->classifier.config;
   if (model->kind == LUNA_MODEL_CLASSIFIER && config->vocab == vocab && config->classes == classes && !config->pair &&
       !config->per_step) return 0;

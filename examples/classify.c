@@ -129,7 +129,7 @@ static luna_status remember(luna_params *params) {
 
 static int load(luna_ctx *ctx, const char *path, luna_model *model) {
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const char *tokens = luna_params_get(params, "classify.tokens"),
       *longest = luna_params_get(params, "classify.longest");
   bool fine = model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&

@@ -446,7 +446,8 @@ static int check_model(luna_ctx *ctx, const char *path) {
   unknown about = { "", false };
   params = luna_params_open(ctx);
   const luna_inspection look = { .pair = look_at_pair, .user = &about };
-  if (luna_load_model(&found, params, path) != LUNA_OK || luna_inspect(ctx, path, &look) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(&found, params, luna_path(path)) != LUNA_OK || luna_inspect(ctx, luna_path(path),
+                                                                                  &look) != LUNA_OK) return failed(ctx);
   if (found.kind != LUNA_MODEL_LM)
     return fail("%s is no causal model: only those see no later step, and stream (luna_lm; series --causal)", path);
   model = found.lm;

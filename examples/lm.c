@@ -191,8 +191,8 @@ static phrase text_mark(text t) {
 /* The model, or with --save-every or --resume all of the training, which is a model as well. */
 static bool save(const luna_optimizer *adam, luna_params *params) {
   if (ranks.rank > 0) return true;
-  if (!set.save_every && !set.resume) return luna_save(params, set.out) == LUNA_OK;
-  return keep_settings(params, flags, bar.step) == LUNA_OK && luna_save_training(adam, set.out) == LUNA_OK;
+  if (!set.save_every && !set.resume) return luna_save(params, luna_path(set.out)) == LUNA_OK;
+  return keep_settings(params, flags, bar.step) == LUNA_OK && luna_save_training(adam, luna_path(set.out)) == LUNA_OK;
 }
 
 /* The loss of the text kept back, in the progress line and the plot; NaN on failure. */
@@ -279,7 +279,7 @@ static int train_on(luna_ctx *ctx, const char *path, text all) {
          (long long)held.size, (long long)luna_params_element_count(params));
   if (own.carry && !(carried = luna_lm_state_open(&model, rank_part(LUNA_PARALLEL_DATA, set.batch).count)))
     return failed(ctx);
-  if (set.resume && luna_load_training(adam, set.resume) != LUNA_OK) return failed(ctx);
+  if (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK) return failed(ctx);
   if ((set.save_every || set.resume) && luna_params_set(params, "lm.text", mark.text) != LUNA_OK) return failed(ctx);
   if (set.resume) printf("going on from step %lld of %s\n", (long long)begin, set.resume);
   double first = mean_loss(ctx, &model, held, own.cut, LAST_VALIDATION);
@@ -318,7 +318,7 @@ static int train(luna_ctx *ctx, const char **words) {
 /* ---- generate, eval ---------------------------------------------------------------------------------------------- */
 
 static int load(luna_ctx *ctx, luna_lm *model, const char *path) {
-  if (luna_lm_load(model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model_of(LUNA_MODEL_LM, model, luna_params_open(ctx), luna_path(path)) != LUNA_OK) return failed(ctx);
   const int64_t outputs = model->config.outputs;
   if (model->config.vocab == 256 && outputs != 0 && outputs != 256)
     return fail("%s has %lld outputs; lm foretells bytes, 256", path, (long long)outputs);

@@ -338,7 +338,8 @@ static int save_training(luna_ctx *ctx, const luna_optimizer *adam, luna_params 
   if (ranks.rank > 0) return 0;
   snprintf(text, sizeof text, "%.17g %lld %.17g %lld %.17g", run.best, (long long)run.best_step, run.loss,
            (long long)run.losses, run.before + seconds() - bar.start);
-  return keep_run(params, text) && luna_save_training(adam, run_file("training").text) == LUNA_OK ? 0 : failed(ctx);
+  return keep_run(params, text) && luna_save_training(adam, luna_path(run_file("training").text)) == LUNA_OK ?
+      0 : failed(ctx);
 }
 static int resume_training(luna_ctx *ctx, int64_t *step) {
   long long best_step, losses;
@@ -366,7 +367,8 @@ static int look(luna_ctx *ctx, luna_params *params, const samples *s) {
   snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * share);
   if (share > run.best) {
     run.best = share, run.best_step = bar.step;
-    if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params, run_file("safetensors").text) != LUNA_OK))
+    if (ranks.rank == 0 && (!keep_run(params, "") || luna_save(params,
+                                                               luna_path(run_file("safetensors").text)) != LUNA_OK))
       return failed(ctx);
   }
   return write_curve(share, loss) || write_report(params, run.best, held);
@@ -396,7 +398,7 @@ static int learn(luna_ctx *ctx, luna_params *params, luna_optimizer *adam, const
 
 /* Loads a model that rank 0 has written, whose values the others get from it. */
 static bool load_best(luna_params *params, const char *file) {
-  bool good = ranks.rank > 0 || luna_load(params, file) == LUNA_OK;
+  bool good = ranks.rank > 0 || luna_load(params, luna_path(file)) == LUNA_OK;
   for (int64_t i = 0; good && ranks.ranks > 1 && i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
     const int64_t count = luna_count(t);
@@ -434,7 +436,7 @@ static int train_on(luna_ctx *ctx, const samples *s, int64_t begin) {
   const path best = run_file("safetensors");
   if (model_open(ctx, params)) return 2;
   luna_optimizer *adam = optimizer_open(params);
-  if (!adam || (set.resume && luna_load_training(adam, set.resume) != LUNA_OK)) return failed(ctx);
+  if (!adam || (set.resume && luna_load_training(adam, luna_path(set.resume)) != LUNA_OK)) return failed(ctx);
   printf("%s, %s: %lld samples to learn from, %lld to validate on; ", data.task->title, title().text,
          (long long)s->training, (long long)s->held);
   printf("%lld parameters\n%s\n", (long long)luna_params_element_count(params), describe().text);
@@ -482,7 +484,7 @@ static int eval(luna_ctx *ctx, const char **words) {
   int status = task_open(&s, own.data, NULL, true);
   s.logits = logits;
   if (!status) status = model_open(ctx, params);
-  if (!status && luna_load(params, words[0]) != LUNA_OK) status = failed(ctx);
+  if (!status && luna_load(params, luna_path(words[0])) != LUNA_OK) status = failed(ctx);
   if (!status) status = batch_open(&s);
   if (!status && (share = accuracy(ctx, NULL, &s, 0, s.held, &loss)) < 0) status = failed(ctx);
   if (!status)

@@ -52,7 +52,7 @@ static luna_optimizer *optimizer(luna_params *params) {
 static int keep(luna_ctx *ctx, luna_params *params) { /* 0, or 2 after a sentence */
   progress_end(&bar);
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_params_set(params, "mlm.tokens", "bytes") != LUNA_OK || luna_save(params, set.out) != LUNA_OK)
+  if (luna_params_set(params, "mlm.tokens", "bytes") != LUNA_OK || luna_save(params, luna_path(set.out)) != LUNA_OK)
     return failed(ctx);
   printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
          interrupted ? ", stopped early" : "");
@@ -182,7 +182,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
                                    .encoder = *encoder };
   luna_load_report match = { .report = report };
   if (luna_classifier_init(&model, params, &config) != LUNA_OK) return failed(ctx);
-  if (path && luna_load_matching(params, path, &match) != LUNA_OK) return failed(ctx);
+  if (path && luna_load_matching(params, luna_path(path), &match) != LUNA_OK) return failed(ctx);
   if (path)
     printf("%lld of %lld tensors taken from %s\n", (long long)match.loaded, (long long)luna_params_tensor_count(params),
            path);
@@ -210,7 +210,7 @@ static int train(luna_ctx *ctx, luna_params *params, const luna_encoder_config *
 static int tune_on(luna_ctx *ctx, const char *path, const data *d) {
   luna_model model;
   double right[2] = { 0, 0 };
-  if (luna_load_model(&model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(&model, luna_params_open(ctx), luna_path(path)) != LUNA_OK) return failed(ctx);
   if (model.kind != LUNA_MODEL_MASKED_LM || model.masked_lm.config.vocab != MASK + 1)
     return fail("%s holds no masked language model on bytes", path);
   for (int i = 0; i < 2 && !interrupted; i++) {            /* from the checkpoint, which is kept, then from scratch */

@@ -84,7 +84,7 @@ static int64_t classes(void) {                             /* labels are 0 .. cl
 /* ---- commands ---------------------------------------------------------------------------------------------------- */
 
 static int load(luna_ctx *ctx, luna_model *model, const char *path) {
-  if (luna_load_model(model, luna_params_open(ctx), path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(model, luna_params_open(ctx), luna_path(path)) != LUNA_OK) return failed(ctx);
   own.greys = model->classifier.config.vocab;
   if (model->kind == LUNA_MODEL_CLASSIFIER && !model->classifier.config.pair &&
       !model->classifier.config.per_step && own.greys >= 2 && own.greys <= 256) return 0;

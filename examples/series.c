@@ -473,7 +473,7 @@ static bool recall_columns(const luna_params *params, int64_t k) {
 
 static int load(luna_ctx *ctx, const char *path) {
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model(&model, params, path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(&model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const bool lm = model.kind == LUNA_MODEL_LM, classifier = model.kind == LUNA_MODEL_CLASSIFIER;
   const int64_t k = lm ? model.lm.config.features : classifier ? model.classifier.config.features : 0;
   bool fine = k > 0 && recall(params) && lm == own.causal && (lm || !model.classifier.config.pair);
@@ -655,7 +655,7 @@ static int train_model(luna_ctx *ctx, const char **words) {
   join_unlearnt();
   if (learn(ctx, params) || keep_best(ctx, params) || set_temperature()) return 2;
   if (ranks.rank > 0) return 0;
-  if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
+  if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);
   return print_held() || plot(&bar, words[0]) ? 2 : 0;
 }

@@ -107,11 +107,11 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
 static int summary(luna_ctx *ctx, const char *path) {
   totals sum = { .width = 6 };
   printf("%s\n", path);
-  if (luna_inspect(ctx, path, &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,
+  if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,
                                                  .user = &sum }) != LUNA_OK) return failed(ctx);
   printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape",
          "size", "min", "mean", "deviation", "max");
-  if (luna_inspect(ctx, path, &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK)
+  if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK)
     return failed(ctx);
   printf("\n  %lld tensors, %lld numbers,", (long long)sum.tensors, (long long)sum.numbers);
   print_bytes(sum.bytes);

@@ -269,7 +269,7 @@ TOOL void keep_pair(void *params, const char *key, const char *value) {
 TOOL luna_params *kept_pairs(luna_ctx *ctx, const char *path) {
   luna_params *pairs = luna_params_open(ctx);
   const luna_inspection all = { keep_pair, NULL, pairs };
-  return luna_inspect(ctx, path, &all) == LUNA_OK ? pairs : (failed(ctx), NULL);
+  return luna_inspect(ctx, luna_path(path), &all) == LUNA_OK ? pairs : (failed(ctx), NULL);
 }
 
 /* Sets the flags as `pairs`, of the checkpoint at `path`, say. Returns 0, or 2 after a sentence: what the command line

@@ -289,7 +289,7 @@ static int train_on(luna_ctx *ctx, data *d, int64_t held) {
          (long long)held, (int)d->v.end + 1, (long long)luna_params_element_count(params));
   if (learn(ctx, &model, adam, d, held)) return 2;
   if (bar.step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
-  if (luna_save(params, set.out) != LUNA_OK) return failed(ctx);
+  if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (!progress_due(&bar) && validate(ctx, &model, d, held)) return 2; /* of what has been saved */
   printf("%s: %lld steps in %.0f s%s\n", set.out, (long long)bar.step, seconds() - bar.start,
          interrupted ? ", stopped early" : "");
@@ -319,7 +319,7 @@ static int train(luna_ctx *ctx, const char **words) {
 /* A checkpoint, and the vocabulary in it. Returns 0, or 2 after a sentence. */
 static int load(luna_ctx *ctx, luna_model *model, byte_pairs *v, const char *path) {
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model(model, params, path) != LUNA_OK) return failed(ctx);
+  if (luna_load_model(model, params, luna_path(path)) != LUNA_OK) return failed(ctx);
   const char *text = luna_params_get(params, "translate.pairs");
   if (model->kind != LUNA_MODEL_SEQ2SEQ || !text) return fail("%s was not made by translate", path);
   bool fine = read_vocab(v, text);

@@ -235,7 +235,7 @@ static void world_open(world *at, bool measure, luna_form form) {
     io.write = file_write;
     io.user = &file_size;
     file_size = 0;
-    expect(luna_save_io(w->set[1], &io) == LUNA_OK, "the test's own file");
+    expect(luna_save(w->set[1], luna_callbacks(&io)) == LUNA_OK, "the test's own file");
   }
   w->sum = world_sum();
 }
@@ -1215,25 +1215,35 @@ static luna_params *file_set(void) { /* a set that the file fits */
   luna_lm_init(&model, set, &w->lm.config);
   return turn() ? NULL : set;
 }
-static void case_luna_save_io(void) {
+static void case_luna_path(void) { expect(luna_path(path).path == path, "the path"); }
+static void case_luna_bytes(void) { expect(luna_bytes(path, 3).bytes == path, "the bytes"); }
+static void case_luna_callbacks(void) { expect(!luna_callbacks(NULL).io, "null functions"); }
+static void case_luna_buffer(void) { /* written to, as long as there is room */
+  static uint8_t kept[FILE_ROOM];
+  size_t written = 0, n = turn() ? pick((uint32_t)file_size + 1) : sizeof kept;
+  if (n < file_size) hostile++;
+  const luna_file to = luna_buffer(turn() ? NULL : kept, n, turn() ? NULL : &written);
+  got_status(luna_save(turn() ? NULL : w->set[1], to), false);
+}
+static void file_save_io(void) {
   static uint8_t kept[FILE_ROOM];
   size_t used;
   const size_t n = file_size;
   const luna_io io = an_io(&used);
   memcpy(kept, file.at, n);
-  got_status(luna_save_io(turn() ? NULL : w->set[1], turn() ? NULL : &io), false);
+  got_status(luna_save(turn() ? NULL : w->set[1], luna_callbacks(turn() ? NULL : &io)), false);
   memcpy(file.at, kept, n);
 }
-static void case_luna_load_io(void) {
+static void file_load_io(void) {
   size_t used;
   const luna_io io = an_io(&used);
-  got_status(luna_load_io(file_set(), turn() ? NULL : &io), false);
+  got_status(luna_load(file_set(), luna_callbacks(turn() ? NULL : &io)), false);
 }
-static void case_luna_load_bytes(void) {
+static void file_load_bytes(void) {
   size_t n;
   const void *bytes = bytes_of(&n);
   luna_params *set = file_set();
-  got_status(luna_load_bytes(set, bytes, n), set != NULL);
+  got_status(luna_load(set, luna_bytes(bytes, n)), set != NULL);
 }
 static void case_luna_load_borrowed(void) {
   size_t n;
@@ -1248,13 +1258,13 @@ static luna_load_report a_match(int *count) {
   m.user = count;
   return m;
 }
-static void case_luna_load_matching_bytes(void) {
+static void file_load_matching_bytes(void) {
   size_t n;
   int count = 0;
   luna_load_report m = a_match(&count);
   const void *bytes = bytes_of(&n);
   luna_params *set = file_set();
-  got_status(luna_load_matching_bytes(set, bytes, n, turn() ? NULL : &m), set != NULL);
+  got_status(luna_load_matching(set, luna_bytes(bytes, n), turn() ? NULL : &m), set != NULL);
 }
 static void seen_pair(void *user, const char *key, const char *value) { *(int *)user += key && value; }
 static void seen_tensor(void *user, const luna_file_tensor *entry) {
@@ -1267,13 +1277,13 @@ static luna_inspection an_inspection(int *count) {
   i.user = count;
   return i;
 }
-static void case_luna_inspect_bytes(void) {
+static void file_inspect_bytes(void) {
   size_t n;
   int count = 0;
   const luna_inspection i = an_inspection(&count);
   const void *bytes = bytes_of(&n);
   luna_ctx *ctx = turn() ? NULL : w->ctx;
-  got_status(luna_inspect_bytes(ctx, bytes, n, turn() ? NULL : &i), false);
+  got_status(luna_inspect(ctx, luna_bytes(bytes, n), turn() ? NULL : &i), false);
 }
 static void case_luna_file_tensor_read(void) {
   luna_file_tensor e = {0};
@@ -1285,20 +1295,27 @@ static void case_luna_file_tensor_read(void) {
   expect(luna_file_tensor_read(turn() ? NULL : &e, turn() ? NULL : room) == (hostile == 0), "the values of an entry");
 }
 static void case_luna_inspect(void) {
+  if (pick(2) == 0) { file_inspect_bytes(); return; }
   int count = 0;
   const luna_inspection i = an_inspection(&count);
-  got_status(luna_inspect(turn() ? NULL : w->ctx, a_path(), turn() ? NULL : &i), false);
+  got_status(luna_inspect(turn() ? NULL : w->ctx, luna_path(a_path()), turn() ? NULL : &i), false);
 }
-static void case_luna_save(void) { got_status(luna_save(turn() ? NULL : w->set[1], a_path()), false); }
+static void case_luna_save(void) {
+  if (pick(2) == 0) { file_save_io(); return; }
+  got_status(luna_save(turn() ? NULL : w->set[1], luna_path(a_path())), false);
+}
 static void case_luna_load(void) {
+  if (pick(3) == 0) { file_load_io(); return; }
+  if (pick(3) == 0) { file_load_bytes(); return; }
   luna_params *set = file_set();
-  got_status(luna_load(set, a_path()), set != NULL);
+  got_status(luna_load(set, luna_path(a_path())), set != NULL);
 }
 static void case_luna_load_matching(void) {
+  if (pick(2) == 0) { file_load_matching_bytes(); return; }
   int count = 0;
   luna_load_report m = a_match(&count);
   luna_params *set = file_set();
-  got_status(luna_load_matching(set, a_path(), turn() ? NULL : &m), set != NULL);
+  got_status(luna_load_matching(set, luna_path(a_path()), turn() ? NULL : &m), set != NULL);
 }
 
 /* ==== layers ==== */
@@ -1645,23 +1662,21 @@ static void case_luna_seq2seq_init(void) {
   if (status == LUNA_OK) seq2seq(&model);
 }
 static void case_luna_seq2seq_forward(void) { seq2seq(&w->seq2seq); }
-/* fits: the file holds such a model */
-#define LOADS(call, type, fits) \
-  static void case_##call##_bytes(void) { \
-    type model; \
-    size_t n; \
-    const void *bytes = bytes_of(&n); \
-    got_status(fits || hostile ? call##_bytes(turn() ? NULL : &model, new_set(), bytes, n) : LUNA_OK, true); \
-  } \
-  static void case_##call(void) { \
-    type model; \
-    got_status(fits || hostile ? call(turn() ? NULL : &model, new_set(), a_path()) : LUNA_OK, true); \
-  }
-LOADS(luna_load_model, luna_model, true)
-LOADS(luna_lm_load, luna_lm, true)
-LOADS(luna_classifier_load, luna_classifier, false)
-LOADS(luna_masked_lm_load, luna_masked_lm, false)
-LOADS(luna_seq2seq_load, luna_seq2seq, false)
+static luna_file a_model_file(void) {
+  size_t n;
+  const void *bytes = bytes_of(&n);
+  return coin() ? luna_bytes(bytes, n) : luna_path(a_path());
+}
+static void case_luna_load_model(void) {
+  luna_model model;
+  got_status(luna_load_model(turn() ? NULL : &model, new_set(), a_model_file()), true);
+}
+static void case_luna_load_model_of(void) { /* the file holds a luna_lm */
+  luna_model model;
+  const luna_model_kind kind = turn() ? (luna_model_kind)pick(8) : LUNA_MODEL_LM;
+  void *const to[8] = {NULL, &model.lm, &model.classifier, &model.masked_lm, &model.seq2seq, NULL, NULL, NULL};
+  got_status(luna_load_model_of(kind, turn() ? NULL : to[kind], new_set(), a_model_file()), true);
+}
 
 /* ==== trainer ==== */
 static luna_schedule schedule(void) {
@@ -1755,31 +1770,33 @@ static void case_luna_optimizer_skipped(void) {
 }
 static void case_luna_optimizer_norm(void) { luna_optimizer_norm(an_optimizer()); }
 static void case_luna_optimizer_lr(void) { luna_optimizer_lr(an_optimizer()); }
-static void case_luna_save_training_io(void) {
+static void file_save_training_io(void) {
   static uint8_t kept[FILE_ROOM];
   size_t used;
   const luna_io io = an_io(&used);
   memcpy(kept, file.at, sizeof kept);
-  got_status(luna_save_training_io(turn() ? NULL : w->adam, turn() ? NULL : &io), false);
+  got_status(luna_save_training(turn() ? NULL : w->adam, luna_callbacks(turn() ? NULL : &io)), false);
   memcpy(file.at, kept, sizeof kept);
 }
-static void case_luna_load_training_bytes(void) { /* the file has no training in it */
+static void file_load_training_bytes(void) { /* the file has no training in it */
   size_t n;
   const void *bytes = bytes_of(&n);
   luna_optimizer *o = an_optimizer();
   hostile++;
-  expect(luna_load_training_bytes(o, bytes, n) != LUNA_OK && (!o || sentence()),
+  expect(luna_load_training(o, luna_bytes(bytes, n)) != LUNA_OK && (!o || sentence()),
          "training that is not there is loaded");
 }
 static void case_luna_save_training(void) {
+  if (pick(2) == 0) { file_save_training_io(); return; }
   luna_optimizer *o = an_optimizer();
-  got_status(luna_save_training(o, a_path()), o != NULL);
+  got_status(luna_save_training(o, luna_path(a_path())), o != NULL);
 }
 static void case_luna_load_training(void) {
+  if (pick(2) == 0) { file_load_training_bytes(); return; }
   luna_optimizer *o = an_optimizer();
-  if (!w->measure) luna_save_training(o, path);
+  if (!w->measure) luna_save_training(o, luna_path(path));
   else hostile++;
-  got_status(luna_load_training(o, a_path()), o != NULL);
+  got_status(luna_load_training(o, luna_path(a_path())), o != NULL);
 }
 
 /* ==== streams ==== */
@@ -2018,8 +2035,9 @@ static void case_luna_stream_error_id(void) {
   F(luna_profile_resume) F(luna_profile_write) F(luna_params_open) F(luna_params_share) F(luna_param) \
   F(luna_params_find) \
   F(luna_params_tensor_count) F(luna_params_at) F(luna_params_element_count) F(luna_params_zero_grad) \
-  F(luna_params_set) F(luna_params_get) F(luna_save_io) F(luna_load_io) F(luna_load_bytes) F(luna_load_borrowed) \
-  F(luna_load_matching_bytes) F(luna_inspect_bytes) F(luna_file_tensor_read) F(luna_inspect) F(luna_save) \
+  F(luna_params_set) F(luna_params_get) F(luna_path) F(luna_bytes) F(luna_buffer) F(luna_callbacks) \
+  F(luna_load_borrowed) \
+  F(luna_file_tensor_read) F(luna_inspect) F(luna_save) \
   F(luna_load) F(luna_load_matching) F(luna_linear_layer_init) F(luna_linear_layer_forward) F(luna_norm_layer_init) \
   F(luna_norm_layer_forward) F(luna_nested_attention_layer_init) F(luna_nested_attention_layer_forward) \
   F(luna_causal_attention_layer_init) F(luna_causal_attention_layer_forward) F(luna_attention_layer_init) \
@@ -2028,12 +2046,11 @@ static void case_luna_stream_error_id(void) {
   F(luna_lm_forward) F(luna_encoder_init) F(luna_encoder_embed) F(luna_encoder_forward) F(luna_classifier_init) \
   F(luna_classifier_forward) F(luna_classifier_forward_pair) F(luna_classifier_pool) F(luna_masked_lm_init) \
   F(luna_masked_lm_forward) F(luna_masked_lm_loss) F(luna_mask_tokens) F(luna_seq2seq_init) F(luna_seq2seq_forward) \
-  F(luna_load_model_bytes) F(luna_lm_load_bytes) F(luna_classifier_load_bytes) F(luna_masked_lm_load_bytes) \
-  F(luna_seq2seq_load_bytes) F(luna_classifier_load) F(luna_masked_lm_load) F(luna_seq2seq_load) F(luna_load_model) \
-  F(luna_lm_load) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) F(luna_optimizer_group) \
+  F(luna_load_model) F(luna_load_model_of) F(luna_schedule_at) F(luna_sgd) F(luna_adam) F(luna_adamw) F(luna_apollo) \
+  F(luna_optimizer_group) \
   F(luna_optimizer_step) F(luna_optimizer_advance) F(luna_optimizer_apply) F(luna_optimizer_set_lr) \
-  F(luna_optimizer_steps) F(luna_optimizer_skipped) F(luna_optimizer_norm) F(luna_save_training_io) \
-  F(luna_load_training_bytes) F(luna_save_training) F(luna_load_training) F(luna_stream_size) \
+  F(luna_optimizer_steps) F(luna_optimizer_skipped) F(luna_optimizer_norm) \
+  F(luna_save_training) F(luna_load_training) F(luna_stream_size) \
   F(luna_stream_open_bytes) F(luna_stream_open) F(luna_stream_close) F(luna_stream_step) F(luna_stream_prefill) \
   F(luna_stream_error) F(luna_stream_position) F(luna_stream_reset) F(luna_stream_reorder) F(luna_stream_copy) \
   F(luna_stream_state_size) F(luna_stream_state_save) F(luna_stream_state_load) F(luna_sample) \
@@ -2114,7 +2131,7 @@ static bool closing_open(closing *c) {
   io.write = file_write;
   io.user = &file_size;
   file_size = 0;
-  if (luna_save_io(owned, &io) != LUNA_OK) return false;
+  if (luna_save(owned, luna_callbacks(&io)) != LUNA_OK) return false;
   c->bytes = common_alloc(file_size);
   memcpy(c->bytes, file.at, file_size);
   set = luna_params_open(c->ctx[BORROWER]);
@@ -2455,7 +2472,7 @@ int main(int argc, char **argv) {
     world one;
     function = "main";
     world_open(&one, false, LUNA_FORM_CHEAPEST);
-    expect(luna_save(w->set[1], path) == LUNA_OK, luna_error(w->ctx));
+    expect(luna_save(w->set[1], luna_path(path)) == LUNA_OK, luna_error(w->ctx));
     if (argc == 1) check_closing();
     world_close();
     if (argc == 1) check_nulls();

@@ -335,8 +335,8 @@ static void check_checkpoint(const char *name, bool causal) {
     options.seed = (uint64_t)i + 1;
     y[i] = common_floats(INPUTS);
     if (!one_open(&o, name, causal, &options)) return;
-    if (i == 0) CHECK(luna_save_io(o.params, &io) == LUNA_OK, "%s: %s", name, luna_error(o.ctx));
-    else CHECK(luna_load_bytes(o.params, file.bytes, file.size) == LUNA_OK, "%s: %s", name, luna_error(o.ctx));
+    if (i == 0) CHECK(luna_save(o.params, luna_callbacks(&io)) == LUNA_OK, "%s: %s", name, luna_error(o.ctx));
+    else CHECK(luna_load(o.params, luna_bytes(file.bytes, file.size)) == LUNA_OK, "%s: %s", name, luna_error(o.ctx));
     luna_begin_inference(o.ctx);
     luna_read(one_run(&o, one_tensor(&o, inputs, BATCH, ROWS), NULL, NULL), y[i]);
     one_close(&o);

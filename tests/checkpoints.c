@@ -82,7 +82,7 @@ static luna_io io_of(buffer *b, size_t limit) {
 static buffer saved(const luna_params *params) {
   buffer b = {NULL, 0, 0, 0, 0};
   const luna_io io = io_of(&b, SIZE_MAX);
-  CHECK(luna_save_io(params, &io) == LUNA_OK, "luna_save_io fails");
+  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "luna_save fails");
   return b;
 }
 /* a file of this header and of data_size bytes, all `data` */
@@ -155,7 +155,7 @@ static void check_round_trip(void) {
   for (int way = 0; way < 2; way++) {
     const luna_io io = io_of(&file, file.size);
     common_params(to, 7 + (uint64_t)way);
-    const luna_status status = way ? luna_load_io(to, &io) : luna_load_bytes(to, file.at, file.size);
+    const luna_status status = way ? luna_load(to, luna_callbacks(&io)) : luna_load(to, luna_bytes(file.at, file.size));
     CHECK(status == LUNA_OK && unchanged(to, values), "way %d: %s", way, luna_error(b));
   }
   for (int i = 0; i < ODD_PAIRS; i++) {
@@ -196,7 +196,7 @@ static void check_dtypes(void) {
              formats[f].dtype, 4 * size, formats[f].dtype, 4 * size, 10 * size);
     buffer file = forged(json, 0, 0);
     for (int i = 0; i < 10; i++) buffer_write(&file, i < 4 ? formats[f].one : formats[f].minus_two, (size_t)size);
-    CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "%s: %s", formats[f].dtype, luna_error(ctx));
+    CHECK(luna_load(params, luna_bytes(file.at, file.size)) == LUNA_OK, "%s: %s", formats[f].dtype, luna_error(ctx));
     float *values = values_of(params);
     for (int i = 0; i < 10; i++) right += values[i] == (i < 6 ? -2 : 1);
     CHECK(right == 10, "%s: %d of 10 numbers are right", formats[f].dtype, right);
@@ -237,6 +237,25 @@ static const struct {
     {"", 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS},
     {"<html>not a checkpoint</html>", 0, LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS},
 };
+/* to bytes: as many as the callbacks get, the same; a buffer that is too small says how large it must be */
+static void check_to_buffer(luna_params *params, luna_ctx *ctx) {
+  buffer whole = saved(params);
+  uint8_t *at = (uint8_t *)malloc(whole.size + 1);
+  for (size_t room = whole.size + 1; room + 2 > whole.size; room--) {
+    size_t written = 0;
+    memset(at, 77, whole.size + 1);
+    const luna_status status = luna_save(params, luna_buffer(at, room, &written));
+    CHECK(written == whole.size && (room < whole.size ? status == LUNA_CANNOT_WRITE &&
+          luna_error_id_of(ctx) == LUNA_ERROR_SAVE_BUFFER : status == LUNA_OK && memcmp(at, whole.at, written) == 0),
+          "a file of %zu bytes into %zu: %s", whole.size, room, luna_error(ctx));
+    CHECK(at[room] == 77 || room > whole.size, "%zu bytes are not enough", room);
+  }
+  size_t written = 0;
+  CHECK(luna_save(params, luna_buffer(NULL, 0, &written)) == LUNA_CANNOT_WRITE && written == whole.size, "its size");
+  CHECK(luna_save(params, luna_buffer(NULL, 1, &written)) == LUNA_BAD_ARGUMENT &&
+            luna_save(params, luna_buffer(at, whole.size, NULL)) == LUNA_BAD_ARGUMENT, "a null buffer");
+  free(at), free(whole.at);
+}
 static void check_refusals(void) {
   heap h;
   luna_ctx *ctx = ctx_open(&h);
@@ -245,15 +264,19 @@ static void check_refusals(void) {
   for (size_t i = 0; i < sizeof wrong_files / sizeof *wrong_files; i++) {
     buffer file = forged(wrong_files[i].json, wrong_files[i].data, 1);
     const luna_io io = io_of(&file, file.size);
-    refused(params, ctx, luna_load_bytes(params, file.at, file.size), wrong_files[i].status, wrong_files[i].id, values,
+    refused(params, ctx, luna_load(params, luna_bytes(file.at, file.size)), wrong_files[i].status, wrong_files[i].id,
+            values,
             wrong_files[i].json);
-    refused(params, ctx, luna_load_io(params, &io), wrong_files[i].status, wrong_files[i].id, values,
+    refused(params, ctx, luna_load(params, luna_callbacks(&io)), wrong_files[i].status, wrong_files[i].id, values,
         wrong_files[i].json);
     free(file.at);
   }
-  refused(params, ctx, luna_load_bytes(params, NULL, 0), LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, values, "no bytes");
-  CHECK(luna_load_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT && luna_load_io(params, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_save_io(NULL, NULL) == LUNA_BAD_ARGUMENT,
+  check_to_buffer(params, ctx);
+  refused(params, ctx, luna_load(params, luna_bytes(NULL, 0)), LUNA_BAD_ARGUMENT, LUNA_ERROR_NULL_ARGUMENT, values,
+          "no bytes");
+  CHECK(luna_load(NULL, luna_bytes("", 0)) == LUNA_BAD_ARGUMENT && luna_load(params,
+      luna_callbacks(NULL)) == LUNA_BAD_ARGUMENT &&
+            luna_save(NULL, luna_callbacks(NULL)) == LUNA_BAD_ARGUMENT,
         "null arguments");
   free(values), ctx_close(ctx, &h);
 }
@@ -270,12 +293,12 @@ static void check_cuts(void) {
     uint8_t *copy = (uint8_t *)common_alloc(cut);
     buffer half = {NULL, 0, 0, 0, 0};
     memcpy(copy, file.at, cut);
-    refused(params, ctx, luna_load_bytes(params, copy, cut), LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, values,
+    refused(params, ctx, luna_load(params, luna_bytes(copy, cut)), LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, values,
         "a file cut short");
     const luna_io reader = io_of(&file, cut), writer = io_of(&half, cut);
-    refused(params, ctx, luna_load_io(params, &reader), LUNA_CANNOT_READ, LUNA_ERROR_READ_FAILED, values,
+    refused(params, ctx, luna_load(params, luna_callbacks(&reader)), LUNA_CANNOT_READ, LUNA_ERROR_READ_FAILED, values,
         "a reader that gives out");
-    refused(params, ctx, luna_save_io(params, &writer), LUNA_CANNOT_WRITE, LUNA_ERROR_WRITE_FAILED, values,
+    refused(params, ctx, luna_save(params, luna_callbacks(&writer)), LUNA_CANNOT_WRITE, LUNA_ERROR_WRITE_FAILED, values,
         "a writer that fails");
     CHECK(half.size <= cut, "%d bytes are written after a failure at %d", (int)half.size, (int)cut);
     free(copy), free(half.at);
@@ -316,14 +339,15 @@ static void check_many(void) {
   CHECK(right == MANY && !luna_params_at(params, MANY, NULL) && !luna_params_at(params, -1, NULL),
         "%d of %d parameters are found", right, MANY);
   common_params(params, 3);
-  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK && unchanged(params, values), "luna_load_bytes: %s",
+  CHECK(luna_load(params, luna_bytes(file.at, file.size)) == LUNA_OK && unchanged(params, values),
+        "luna_load: %s",
         luna_error(ctx));
   common_params(params, 3);
-  CHECK(luna_load_matching_bytes(params, file.at, file.size, &match) == LUNA_OK && match.loaded == MANY &&
+  CHECK(luna_load_matching(params, luna_bytes(file.at, file.size), &match) == LUNA_OK && match.loaded == MANY &&
         unchanged(params, values), "luna_load_matching: %s", luna_error(ctx));
-  CHECK(luna_save_training_io(adam, &io) == LUNA_OK, "luna_save_training: %s", luna_error(ctx));
+  CHECK(luna_save_training(adam, luna_callbacks(&io)) == LUNA_OK, "luna_save_training: %s", luna_error(ctx));
   common_params(params, 3);
-  CHECK(luna_load_training_bytes(adam, training.at, training.size) == LUNA_OK && unchanged(params, values),
+  CHECK(luna_load_training(adam, luna_bytes(training.at, training.size)) == LUNA_OK && unchanged(params, values),
         "luna_load_training: %s", luna_error(ctx));
   if (common_little_endian()) {
     CHECK(luna_load_borrowed(borrowed, file.at, file.size) == LUNA_OK, "luna_load_borrowed: %s", luna_error(ctx));
@@ -349,10 +373,10 @@ static void check_many_pairs(void) {
   for (int i = 0; i < MANY; i++) end += sprintf(end, ",\"key%d\":\"%d\"", i, i);
   sprintf(end, "}}");
   buffer file = forged(json, 0, 0), first, second;
-  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_load(params, luna_bytes(file.at, file.size)) == LUNA_OK, "%s", luna_error(ctx));
   first = saved(params);
-  CHECK(luna_load_bytes(params, first.at, first.size) == LUNA_OK &&
-        luna_load_bytes(params, file.at, file.size) == LUNA_OK, "saved pairs do not load: %s", luna_error(ctx));
+  CHECK(luna_load(params, luna_bytes(first.at, first.size)) == LUNA_OK &&
+        luna_load(params, luna_bytes(file.at, file.size)) == LUNA_OK, "saved pairs do not load: %s", luna_error(ctx));
   second = saved(params);
   CHECK(first.size == second.size && memcmp(first.at, second.at, first.size) == 0, "loaded again, pairs are others");
   CHECK(strcmp(luna_params_get(params, "own"), "kept") == 0 && strcmp(luna_params_get(params, "key7"), "7") == 0 &&
@@ -421,7 +445,8 @@ static void check_names(void) {
   CHECK(luna_param(params, longest + 376, 1, vector, zeros) && luna_params_tensor_count(params) == 3,
         "1023 characters: \"%s\"", luna_error(ctx));
   buffer file = saved(params);
-  CHECK(luna_load_bytes(params, file.at, file.size) == LUNA_OK, "1023 characters do not load: \"%s\"", luna_error(ctx));
+  CHECK(luna_load(params, luna_bytes(file.at, file.size)) == LUNA_OK, "1023 characters do not load: \"%s\"",
+        luna_error(ctx));
   free(file.at), ctx_close(ctx, &h);
 }
 /* What a call takes once it does not take again: a pair that is set anew, a file that is loaded. */
@@ -438,10 +463,11 @@ static void check_steady(void) {
         (int)(h.live - live));
   CHECK(luna_params_set(params, "at", luna_params_get(params, "at")) == LUNA_OK &&
         strcmp(luna_params_get(params, "at"), "1") == 0, "a pair set to its own value");
-  CHECK(luna_param(params, "large", 1, large, (luna_init){LUNA_INIT_ZEROS, 0}) && luna_save(params, path) == LUNA_OK,
+  CHECK(luna_param(params, "large", 1, large, (luna_init){LUNA_INIT_ZEROS, 0}) && luna_save(params,
+                                                                                            luna_path(path)) == LUNA_OK,
         "a large set: %s", luna_error(ctx));
   live = h.live;
-  for (int i = 0; i < 3; i++) CHECK(luna_load(params, path) == LUNA_OK, "loading: %s", luna_error(ctx));
+  for (int i = 0; i < 3; i++) CHECK(luna_load(params, luna_path(path)) == LUNA_OK, "loading: %s", luna_error(ctx));
   CHECK(h.live < live + 4096, "a loaded file stays in %d bytes", (int)(h.live - live)); /* pairs are the set's */
   remove(path);
   ctx_close(ctx, &h);
@@ -453,39 +479,43 @@ static void check_paths(void) {
   float *values = values_of(params);
   buffer old = saved(params), empty = {NULL, 0, 0, 0, 0};
   char long_path[5000], below[400];
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "luna_save: %s", luna_error(ctx));
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, &old) && leftovers() == 0, "over an older file: %s",
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK && holds(path, &old) && leftovers() == 0, "luna_save: %s",
+        luna_error(ctx));
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK && holds(path, &old) && leftovers() == 0,
+        "over an older file: %s",
         luna_error(ctx));
   common_params(params, 5);
-  CHECK(luna_load(params, path) == LUNA_OK && unchanged(params, values), "luna_load: %s", luna_error(ctx));
+  CHECK(luna_load(params, luna_path(path)) == LUNA_OK && unchanged(params, values), "luna_load: %s", luna_error(ctx));
   snprintf(below, sizeof below, "%s/none/model.safetensors", folder);
-  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_TEMPORARY, values,
+  refused(params, ctx, luna_save(params, luna_path(below)), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_TEMPORARY, values,
       "a folder that is not there");
-  refused(params, ctx, luna_load(params, below), LUNA_CANNOT_READ, LUNA_ERROR_CANNOT_OPEN, values,
+  refused(params, ctx, luna_load(params, luna_path(below)), LUNA_CANNOT_READ, LUNA_ERROR_CANNOT_OPEN, values,
       "a file that is not there");
   snprintf(below, sizeof below, "%s/model.safetensors", path);
-  refused(params, ctx, luna_save(params, below), LUNA_CANNOT_WRITE,
+  refused(params, ctx, luna_save(params, luna_path(below)), LUNA_CANNOT_WRITE,
           WINDOWS ? LUNA_ERROR_SAVE_TEMPORARY : LUNA_ERROR_SAVE_LOOKUP, values,
       "a file for a folder");
   CHECK(holds(path, &old), "the file taken for a folder has changed");
-  refused(params, ctx, luna_save(params, folder), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_IRREGULAR, values,
+  refused(params, ctx, luna_save(params, luna_path(folder)), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_IRREGULAR, values,
       "saving onto a folder");
   CHECK(leftovers() == 0, "saves that fail leave a temporary file");
-  refused(params, ctx, luna_load(params, folder), LUNA_CANNOT_READ,
+  refused(params, ctx, luna_load(params, luna_path(folder)), LUNA_CANNOT_READ,
           WINDOWS ? LUNA_ERROR_CANNOT_OPEN : LUNA_ERROR_READ_IRREGULAR, values,
       "loading a folder");
   memset(long_path, 'x', sizeof long_path - 1);
   long_path[sizeof long_path - 1] = 0;
-  refused(params, ctx, luna_save(params, long_path), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_PATH, values,
+  refused(params, ctx, luna_save(params, luna_path(long_path)), LUNA_CANNOT_WRITE, LUNA_ERROR_SAVE_PATH, values,
       "a path too long");
-  refused(params, ctx, luna_load(params, long_path), LUNA_CANNOT_READ, LUNA_ERROR_CANNOT_OPEN, values,
+  refused(params, ctx, luna_load(params, luna_path(long_path)), LUNA_CANNOT_READ, LUNA_ERROR_CANNOT_OPEN, values,
       "a path too long");
   FILE *file = fopen(path, "wb");
   if (file) fclose(file);
   CHECK(holds(path, &empty), "the test cannot empty its own file");
-  refused(params, ctx, luna_load(params, path), LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, values, "an empty file");
-  CHECK(luna_save(params, NULL) == LUNA_BAD_ARGUMENT && luna_load(params, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_load(NULL, path) == LUNA_BAD_ARGUMENT,
+  refused(params, ctx, luna_load(params, luna_path(path)), LUNA_BAD_FILE, LUNA_ERROR_NOT_SAFETENSORS, values,
+          "an empty file");
+  CHECK(luna_save(params, luna_path(NULL)) == LUNA_BAD_ARGUMENT && luna_load(params,
+                                                                             luna_path(NULL)) == LUNA_BAD_ARGUMENT &&
+            luna_load(NULL, luna_path(path)) == LUNA_BAD_ARGUMENT,
         "null arguments");
   remove(path), free(old.at), free(values), (void)0, ctx_close(ctx, &h);
 }
@@ -518,14 +548,14 @@ static void check_planted(luna_params *params, luna_ctx *ctx, const buffer *want
     if (i == 1) CHECK(link(victim, names[i]) == 0, "no link");
     else CHECK(symlink("victim", names[i]) == 0, "no link");
   }
-  CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && !is_link_to(path, "victim"),
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK && holds(path, want) && !is_link_to(path, "victim"),
         "beside planted links: %s", luna_error(ctx));
   CHECK(holds(victim, &text), "saving writes through a planted link");
   for (int i = 0; i < 4; i++)
     CHECK(i == 1 ? exists(names[i]) : is_link_to(names[i], "victim"), "%s was not luna.h's and is gone", names[i]),
         remove(names[i]);
   write_text(names[3], "another's"); /* a file of the name that temporary files once had */
-  CHECK(luna_save(params, path) == LUNA_OK && holds(names[3], &text), "saving overwrites another's file");
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK && holds(names[3], &text), "saving overwrites another's file");
   remove(names[3]), remove(victim);
 }
 static void check_links(luna_params *params, luna_ctx *ctx, const buffer *want) {
@@ -536,12 +566,13 @@ static void check_links(luna_params *params, luna_ctx *ctx, const buffer *want) 
   snprintf(target, sizeof target, "%s/below/target", folder);
   CHECK(symlink("b", a) == 0 && symlink("below/target", b) == 0, "no links");
   for (int twice = 0; twice < 2; twice++) { /* a link to a link to nothing yet; then to a file */
-    CHECK(luna_save(params, a) == LUNA_OK && holds(target, want) && is_link_to(a, "b") && is_link_to(b, "below/target"),
+    CHECK(luna_save(params, luna_path(a)) == LUNA_OK && holds(target, want) && is_link_to(a, "b") && is_link_to(b,
+        "below/target"),
           "through links: %s", luna_error(ctx));
     write_text(target, "older");
   }
   remove(target), remove(b);
-  CHECK(symlink("a", b) == 0 && luna_save(params, a) == LUNA_CANNOT_WRITE &&
+  CHECK(symlink("a", b) == 0 && luna_save(params, luna_path(a)) == LUNA_CANNOT_WRITE &&
       luna_error_id_of(ctx) == LUNA_ERROR_SAVE_LINK && is_link_to(a, "b"), "links in a circle: %s", luna_error(ctx));
   remove(a), remove(b);
   snprintf(target, sizeof target, "%s/below", folder);
@@ -551,11 +582,12 @@ static void check_modes(luna_params *params, luna_ctx *ctx) {
   static const int modes[] = {0600, 0644, 0640, 0400, 0666};
   const mode_t mask = umask(022);
   remove(path);
-  CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == 0644, "a new file has mode %o: %s",
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK && mode_of(path) == 0644, "a new file has mode %o: %s",
         (unsigned)mode_of(path), luna_error(ctx));
   for (int i = 0; i < 5; i++) {
     chmod(path, (mode_t)modes[i]);
-    CHECK(luna_save(params, path) == LUNA_OK && mode_of(path) == modes[i], "mode %o becomes %o: %s", (unsigned)modes[i],
+    CHECK(luna_save(params, luna_path(path)) == LUNA_OK && mode_of(path) == modes[i], "mode %o becomes %o: %s",
+          (unsigned)modes[i],
           (unsigned)mode_of(path), luna_error(ctx));
   }
   umask(mask);
@@ -565,15 +597,16 @@ static void check_no_files(luna_params *params, luna_ctx *ctx) {
   struct stat s;
   snprintf(fifo, sizeof fifo, "%s/fifo", folder), snprintf(device, sizeof device, "%s/device", folder);
   CHECK(mkfifo(fifo, 0666) == 0, "no fifo");
-  CHECK(luna_save(params, fifo) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
+  CHECK(luna_save(params, luna_path(fifo)) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
       stat(fifo, &s) == 0 && S_ISFIFO(s.st_mode), "onto a fifo: %s", luna_error(ctx));
 #ifdef __linux__
   /* a null device of our own, where one may be made: a wrong save as root replaces it */
   if (mknod(device, S_IFCHR | 0666, 0x103) == 0)
-    CHECK(luna_save(params, device) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
+    CHECK(luna_save(params, luna_path(device)) == LUNA_CANNOT_WRITE &&
+          luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR &&
         stat(device, &s) == 0 && S_ISCHR(s.st_mode), "onto a device: %s", luna_error(ctx));
 #endif
-  CHECK(luna_save(params, folder) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR,
+  CHECK(luna_save(params, luna_path(folder)) == LUNA_CANNOT_WRITE && luna_error_id_of(ctx) == LUNA_ERROR_SAVE_IRREGULAR,
       "onto a folder: %s", luna_error(ctx));
   remove(fifo), remove(device);
 }
@@ -583,18 +616,18 @@ static void check_savers(luna_params *params, luna_ctx *ctx) {
   int status = 0, failures = 0, torn = 0;
   float *values[SAVERS + 1];
   values[SAVERS] = values_of(params);
-  CHECK(luna_save(params, path) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_save(params, luna_path(path)) == LUNA_OK, "%s", luna_error(ctx));
   fflush(stdout);
   for (int i = 0; i < SAVERS; i++) {
     common_params(params, 40 + (uint64_t)i);
     values[i] = values_of(params);
     if (fork() != 0) continue;
-    for (int k = 0; k < SAVES; k++) status += luna_save(params, path) != LUNA_OK;
+    for (int k = 0; k < SAVES; k++) status += luna_save(params, luna_path(path)) != LUNA_OK;
     _exit(status);
   }
   for (int running = SAVERS; running > 0;) {
     bool known = false;
-    const luna_status loaded = luna_load(params, path);
+    const luna_status loaded = luna_load(params, luna_path(path));
     for (int i = 0; i <= SAVERS; i++) known = known || unchanged(params, values[i]);
     torn += loaded != LUNA_OK || !known;
     if (waitpid(-1, &status, WNOHANG) <= 0) continue;
@@ -615,7 +648,8 @@ static void *save_often(void *seed) {
   luna_params *params = luna_params_open(ctx);
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
   failures += !luna_param(params, "first", 2, matrix, normal); /* no CHECK: it counts in the main thread */
-  for (int k = 0; k < SAVES; k++) failures += luna_save(params, path) != LUNA_OK || luna_load(params, path) != LUNA_OK;
+  for (int k = 0; k < SAVES; k++) failures += luna_save(params, luna_path(path)) != LUNA_OK || luna_load(params,
+      luna_path(path)) != LUNA_OK;
   luna_close(ctx);
   return (void *)(uintptr_t)failures;
 }
@@ -641,7 +675,7 @@ static void stay(int number) {
 static int save_half(luna_params *params) {
   const struct rlimit max = {16, 16};
   signal(SIGXFSZ, stay);
-  return setrlimit(RLIMIT_FSIZE, &max) == 0 ? (int)luna_save(params, path) : 99;
+  return setrlimit(RLIMIT_FSIZE, &max) == 0 ? (int)luna_save(params, luna_path(path)) : 99;
 }
 static void check_killed(luna_params *params, luna_ctx *ctx, const buffer *want) {
   pid_t child[2];
@@ -658,10 +692,10 @@ static void check_killed(luna_params *params, luna_ctx *ctx, const buffer *want)
   CHECK(leftovers() == 2, "%d files while two are saving", leftovers());
   kill(child[0], SIGKILL), waitpid(child[0], &status, 0);
   for (int i = 0; i < 2; i++)
-    CHECK(luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 1,
+    CHECK(luna_save(params, luna_path(path)) == LUNA_OK && holds(path, want) && leftovers() == 1,
           "beside one that saves: %s, %d files left", luna_error(ctx), leftovers());
   kill(child[1], SIGKILL), waitpid(child[1], &status, 0);
-  CHECK(leftovers() == 1 && luna_save(params, path) == LUNA_OK && holds(path, want) && leftovers() == 0,
+  CHECK(leftovers() == 1 && luna_save(params, luna_path(path)) == LUNA_OK && holds(path, want) && leftovers() == 0,
         "after a killed save: %s, %d files left", luna_error(ctx), leftovers());
   close(ready[0]), close(ready[1]);
 }
@@ -675,7 +709,7 @@ static void check_full(luna_params *params, const buffer *want) {
       const struct rlimit max = {limit, limit};
       signal(SIGXFSZ, SIG_IGN);
       if (setrlimit(RLIMIT_FSIZE, &max) != 0) _exit(99);
-      _exit((int)luna_save(params, path));
+      _exit((int)luna_save(params, luna_path(path)));
     }
     good += waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == LUNA_CANNOT_WRITE &&
         holds(path, want) && leftovers() == 0;
@@ -736,7 +770,7 @@ static bool lm_same_config(const luna_lm_config *a, const luna_lm_config *b) {
              a->layer.activation == b->layer.activation &&
          a->layer.omega == b->layer.omega;
 }
-/* owned from bytes and from a path, borrowed before init and by luna_lm_load_bytes, shared: the same model, logits and
+/* owned from bytes and from a path, borrowed before init and by luna_load_model_of, shared: the same model, logits and
    file */
 static void check_lm(void) {
   const luna_lm_config config = lm_config();
@@ -753,9 +787,9 @@ static void check_lm(void) {
     luna_lm model, other;
     luna_status status = way == 2 || way == 3 ? luna_load_borrowed(params, file.at, file.size) : LUNA_OK;
     if (status == LUNA_OK)
-      status = way == 1   ? luna_lm_load(&model, params, path)
+      status = way == 1   ? luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_path(path))
                : way == 2 ? luna_lm_init(&model, params, &config)
-                          : luna_lm_load_bytes(&model, params, file.at, file.size);
+                          : luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(file.at, file.size));
     if (!CHECK(status == LUNA_OK && lm_same_config(&model.config, &config), "way %d: %s", way, luna_error(ctx)))
       exit(1);
     lm_logits(&model, ctx, way ? got : want);
@@ -792,7 +826,8 @@ static void check_gated(void) {
         !luna_params_find(params, "layers.0.final_layer_norm.bias") && !luna_params_find(params, "layer_norm.bias"),
             "%s", luna_error(ctx));
   buffer file = saved(params);
-  CHECK(luna_lm_load_bytes(&other, loaded, file.at, file.size) == LUNA_OK && other.config.layer.gated &&
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, &other, loaded, luna_bytes(file.at, file.size)) == LUNA_OK &&
+        other.config.layer.gated &&
         other.config.layer.norm == LUNA_NORM_RMS, "gated: %s", luna_error(second));
   lm_logits(&model, ctx, want);
   lm_logits(&other, second, got);
@@ -827,7 +862,8 @@ static void check_deep(void) {
         luna_error(ctx));
   buffer file = saved(params);
   params = luna_params_open(ctx);
-  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK && model.config.layers == 1024, "%s",
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(file.at, file.size)) == LUNA_OK &&
+        model.config.layers == 1024, "%s",
         luna_error(ctx));
   const size_t size = luna_stream_size(file.at, file.size, NULL, &error);
   CHECK(size > 0, "luna_stream_size: %s", error);
@@ -928,7 +964,7 @@ static void check_claims(void) {
     luna_params *params = luna_params_open(ctx);
     buffer wrong = edited(&file, lm_claims[i][0], lm_claims[i][1]);
     const int64_t before = h.live;
-    const luna_status status = luna_lm_load_bytes(&model, params, wrong.at, wrong.size);
+    const luna_status status = luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(wrong.at, wrong.size));
     CHECK((status == LUNA_MISMATCH || status == LUNA_BAD_FILE) && luna_error(ctx)[0] &&
           luna_params_tensor_count(params) == 0 &&
               !luna_params_get(params, "luna.kind"),
@@ -951,17 +987,18 @@ static void check_lm_cuts(void) {
   const int64_t before = h.live;
   int refusals = 0;
   for (size_t cut = 0; cut < file.size; cut++) {
-    refusals += luna_lm_load_bytes(&model, params, file.at, cut) == LUNA_BAD_FILE &&
+    refusals += luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(file.at, cut)) == LUNA_BAD_FILE &&
         luna_params_tensor_count(params) == 0 && h.live == before;
     luna_begin_inference(ctx);
   }
   CHECK(refusals == (int)file.size, "a language model cut short is refused %d times of %d", refusals, (int)file.size);
   CHECK(luna_param(params, "embed_tokens.weight", 1, vector, (luna_init){LUNA_INIT_ZEROS, 0}) != NULL, "%s",
         luna_error(ctx));
-  CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) != LUNA_OK && luna_params_tensor_count(params) == 1,
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(file.at, file.size)) != LUNA_OK &&
+        luna_params_tensor_count(params) == 1,
         "a language model is loaded into a set that has its names");
-  CHECK(luna_lm_load_bytes(NULL, params, file.at, file.size) == LUNA_BAD_ARGUMENT &&
-            luna_lm_load(&model, params, NULL) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, NULL, params, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT &&
+            luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_path(NULL)) == LUNA_BAD_ARGUMENT,
         "null arguments");
   free(file.at), ctx_close(ctx, &h);
 }
@@ -1031,9 +1068,10 @@ static void check_borrowed(void) {
         "a parameter that the shared set lacks: \"%s\"", luna_error(sharer));
   check_untrainable(early, ctx, "borrowed before"), check_untrainable(late, ctx, "borrowed after"),
       check_untrainable(shared, sharer, "shared");
-  refused(late, ctx, luna_load_bytes(late, file.at, file.size), LUNA_BAD_ARGUMENT, LUNA_ERROR_SET_BORROWED, values,
+  refused(late, ctx, luna_load(late, luna_bytes(file.at, file.size)), LUNA_BAD_ARGUMENT, LUNA_ERROR_SET_BORROWED,
+          values,
       "loading into a borrowed set");
-  refused(shared, sharer, luna_load_bytes(shared, file.at, file.size), LUNA_BAD_ARGUMENT, LUNA_ERROR_SET_BORROWED,
+  refused(shared, sharer, luna_load(shared, luna_bytes(file.at, file.size)), LUNA_BAD_ARGUMENT, LUNA_ERROR_SET_BORROWED,
       values, "loading into a shared set");
   refused(shared, sharer, luna_load_borrowed(shared, file.at, file.size), LUNA_BAD_ARGUMENT, LUNA_ERROR_SET_BORROWED,
       values,
@@ -1070,10 +1108,10 @@ enum { SAVE, SAVE_PATH, LOAD_IO, LOAD_PATH, SET_PAIR, WAYS };
 static luna_status allocation_try(int way, luna_params *params, buffer *file) {
   buffer out = {NULL, 0, 0, 0, 0};
   const luna_io reader = io_of(file, file->size), writer = io_of(&out, SIZE_MAX);
-  const luna_status status = way == SAVE        ? luna_save_io(params, &writer)
-                             : way == SAVE_PATH ? luna_save(params, path)
-                             : way == LOAD_IO   ? luna_load_io(params, &reader)
-                             : way == LOAD_PATH ? luna_load(params, path)
+  const luna_status status = way == SAVE        ? luna_save(params, luna_callbacks(&writer))
+                             : way == SAVE_PATH ? luna_save(params, luna_path(path))
+                             : way == LOAD_IO   ? luna_load(params, luna_callbacks(&reader))
+                             : way == LOAD_PATH ? luna_load(params, luna_path(path))
                                                 : luna_params_set(params, "a new key", "a value");
   free(out.at);
   return status;
@@ -1087,7 +1125,7 @@ static void check_allocations(void) {
       luna_ctx *ctx = ctx_open(&h);
       luna_params *params = set_open(ctx, "second");
       buffer file = saved(params);
-      luna_save(params, path);
+      luna_save(params, luna_path(path));
       if (way == SAVE_PATH) remove(path);
       common_params(params, 31);
       float *values = values_of(params);
@@ -1121,7 +1159,7 @@ static void check_lm_allocations(void) {
     luna_params *params = luna_params_open(ctx);
     const int64_t before = h.live;
     h.fail_at = h.calls + fail, h.fail_end = fail % 2 ? INT64_MAX : h.fail_at + 1;
-    status = luna_lm_load_bytes(&model, params, file.at, file.size);
+    status = luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(file.at, file.size));
     CHECK(status == LUNA_OK || (status == LUNA_OUT_OF_MEMORY && luna_error(ctx)[0] &&
                                 luna_params_tensor_count(params) == 0 && h.live == before),
           "allocation %d: %s, \"%s\", %d parameters", fail, luna_status_text(status), luna_error(ctx),
@@ -1129,7 +1167,8 @@ static void check_lm_allocations(void) {
     if (status != LUNA_OK) {
       h.fail_end = 0;
       luna_begin_inference(ctx);
-      CHECK(luna_lm_load_bytes(&model, params, file.at, file.size) == LUNA_OK, "a second try fails: %s",
+      CHECK(luna_load_model_of(LUNA_MODEL_LM, &model, params, luna_bytes(file.at, file.size)) == LUNA_OK,
+            "a second try fails: %s",
             luna_error(ctx));
     }
     ctx_close(ctx, &h);
@@ -1177,18 +1216,19 @@ static void check_inspect(void) {
   memcpy(bytes + 8, header, size);
   memcpy(bytes + 8 + size, data, sizeof data);
   inspection.pair = see_pair, inspection.tensor = see_tensor, inspection.user = &s;
-  CHECK(luna_inspect_bytes(ctx, bytes, 8 + size + sizeof data, &inspection) == LUNA_OK, "inspecting: %s",
+  CHECK(luna_inspect(ctx, luna_bytes(bytes, 8 + size + sizeof data), &inspection) == LUNA_OK, "inspecting: %s",
         luna_error(ctx));
   CHECK(s.pairs == 1 && s.tensors == 3 && s.readable == 2 && s.sum == -8, "%d pairs, %d tensors, %d readable, sum %g",
         s.pairs, s.tensors, s.readable, s.sum);
   CHECK(strcmp(s.text, "who=a \"b\" x F32 1 2") == 0, "seen: %s", s.text);
   for (size_t cut = 0; cut < 8 + size + sizeof data; cut++)
-    CHECK(luna_inspect_bytes(ctx, bytes, cut, &inspection) == LUNA_BAD_FILE &&
+    CHECK(luna_inspect(ctx, luna_bytes(bytes, cut), &inspection) == LUNA_BAD_FILE &&
         luna_error_id_of(ctx) == LUNA_ERROR_NOT_SAFETENSORS, "a file cut to %d bytes is inspected", (int)cut);
-  CHECK(luna_inspect(ctx, "no/such/file", &inspection) == LUNA_CANNOT_READ &&
+  CHECK(luna_inspect(ctx, luna_path("no/such/file"), &inspection) == LUNA_CANNOT_READ &&
       luna_error_id_of(ctx) == LUNA_ERROR_CANNOT_OPEN, "a missing file: %s", luna_error(ctx));
-  CHECK(luna_inspect_bytes(ctx, bytes, 9, NULL) == LUNA_BAD_ARGUMENT &&
-        luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT && luna_inspect(NULL, "x", &inspection) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_inspect(ctx, luna_bytes(bytes, 9), NULL) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT && luna_inspect(NULL, luna_path("x"),
+                                                                          &inspection) == LUNA_BAD_ARGUMENT,
             "nothing to report, no function to report it to");
   ctx_close(ctx, &h);
 }
@@ -1216,9 +1256,11 @@ static void check_dropout(void) {
     config.vocab = 5, config.encoder.layers = 1, config.encoder.dim = 8, config.encoder.heads = 2;
     config.encoder.layer.dropout = values[i], config.encoder.layer.attention_dropout = values[(i + 1) % 4],
         config.encoder.layer.activation_dropout = values[(i + 2) % 4];
-    CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "saving: %s",
+    CHECK(luna_masked_lm_init(&model, params, &config) == LUNA_OK && luna_save(params, luna_callbacks(&io)) == LUNA_OK,
+          "saving: %s",
           luna_error(ctx));
-    CHECK(luna_load_model_bytes(&loaded, luna_params_open(ctx), bytes, (size_t)(at - bytes)) == LUNA_OK, "loading: %s",
+    CHECK(luna_load_model(&loaded, luna_params_open(ctx), luna_bytes(bytes, (size_t)(at - bytes))) == LUNA_OK,
+          "loading: %s",
           luna_error(ctx));
     const luna_layer_config *a = &model.config.encoder.layer, *b = &loaded.masked_lm.config.encoder.layer;
     CHECK(loaded.kind == LUNA_MODEL_MASKED_LM && a->dropout == b->dropout &&

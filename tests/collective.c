@@ -829,7 +829,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   set_dropout(&r.lm.layer);
   model_init(&net, params, &r);
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){ .lr = 0.01f, .clip = 1 });
-  if (!s->save) rank_check(luna_load_training_bytes(adam, s->bytes, s->size) == LUNA_OK, ctx, "load");
+  if (!s->save) rank_check(luna_load_training(adam, luna_bytes(s->bytes, s->size)) == LUNA_OK, ctx, "load");
   for (int step = 0; step < s->steps; step++) {
     const int64_t at[2] = {rows ? 0 : first, rows ? first : 0}, size[2] = {rows ? 4 : own, rows ? own : 12};
     data d = data_of(&r, step + (s->save ? 0 : 4), at[0], size[0], at[1], size[1], 0, 1);
@@ -843,7 +843,7 @@ static void resumed_main(void *user, const luna_collective *collective) {
   }
   if (rank == 0 && s->save) {
     luna_io io = { NULL, resumed_write, s, 0 };
-    rank_check(luna_save_training_io(adam, &io) == LUNA_OK, ctx, "save");
+    rank_check(luna_save_training(adam, luna_callbacks(&io)) == LUNA_OK, ctx, "save");
   }
   luna_close(ctx);
 }

@@ -226,7 +226,7 @@ static bool put(void *user, const void *bytes, size_t size) {
 static void save_to(buffer *b, const luna_params *params) {
   luna_io io = {0};
   io.write = put, io.user = b, b->size = 0;
-  CHECK(luna_save_io(params, &io) == LUNA_OK, "a file cannot be made");
+  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "a file cannot be made");
 }
 static luna_classifier_config classifier_config(int change) {
   luna_classifier_config c = { .vocab = VOCAB, .classes = 3, .pooling = LUNA_POOLING_MEAN,
@@ -271,14 +271,14 @@ static void check_load(void) {
     const luna_status made = change < 12 ? luna_classifier_init(&model, set, &config) : luna_lm_init(&lm, set, NULL);
     CHECK(made == LUNA_OK, "%d: %s", change, luna_error(other));
     if (change < 12) save_to(&before, set);
-    const luna_status status = luna_load_bytes(set, file.at, file.size);
+    const luna_status status = luna_load(set, luna_bytes(file.at, file.size));
     if (change == 0 || change == 11) {
       CHECK(status == LUNA_OK, "the same model is not loaded: %s", luna_error(other));
     } else {
       CHECK(status == LUNA_MISMATCH && luna_error_id_of(other) == LUNA_ERROR_FILE_CONFIG, "change %d is loaded: %s",
             change, luna_error(other));
-      if (change == 12) SAYS(other, "luna_load_bytes", "luna.kind", "classifier", "causal_lm", "luna_load_model");
-      else SAYS(other, "luna_load_bytes", field[change][0], field[change][1], field[change][2], "luna_load_model");
+      if (change == 12) SAYS(other, "luna_load", "luna.kind", "classifier", "causal_lm", "luna_load_model");
+      else SAYS(other, "luna_load", field[change][0], field[change][1], field[change][2], "luna_load_model");
       if (change < 12) save_to(&after, set);
       CHECK(change == 12 || (after.size == before.size && memcmp(after.at, before.at, after.size) == 0),
             "%d: a failed load changes something", change);
@@ -294,11 +294,13 @@ static void check_load(void) {
 /* each kind by its own call, and by the others' */
 static luna_status load_kind(int kind, luna_model *m, luna_params *params, const buffer *b) {
   switch (kind) {
-    case 0: return luna_load_model_bytes(m, params, b->at, b->size);
-    case LUNA_MODEL_LM: return luna_lm_load_bytes(&m->lm, params, b->at, b->size);
-    case LUNA_MODEL_CLASSIFIER: return luna_classifier_load_bytes(&m->classifier, params, b->at, b->size);
-    case LUNA_MODEL_MASKED_LM: return luna_masked_lm_load_bytes(&m->masked_lm, params, b->at, b->size);
-    default: return luna_seq2seq_load_bytes(&m->seq2seq, params, b->at, b->size);
+    case 0: return luna_load_model(m, params, luna_bytes(b->at, b->size));
+    case LUNA_MODEL_LM: return luna_load_model_of(LUNA_MODEL_LM, &m->lm, params, luna_bytes(b->at, b->size));
+    case LUNA_MODEL_CLASSIFIER: return luna_load_model_of(LUNA_MODEL_CLASSIFIER, &m->classifier, params,
+                                                          luna_bytes(b->at, b->size));
+    case LUNA_MODEL_MASKED_LM: return luna_load_model_of(LUNA_MODEL_MASKED_LM, &m->masked_lm, params, luna_bytes(b->at,
+        b->size));
+    default: return luna_load_model_of(LUNA_MODEL_SEQ2SEQ, &m->seq2seq, params, luna_bytes(b->at, b->size));
   }
 }
 static luna_tensor *kind_logits(int kind, const luna_model *m) {

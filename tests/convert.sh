@@ -161,7 +161,7 @@ static int32_t *whole(const golden *g, const char *name, int64_t *n) { /* the la
 int main(int count, char **given) { /* MODEL GOLDEN: largest relative error; MODEL alone: the kind */
   luna_ctx *ctx = luna_open(NULL);
   luna_model model;
-  if (luna_load_model(&model, luna_params_open(ctx), given[1]) != LUNA_OK) return puts(luna_error(ctx)), 1;
+  if (luna_load_model(&model, luna_params_open(ctx), luna_path(given[1])) != LUNA_OK) return puts(luna_error(ctx)), 1;
   if (count == 2) return printf("kind %d\n", (int)model.kind), luna_close(ctx), 0;
   golden g = { (uint8_t *)malloc(1 << 22), { NULL, NULL, NULL, 0 } };
   FILE *file = fopen(given[2], "rb");
@@ -254,7 +254,8 @@ int main(int count, char **given) { /* loads a model and saves it */
   luna_params *params = luna_params_open(ctx);
   luna_model model;
   (void)count;
-  bool good = luna_load_model(&model, params, given[1]) == LUNA_OK && luna_save(params, given[2]) == LUNA_OK;
+  bool good = luna_load_model(&model, params, luna_path(given[1])) == LUNA_OK && luna_save(params,
+      luna_path(given[2])) == LUNA_OK;
   luna_close(ctx);
   return good ? 0 : 1;
 }

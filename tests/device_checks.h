@@ -185,9 +185,10 @@ static void device_checkpoints(const device *d) {
     const bool open = device_run_start(&first, from, 2, 5, what);
     if (device_run_start(&second, to, 2, 6, what) && open) {
       for (int step = 0; step < 2; step++) device_step(&first, step);
-      CHECK(luna_save_training_io(first.optimizer, &io) == LUNA_OK, "%s: saving fails", what);
-      CHECK(luna_load_training_bytes(second.optimizer, file.bytes, file.size) == LUNA_OK, "%s: loading fails", what);
-      CHECK(luna_save_training_io(second.optimizer, &out) == LUNA_OK, "%s: saving again fails", what);
+      CHECK(luna_save_training(first.optimizer, luna_callbacks(&io)) == LUNA_OK, "%s: saving fails", what);
+      CHECK(luna_load_training(second.optimizer, luna_bytes(file.bytes, file.size)) == LUNA_OK, "%s: loading fails",
+            what);
+      CHECK(luna_save_training(second.optimizer, luna_callbacks(&out)) == LUNA_OK, "%s: saving again fails", what);
       CHECK(copy.size == file.size && memcmp(copy.bytes, file.bytes, file.size) == 0, "%s: the file changes on the way",
             what);
       for (int step = 2; step < 4; step++) {
@@ -451,11 +452,11 @@ static void device_refusals(const device *d) {
     luna_io io = {0};
     io.write = device_file_write;
     io.user = &file;
-    luna_save_io(on_host.params, &io);
+    luna_save(on_host.params, luna_callbacks(&io));
     status = luna_load_borrowed(on_device.params, file.bytes, file.size);
     CHECK(status != LUNA_OK && luna_error_id_of(on_device.ctx) == LUNA_ERROR_BORROW_ON_DEVICE, "borrowing: %s",
         luna_error(on_device.ctx));
-    CHECK(luna_load_bytes(on_device.params, file.bytes, file.size) == LUNA_OK, "loading a copy fails");
+    CHECK(luna_load(on_device.params, luna_bytes(file.bytes, file.size)) == LUNA_OK, "loading a copy fails");
     free(file.bytes);
   }
   luna_close(on_host.ctx);
@@ -469,7 +470,8 @@ static bool device_same_weights(luna_params *from, luna_params *to) {
   luna_io io = {0};
   io.write = device_file_write;
   io.user = &file;
-  const bool good = luna_save_io(from, &io) == LUNA_OK && luna_load_bytes(to, file.bytes, file.size) == LUNA_OK;
+  const bool good = luna_save(from, luna_callbacks(&io)) == LUNA_OK && luna_load(to, luna_bytes(file.bytes,
+                                                                                                file.size)) == LUNA_OK;
   free(file.bytes);
   return good;
 }

@@ -74,17 +74,17 @@ static luna_status files(job_run *r, uint64_t *bits) {
   luna_load_report match = {0};
   luna_status status;
   JOB_TRY(status, luna_params_set(r->params, "where", "page 7"));
-  if (status == LUNA_OK) JOB_TRY(status, luna_save(r->params, path));
-  if (status == LUNA_OK) JOB_TRY(status, luna_load(r->params, path));
-  if (status == LUNA_OK) JOB_TRY(status, luna_load_matching(r->params, path, &match));
+  if (status == LUNA_OK) JOB_TRY(status, luna_save(r->params, luna_path(path)));
+  if (status == LUNA_OK) JOB_TRY(status, luna_load(r->params, luna_path(path)));
+  if (status == LUNA_OK) JOB_TRY(status, luna_load_matching(r->params, luna_path(path), &match));
   inspection.tensor = count_tensor;
   inspection.user = bits;
-  if (status == LUNA_OK) JOB_TRY(status, luna_inspect(r->ctx, path, &inspection));
+  if (status == LUNA_OK) JOB_TRY(status, luna_inspect(r->ctx, luna_path(path), &inspection));
   if (status == LUNA_OK) JOB_TRY(status, job_given(r->ctx, params = luna_params_open(r->ctx)));
-  if (status == LUNA_OK) JOB_TRY(status, luna_load_model(&model, params, path));
+  if (status == LUNA_OK) JOB_TRY(status, luna_load_model(&model, params, luna_path(path)));
   if (status == LUNA_OK) *bits ^= job_hash_params(params);
-  if (status == LUNA_OK) JOB_TRY(status, luna_save_training(r->optimizer, path));
-  if (status == LUNA_OK) JOB_TRY(status, luna_load_training(r->optimizer, path));
+  if (status == LUNA_OK) JOB_TRY(status, luna_save_training(r->optimizer, luna_path(path)));
+  if (status == LUNA_OK) JOB_TRY(status, luna_load_training(r->optimizer, luna_path(path)));
   if (status == LUNA_OK) JOB_TRY(status, job_step(r));
   return status;
 }

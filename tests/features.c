@@ -110,7 +110,8 @@ static void features_run(const char *name, const luna_options *options, bool tra
   memset(&f, 0, sizeof f);
   look.pair = features_pair, look.tensor = features_entry, look.user = &f;
   snprintf(path, sizeof path, "tests/data/features/%s.safetensors", name);
-  if (CHECK(luna_inspect(ctx, path, &look) == LUNA_OK && luna_load_model(&model, params, path) == LUNA_OK &&
+  if (CHECK(luna_inspect(ctx, luna_path(path), &look) == LUNA_OK && luna_load_model(&model, params,
+                                                                                    luna_path(path)) == LUNA_OK &&
             f.features && f.output && f.grads,
             "%s: %s", path, luna_error(ctx))) {
     luna_input input = {0};
@@ -426,7 +427,8 @@ static void check_models(void) {
       CHECK(!same(a, start, count), "%s: training changes nothing", what);
       free(start);
       /* saved and opened by what the file says */
-      CHECK(luna_save_training(adam, path) == LUNA_OK && luna_load_model(&loaded, again, path) == LUNA_OK &&
+      CHECK(luna_save_training(adam, luna_path(path)) == LUNA_OK && luna_load_model(&loaded, again,
+                                                                                    luna_path(path)) == LUNA_OK &&
             loaded.kind == m.kind, "%s: %s; %s",
             what, luna_error(ctx), luna_error(next));
       float *b = results(&loaded, x, &other);
@@ -434,7 +436,7 @@ static void check_models(void) {
       free(a), free(b);
       /* resumed: the bits of a run that never stopped */
       adam_again = luna_adamw(again, &slow);
-      CHECK(luna_load_training(adam_again, path) == LUNA_OK, "%s: %s", what, luna_error(next));
+      CHECK(luna_load_training(adam_again, luna_path(path)) == LUNA_OK, "%s: %s", what, luna_error(next));
       for (int i = 0; i < 2; i++) train_step(ctx, &m, adam, x), train_step(next, &loaded, adam_again, x);
       a = results(&m, x, &count), b = results(&loaded, x, &other);
       CHECK(same(a, b, count), "%s: resumed, it goes on differently", what);
@@ -658,7 +660,7 @@ static void check_streams(void) {
       if (CHECK(s != NULL, "%s", luna_error(ctx))) check_stream(s, x, want, outputs, "of a model");
       luna_stream_close(s);
       file.size = 0, io.write = bytes_write, io.user = &file;
-      CHECK(luna_save_io(params, &io) == LUNA_OK, "%s", luna_error(ctx));
+      CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "%s", luna_error(ctx));
       const size_t size = common_little_endian() ? luna_stream_size(file.at, file.size, &config, &error) : 0;
       void *memory = common_alloc(size);
       s = size ? luna_stream_open_bytes(file.at, file.size, &config, memory, size, &error) : NULL;
@@ -820,7 +822,7 @@ static void check_hostile(void) {
     luna_ctx *ctx = ctx_open(1, 1);
     luna_model m;
     memcpy(bytes + at, changes[i][2], length);
-    CHECK(luna_load_model_bytes(&m, luna_params_open(ctx), bytes, size) != LUNA_OK && luna_error(ctx)[0],
+    CHECK(luna_load_model(&m, luna_params_open(ctx), luna_bytes(bytes, size)) != LUNA_OK && luna_error(ctx)[0],
           "%s with %s is loaded", path, changes[i][2]);
     luna_close(ctx);
   }

@@ -365,7 +365,7 @@ static bool file_open(file *f, const char *path) {
   luna_ctx *ctx = ctx_open(LUNA_ISA_BEST, 1);
   memset(f, 0, sizeof *f);
   look.pair = file_pair, look.tensor = file_tensor, look.user = f;
-  const bool good = CHECK(luna_inspect(ctx, path, &look) == LUNA_OK, "%s", luna_error(ctx)) != 0;
+  const bool good = CHECK(luna_inspect(ctx, luna_path(path), &look) == LUNA_OK, "%s", luna_error(ctx)) != 0;
   luna_close(ctx);
   return good;
 }
@@ -437,14 +437,16 @@ static bool net_open(net *m, const char *name, luna_isa isa, luna_form form, boo
   m->ctx = luna_open(&options);
   m->params = luna_params_open(m->ctx);
   model_path(path, sizeof path, name, "");
-  if (!CHECK(luna_load_model(&model, m->params, path) == LUNA_OK && model.kind == LUNA_MODEL_LM, "%s: %s", name,
+  if (!CHECK(luna_load_model(&model, m->params, luna_path(path)) == LUNA_OK && model.kind == LUNA_MODEL_LM, "%s: %s",
+             name,
              luna_error(m->ctx))) return false;
   m->lm = model.lm;
   if (!trained || strcmp(name, "model_horizon") != 0) return true;
   luna_lm_config config = model.lm.config;
   config.layer.horizon = 37;
   m->params = luna_params_open(m->ctx);
-  return CHECK(luna_lm_init(&m->lm, m->params, &config) == LUNA_OK && luna_load(m->params, path) == LUNA_OK, "%s: %s",
+  return CHECK(luna_lm_init(&m->lm, m->params, &config) == LUNA_OK && luna_load(m->params, luna_path(path)) == LUNA_OK,
+               "%s: %s",
                name, luna_error(m->ctx)) != 0;
 }
 static luna_tensor *net_forward(const net *m, const int32_t *tokens, int64_t batch, int64_t n) {

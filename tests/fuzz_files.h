@@ -278,9 +278,10 @@ static bool file_refit(const uint8_t *bytes, size_t size, uint64_t *r, buffer *o
   bool good = params && lunai_model_init(&model, params, &m) == LUNA_OK;
   if (good) {
     const luna_io io = {NULL, buffer_write, out, 0};
-    luna_load_matching_bytes(params, bytes, size, &report);
-    if (random_below(r, 4)) good = luna_save_io(params, &io) == LUNA_OK;
-    else good = luna_save_training_io(random_below(r, 2) ? luna_adamw(params, NULL) : luna_sgd(params, NULL), &io) ==
+    luna_load_matching(params, luna_bytes(bytes, size), &report);
+    if (random_below(r, 4)) good = luna_save(params, luna_callbacks(&io)) == LUNA_OK;
+    else good = luna_save_training(random_below(r, 2) ? luna_adamw(params, NULL) : luna_sgd(params, NULL),
+                                   luna_callbacks(&io)) ==
         LUNA_OK;
   }
   luna_close(ctx);

@@ -94,7 +94,8 @@ static void ctx_close(luna_ctx *ctx, const heap *h) {
 static buffer saved(const luna_params *params, const luna_optimizer *optimizer) {
   buffer b = {NULL, 0, 0};
   const luna_io io = {NULL, buffer_write, &b, 0};
-  const luna_status status = optimizer ? luna_save_training_io(optimizer, &io) : luna_save_io(params, &io);
+  const luna_status status = optimizer ? luna_save_training(optimizer, luna_callbacks(&io)) : luna_save(params,
+      luna_callbacks(&io));
   HOLDS(status == LUNA_OK, "what is loaded cannot be saved: %s", luna_status_text(status));
   return b;
 }
@@ -147,7 +148,7 @@ static void set_is(const luna_params *params, const uint8_t *bytes, size_t size,
 
 enum { COPIED, BORROWED, MATCHING, SET_WAYS };
 static void try_set(const uint8_t *bytes, size_t size) {
-  static const char *const names[SET_WAYS] = {"luna_load_bytes", "luna_load_borrowed", "luna_load_matching_bytes"};
+  static const char *const names[SET_WAYS] = {"luna_load", "luna_load_borrowed", "luna_load_matching"};
   for (int way = 0; way < SET_WAYS; way++) {
     if (!takes(way, SET_WAYS + 1)) continue;
     heap h;
@@ -157,9 +158,9 @@ static void try_set(const uint8_t *bytes, size_t size) {
     luna_params *params = set_open(ctx);
     const int64_t live = h.live;
     set_read(params, before);
-    const luna_status status = way == COPIED     ? luna_load_bytes(params, bytes, size)
+    const luna_status status = way == COPIED     ? luna_load(params, luna_bytes(bytes, size))
                                : way == BORROWED ? luna_load_borrowed(params, bytes, size)
-                                                 : luna_load_matching_bytes(params, bytes, size, &match);
+                                                 : luna_load_matching(params, luna_bytes(bytes, size), &match);
     if (status != LUNA_OK) {
       set_unchanged(params, before, names[way]);
       refused(ctx, &h, live, names[way]);
@@ -170,7 +171,8 @@ static void try_set(const uint8_t *bytes, size_t size) {
         HOLDS(match.loaded > 0 && match.loaded + match.missing == 2, "%s: loaded %d, missing %d", names[way],
               (int)match.loaded, (int)match.missing);
       else set_is(params, bytes, size, names[way]);
-      HOLDS(luna_load_bytes(other, file.at, file.size) == LUNA_OK, "%s: what was loaded and saved cannot be loaded: %s",
+      HOLDS(luna_load(other, luna_bytes(file.at, file.size)) == LUNA_OK,
+            "%s: what was loaded and saved cannot be loaded: %s",
             names[way], luna_error(ctx));
       again = saved(other, NULL);
       HOLDS(round_trip(&file, &again), "%s: what was loaded and saved comes back as something else", names[way]);
@@ -206,7 +208,7 @@ static void try_inspection(const uint8_t *bytes, size_t size) {
   const luna_inspection inspection = {see_pair, see_tensor, &seen};
   luna_ctx *ctx = ctx_open(&h, size);
   const int64_t live = h.live;
-  if (luna_inspect_bytes(ctx, bytes, size, &inspection) != LUNA_OK) refused(ctx, &h, live, "luna_inspect_bytes");
+  if (luna_inspect(ctx, luna_bytes(bytes, size), &inspection) != LUNA_OK) refused(ctx, &h, live, "luna_inspect");
   ctx_close(ctx, &h);
 }
 
@@ -364,7 +366,7 @@ static void learn(luna_ctx *ctx, const luna_model *model, luna_params *params, c
   luna_lm_state *state = model->kind == LUNA_MODEL_LM && chosen.random >> 17 & 1 ? luna_lm_state_open(&model->lm, 1) :
       NULL;
   luna_begin_inference(ctx);
-  HOLDS(luna_load_training_bytes(optimizer, bytes, size) == LUNA_OK || luna_error(ctx)[0],
+  HOLDS(luna_load_training(optimizer, luna_bytes(bytes, size)) == LUNA_OK || luna_error(ctx)[0],
         "no training, and no sentence");
   luna_begin_step(ctx);
   luna_lm_state_continue(state);
@@ -374,7 +376,8 @@ static void learn(luna_ctx *ctx, const luna_model *model, luna_params *params, c
   if (stepped) reached(STEPPED);
   luna_begin_inference(ctx);
   buffer file = saved(params, optimizer);
-  HOLDS(luna_load_training_bytes(optimizer, file.at, file.size) == LUNA_OK, "a training that was saved is refused: %s",
+  HOLDS(luna_load_training(optimizer, luna_bytes(file.at, file.size)) == LUNA_OK,
+        "a training that was saved is refused: %s",
         luna_error(ctx));
   buffer again = saved(params, optimizer);
   HOLDS(round_trip(&file, &again), "a training that was saved and loaded is another");
@@ -391,14 +394,14 @@ static bool use_model(luna_ctx *ctx, const luna_model *model) {
 }
 /* -> whether a language model was loaded, or was refused for what a stream does not look at: dropouts, keys twice */
 static bool try_model(const uint8_t *bytes, size_t size, bool any) {
-  const char *what = any ? "luna_load_model_bytes" : "luna_lm_load_bytes";
+  const char *what = any ? "luna_load_model" : "luna_load_model_of";
   heap h;
   luna_model model, other;
   luna_ctx *ctx = ctx_open(&h, size);
   luna_params *params = luna_params_open(ctx), *twice = luna_params_open(ctx);
   const int64_t live = h.live;
-  const luna_status status = any ? luna_load_model_bytes(&model, params, bytes, size) :
-      luna_lm_load_bytes(&model.lm, params, bytes, size);
+  const luna_status status = any ? luna_load_model(&model, params, luna_bytes(bytes, size)) :
+      luna_load_model_of(LUNA_MODEL_LM, &model.lm, params, luna_bytes(bytes, size));
   const bool streams = status == LUNA_OK || strstr(luna_error(ctx), "dropout") || strstr(luna_error(ctx), "two keys");
   if (status != LUNA_OK) {
     HOLDS(luna_params_tensor_count(params) == 0 && !luna_params_get(params, "luna.kind"),
@@ -409,8 +412,8 @@ static bool try_model(const uint8_t *bytes, size_t size, bool any) {
     if (any) reached(LOADED);
     if (any) use_model(ctx, &model);
     else luna_begin_inference(ctx), use_streams(ctx, &model.lm, &file);
-    HOLDS((any ? luna_load_model_bytes(&other, twice, file.at, file.size) :
-           luna_lm_load_bytes(&other.lm, twice, file.at, file.size)) == LUNA_OK,
+    HOLDS((any ? luna_load_model(&other, twice, luna_bytes(file.at, file.size)) :
+           luna_load_model_of(LUNA_MODEL_LM, &other.lm, twice, luna_bytes(file.at, file.size))) == LUNA_OK,
           "%s: what was loaded and saved cannot be loaded: %s", what, luna_error(ctx));
     buffer again = saved(twice, NULL);
     HOLDS(round_trip(&file, &again), "%s: what was loaded and saved comes back as something else", what);
@@ -441,15 +444,15 @@ static void try_into_model(const uint8_t *bytes, size_t size) {
   luna_model model;
   luna_ctx *ctx = ctx_open(&h, size + seed.size);
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model_bytes(&model, params, seed.at, seed.size) != LUNA_OK) exit(2);
+  if (luna_load_model(&model, params, luna_bytes(seed.at, seed.size)) != LUNA_OK) exit(2);
   const int64_t live = h.live;
   reader r = {bytes, size - (size > 0 && (chosen.random >> 48) % 8 == 0)};
   const luna_io io = {reader_read, NULL, &r, size};
-  const bool whole = r.left == size, good = luna_load_io(params, &io) == LUNA_OK;
-  HOLDS(whole || !good, "luna_load_io: loaded from half a file");
-  if (!good) refused(ctx, &h, live, "luna_load_io");
+  const bool whole = r.left == size, good = luna_load(params, luna_callbacks(&io)) == LUNA_OK;
+  HOLDS(whole || !good, "luna_load: loaded from half a file");
+  if (!good) refused(ctx, &h, live, "luna_load");
   buffer now = saved(params, NULL);
-  HOLDS(good || same(&now, &seed), "luna_load_io: refused, and the model has changed");
+  HOLDS(good || same(&now, &seed), "luna_load: refused, and the model has changed");
   use_model(ctx, &model);
   free(now.at);
   ctx_close(ctx, &h);
@@ -545,12 +548,12 @@ static void try_training(const uint8_t *bytes, size_t size) {
     buffer before = saved(params, optimizer);
     luna_begin_inference(ctx);
     const int64_t live = h.live;
-    const luna_status status = luna_load_training_bytes(optimizer, bytes, size);
+    const luna_status status = luna_load_training(optimizer, luna_bytes(bytes, size));
     if (status != LUNA_OK) refused(ctx, &h, live, "luna_load_training_bytes");
     buffer after = saved(params, optimizer), again;
     if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training_bytes: refused, and something has changed");
     else {
-      HOLDS(luna_load_training_bytes(optimizer, after.at, after.size) == LUNA_OK,
+      HOLDS(luna_load_training(optimizer, luna_bytes(after.at, after.size)) == LUNA_OK,
             "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));
       again = saved(params, optimizer);
       HOLDS(round_trip(&after, &again), "training that was loaded and saved comes back as something else");
@@ -670,7 +673,7 @@ static buffer carried_file(void) { /* a training of a language model whose state
   buffer file = lm_file(LM_FORGETS);
   luna_ctx *ctx = ctx_open(&h, file.size);
   luna_params *params = luna_params_open(ctx);
-  if (luna_load_model_bytes(&model, params, file.at, file.size) != LUNA_OK) exit(2);
+  if (luna_load_model(&model, params, luna_bytes(file.at, file.size)) != LUNA_OK) exit(2);
   luna_optimizer *optimizer = optimizer_open(params, true);
   luna_lm_state *state = luna_lm_state_open(&model.lm, 1);
   luna_begin_step(ctx);

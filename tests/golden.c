@@ -529,7 +529,7 @@ static void golden_run_attention(golden *g, luna_isa isa, luna_form form, bool t
   a.g = g;
   a.good = CHECK(attentions_open(&a.choice, g->kind), "%s: %s", g->name, a.choice.error) != 0;
   inspection.pair = golden_option, inspection.user = &a;
-  if (a.good) luna_inspect_bytes(ctx, g->bytes, g->size, &inspection), golden_shapes(&a), golden_lists(&a);
+  if (a.good) luna_inspect(ctx, luna_bytes(g->bytes, g->size), &inspection), golden_shapes(&a), golden_lists(&a);
   config.dim = g->dim, config.heads = g->heads;
   if (a.good && CHECK(a.choice.hook.init(&a.choice, params, "", &config), "%s: %s", g->name, luna_error(ctx))) {
     golden_set(g, params);

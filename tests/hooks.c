@@ -163,7 +163,8 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   CHECK(fell < 0.5, "a hooked classifier's loss falls to %.3f of ln 2 only", fell);
   CHECK(state.layers[0].decay->data[0] != 0 && state.layers[1].decay->data[1] != 0,
         "training has not changed the hook's parameters");
-  CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "hook: %s",
+  CHECK(luna_save(set[0], luna_path(path.text)) == LUNA_OK && luna_load(set[1], luna_path(path.text)) == LUNA_OK,
+        "hook: %s",
         luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);
@@ -173,7 +174,8 @@ static void check_hook_classifier(luna_recompute_kind recompute) {
   CHECK(same_bits(logits[0], logits[1], TASK_BATCH * 2),
         "a hooked classifier comes back from its file with other bits");
   luna_params *empty = luna_params_open(ctx);
-  refused(ctx, luna_load_model(&any, empty, path.text) == LUNA_BAD_FILE && luna_params_tensor_count(empty) == 0,
+  refused(ctx, luna_load_model(&any, empty, luna_path(path.text)) == LUNA_BAD_FILE &&
+          luna_params_tensor_count(empty) == 0,
       NOT_A_MODEL,
           "the file of a hooked model, without the hook");
   free(logits[0]), free(logits[1]);
@@ -386,7 +388,8 @@ static void check_composed(void) {
   }
   CHECK(sum < 0.5, "a composed model's loss falls to %.3f of ln 2 only", sum);
   check_moved(set[0], before, "a composed model");
-  CHECK(luna_save(set[0], path.text) == LUNA_OK && luna_load(set[1], path.text) == LUNA_OK, "a composed model: %s",
+  CHECK(luna_save(set[0], luna_path(path.text)) == LUNA_OK && luna_load(set[1], luna_path(path.text)) == LUNA_OK,
+        "a composed model: %s",
         luna_error(ctx));
   for (int i = 0; i < 2; i++) {
     luna_begin_inference(ctx);

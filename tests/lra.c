@@ -390,7 +390,7 @@ static void check_eval(luna_ctx *ctx) {
   const char *build = getenv("BUILD"), *words[1] = { name };
   luna_params *params = small_model(ctx, SMALL, LISTOPS, LUNA);
   snprintf(name, sizeof name, "%s/tests/lra.safetensors", build ? build : "build");
-  CHECK(keep_run(params, "") && luna_save(params, name) == LUNA_OK, "%s is written", name);
+  CHECK(keep_run(params, "") && luna_save(params, luna_path(name)) == LUNA_OK, "%s is written", name);
   model_close();
   data.first = 0;
   CHECK(eval(ctx, words) == 0, "%s is measured", name);

@@ -16,8 +16,8 @@ static luna_status saves(job_run *r, uint64_t *bits) {
   luna_io io = {0};
   io.write = swallow;
   io.user = bits;
-  const luna_status status = r->optimizer ? luna_save_training_io(r->optimizer, &io) : LUNA_OK;
-  return status == LUNA_OK ? luna_save_io(r->params, &io) : status;
+  const luna_status status = r->optimizer ? luna_save_training(r->optimizer, luna_callbacks(&io)) : LUNA_OK;
+  return status == LUNA_OK ? luna_save(r->params, luna_callbacks(&io)) : status;
 }
 
 static luna_memory_usage measured(const job *j, int threads) {

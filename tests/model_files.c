@@ -25,7 +25,7 @@ static bytes saved(const luna_params *params) {
   bytes b = {NULL, 0, 0};
   luna_io io = {NULL, bytes_write, NULL, 0};
   io.user = &b;
-  CHECK(luna_save_io(params, &io) == LUNA_OK, "luna_save_io fails");
+  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "luna_save fails");
   return b;
 }
 /* the file with the first `from` of its header replaced */
@@ -56,7 +56,7 @@ typedef struct opened {
 static luna_status open_bytes(opened *o, const bytes *file) {
   o->ctx = ctx_open();
   o->params = luna_params_open(o->ctx);
-  return luna_load_model_bytes(&o->model, o->params, file->at, file->size);
+  return luna_load_model(&o->model, o->params, luna_bytes(file->at, file->size));
 }
 static bool comes_back(const opened *a, const opened *b) { /* the same kind, with the same logits bit for bit */
   if (a->model.kind != b->model.kind || luna_params_tensor_count(a->params) != luna_params_tensor_count(b->params))
@@ -107,7 +107,8 @@ static void check_comes_back(luna_model_kind kind, int v) {
   CHECK(again.size == file.size && memcmp(again.at, file.at, file.size) == 0,
         "%s %d: saved, loaded and saved it is another file",
         model_names[kind], v);
-  refused(b.ctx, luna_load_model_bytes(&b.model, b.params, file.at, file.size) == LUNA_BAD_ARGUMENT, SET_NOT_EMPTY,
+  refused(b.ctx, luna_load_model(&b.model, b.params, luna_bytes(file.at, file.size)) == LUNA_BAD_ARGUMENT,
+          SET_NOT_EMPTY,
           "%s %d: loading into a set that is not empty", model_names[kind], v);
   CHECK(luna_params_tensor_count(b.params) == luna_params_tensor_count(a.params),
         "%s %d: a refused load took the set's parameters", model_names[kind], v);
@@ -129,7 +130,7 @@ static bool check_claim(const bytes *file, int64_t tensors, const char *what) {
   o.ctx = ctx_open();
   o.params = luna_params_open(o.ctx);
   const int64_t before = heap_most = heap_live;
-  const luna_status status = luna_load_model_bytes(&o.model, o.params, file->at, file->size);
+  const luna_status status = luna_load_model(&o.model, o.params, luna_bytes(file->at, file->size));
   CHECK(heap_most - before <= 8 * (int64_t)file->size + 200000, "%s: a file of %d bytes made luna.h take %lld", what,
         (int)file->size,
         (long long)(heap_most - before));
@@ -168,7 +169,8 @@ static void check_claims(luna_model_kind kind, int v) {
   bytes file = saved(o.params);
   all.count = 0;
   inspection.user = &all;
-  CHECK(luna_inspect_bytes(o.ctx, file.at, file.size, &inspection) == LUNA_OK && all.count >= 15, "%s: %d pairs: %s",
+  CHECK(luna_inspect(o.ctx, luna_bytes(file.at, file.size), &inspection) == LUNA_OK && all.count >= 15,
+        "%s: %d pairs: %s",
         model_names[kind],
         all.count, luna_error(o.ctx));
   for (int i = 0; i < all.count; i++)
@@ -194,7 +196,7 @@ static void check_claims(luna_model_kind kind, int v) {
     part.params = luna_params_open(part.ctx);
     const int64_t before = heap_live;
     snprintf(what, sizeof what, "%s %d cut to %d bytes", model_names[kind], v, (int)cut);
-    CHECK(luna_load_model_bytes(&part.model, part.params, piece.at, piece.size) != LUNA_OK, "%s is loaded", what);
+    CHECK(luna_load_model(&part.model, part.params, luna_bytes(piece.at, piece.size)) != LUNA_OK, "%s is loaded", what);
     check_nothing_left(&part, before, what);
     luna_close(part.ctx);
   }
@@ -208,16 +210,18 @@ static void check_model_paths(void) {
     opened_init(&a, kind, 0);
     b.ctx = ctx_open();
     b.params = luna_params_open(b.ctx);
-    CHECK(luna_save(a.params, path.text) == LUNA_OK && luna_load_model(&b.model, b.params, path.text) == LUNA_OK &&
+    CHECK(luna_save(a.params, luna_path(path.text)) == LUNA_OK && luna_load_model(&b.model, b.params,
+                                                                                  luna_path(path.text)) == LUNA_OK &&
           comes_back(&a, &b),
           "%s by path: %s", model_names[kind], luna_error(b.ctx));
     luna_params *empty = luna_params_open(b.ctx);
-    refused(b.ctx, luna_load_model(&b.model, empty, "no/such/file") == LUNA_CANNOT_READ, CANNOT_OPEN,
+    refused(b.ctx, luna_load_model(&b.model, empty, luna_path("no/such/file")) == LUNA_CANNOT_READ, CANNOT_OPEN,
         "a file that is not there");
-    refused(b.ctx, luna_load_model(NULL, empty, path.text) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT, "no place for a model");
-    CHECK(luna_load_model(&b.model, NULL, path.text) == LUNA_BAD_ARGUMENT, "no set");
+    refused(b.ctx, luna_load_model(NULL, empty, luna_path(path.text)) == LUNA_BAD_ARGUMENT, NULL_ARGUMENT,
+            "no place for a model");
+    CHECK(luna_load_model(&b.model, NULL, luna_path(path.text)) == LUNA_BAD_ARGUMENT, "no set");
     bytes file = saved(a.params), other = edited(&file, "\"luna.kind\":\"", "\"luna.kind\":\"un");
-    refused(b.ctx, luna_load_model_bytes(&b.model, empty, other.at, other.size) == LUNA_BAD_FILE, NOT_A_MODEL,
+    refused(b.ctx, luna_load_model(&b.model, empty, luna_bytes(other.at, other.size)) == LUNA_BAD_FILE, NOT_A_MODEL,
         "a kind that is none");
     free(file.at), free(other.at);
     luna_close(a.ctx), luna_close(b.ctx);
@@ -272,13 +276,14 @@ static void check_matching(void) {
   common_params(from, 101), common_params(to, 102);
   io.user = &file;
   luna_optimizer *adam = luna_adamw(from, NULL); /* a training checkpoint, whose moments are no parameters */
-  CHECK(luna_save_training_io(adam, &io) == LUNA_OK && luna_save(lm_set, path.text) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_save_training(adam, luna_callbacks(&io)) == LUNA_OK && luna_save(lm_set, luna_path(path.text)) == LUNA_OK,
+        "%s", luna_error(ctx));
   for (int way = 0; way < 3; way++) {
     float *before = common_parameters(to), *at = before;
     t.count = 0;
     match.user = &t;
     luna_load_report *m = way == 0 ? &match : way == 1 ? &quiet : NULL;
-    CHECK(luna_load_matching_bytes(to, file.at, file.size, m) == LUNA_OK, "%s", luna_error(ctx));
+    CHECK(luna_load_matching(to, luna_bytes(file.at, file.size), m) == LUNA_OK, "%s", luna_error(ctx));
     if (m)
       CHECK(m->loaded == luna_params_tensor_count(to) - 4 && m->missing == 4 && m->unused == 5,
             "%d are loaded, %d left as they were, %d left out",
@@ -297,21 +302,22 @@ static void check_matching(void) {
     common_params(to, 103 + (uint64_t)way);
   }
   float *before = common_parameters(to), *after;
-  refused(ctx, luna_load_matching(to, path.text, &quiet) == LUNA_MISMATCH, NOTHING_MATCHES,
+  refused(ctx, luna_load_matching(to, luna_path(path.text), &quiet) == LUNA_MISMATCH, NOTHING_MATCHES,
       "a file of which nothing fits");
   CHECK(quiet.loaded == 0 && quiet.missing == luna_params_tensor_count(to) &&
         quiet.unused == luna_params_tensor_count(lm_set),
         "nothing fits: %d are loaded, %d left as they were, %d left out", (int)quiet.loaded, (int)quiet.missing,
             (int)quiet.unused);
   for (size_t cut = 0; cut < file.size; cut += 997)
-    refused(ctx, luna_load_matching_bytes(to, file.at, cut, NULL) == LUNA_BAD_FILE, NOT_SAFETENSORS,
+    refused(ctx, luna_load_matching(to, luna_bytes(file.at, cut), NULL) == LUNA_BAD_FILE, NOT_SAFETENSORS,
         "a file cut to %d bytes", (int)cut);
-  refused(ctx, luna_load_matching(to, "no/such/file", NULL) == LUNA_CANNOT_READ, CANNOT_OPEN,
+  refused(ctx, luna_load_matching(to, luna_path("no/such/file"), NULL) == LUNA_CANNOT_READ, CANNOT_OPEN,
       "a file that is not there");
-  CHECK(luna_load_matching_bytes(NULL, file.at, file.size, NULL) == LUNA_BAD_ARGUMENT, "no set");
+  CHECK(luna_load_matching(NULL, luna_bytes(file.at, file.size), NULL) == LUNA_BAD_ARGUMENT, "no set");
   after = common_parameters(to);
   CHECK(same_bits(before, after, luna_params_element_count(to)), "files that do not fit change parameters");
-  CHECK(luna_save(from, path.text) == LUNA_OK && luna_load_matching(to, path.text, &quiet) == LUNA_OK &&
+  CHECK(luna_save(from, luna_path(path.text)) == LUNA_OK && luna_load_matching(to, luna_path(path.text),
+                                                                               &quiet) == LUNA_OK &&
         quiet.missing == 4, "by path: %s",
         luna_error(ctx));
   free(before), free(after), free(file.at);

@@ -155,22 +155,21 @@ static luna_status init(made_kind kind, made *m, luna_params *params, int bad, b
     case MASKED_LM: return luna_masked_lm_init(m ? &m->masked_lm : NULL, params, no_config ? NULL : &masked_lm);
     case SEQ2SEQ: return luna_seq2seq_init(m ? &m->seq2seq : NULL, params, no_config ? NULL : &seq2seq);
     case LM_FILE:
-      return luna_lm_load_bytes(m ? &m->lm : NULL, params, no_config ? NULL : lm_file.at, lm_file.size - cut);
+      return luna_load_model_of(LUNA_MODEL_LM, m ? &m->lm : NULL, params, luna_bytes(no_config ? NULL : lm_file.at,
+                                                                                     lm_file.size - cut));
     case ANY_FILE:
-      return luna_load_model_bytes(m ? &m->model : NULL, params, no_config ? NULL : classifier_file.at,
-                                   classifier_file.size - cut);
+      return luna_load_model(m ? &m->model : NULL, params, luna_bytes(no_config ? NULL : classifier_file.at,
+                                                                      classifier_file.size - cut));
     case LM_PATH:
-      return luna_lm_load(m ? &m->lm : NULL, params,
-                          no_config  ? NULL
+      return luna_load_model_of(LUNA_MODEL_LM, m ? &m->lm : NULL, params, luna_path(no_config  ? NULL
                           : bad == 1 ? "no/such/file"
                           : bad      ? classifier_path
-                                     : lm_path);
+                                     : lm_path));
     default:
-      return luna_load_model(m ? &m->model : NULL, params,
-                             no_config  ? NULL
+      return luna_load_model(m ? &m->model : NULL, params, luna_path(no_config  ? NULL
                              : bad == 1 ? "no/such/file"
                              : bad      ? "no"
-                                        : classifier_path);
+                                        : classifier_path));
   }
 }
 static luna_tensor *forward(made_kind kind, const made *m, luna_ctx *ctx) {
@@ -238,8 +237,9 @@ static void write_files(const char *folder) {
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
     snprintf(i ? classifier_path : lm_path, sizeof lm_path, "%s/setup_test_%d.safetensors", folder, i);
-    CHECK(init(i ? CLASSIFIER : LM, &m, params, 0, false) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK &&
-              luna_save(params, i ? classifier_path : lm_path) == LUNA_OK,
+    CHECK(init(i ? CLASSIFIER : LM, &m, params, 0, false) == LUNA_OK && luna_save(params,
+                                                                                  luna_callbacks(&io)) == LUNA_OK &&
+              luna_save(params, luna_path(i ? classifier_path : lm_path)) == LUNA_OK,
           "%s", luna_error(ctx));
     luna_close(ctx);
   }
@@ -511,13 +511,16 @@ static void check_null_calls(void) {
           luna_optimizer_group(sgd, NULL) == LUNA_BAD_ARGUMENT && luna_optimizer_set_lr(NULL, 1) == LUNA_BAD_ARGUMENT &&
           luna_optimizer_steps(NULL) == 0 && luna_optimizer_skipped(NULL) == 0 && luna_optimizer_norm(NULL) == 0,
       "no optimiser");
-  CHECK(luna_save_io(NULL, &none) == LUNA_BAD_ARGUMENT && luna_save_io(params, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_save_io(params, &none) == LUNA_BAD_ARGUMENT && luna_load_io(NULL, &none) == LUNA_BAD_ARGUMENT &&
-            luna_load_io(params, NULL) == LUNA_BAD_ARGUMENT && luna_load_io(params, &none) == LUNA_BAD_ARGUMENT &&
-            luna_save_training_io(NULL, &none) == LUNA_BAD_ARGUMENT &&
-            luna_save_training_io(sgd, NULL) == LUNA_BAD_ARGUMENT &&
-            luna_save_training_io(sgd, &none) == LUNA_BAD_ARGUMENT &&
-            luna_load_training_bytes(NULL, "", 0) == LUNA_BAD_ARGUMENT,
+  CHECK(luna_save(NULL, luna_callbacks(&none)) == LUNA_BAD_ARGUMENT && luna_save(params,
+      luna_callbacks(NULL)) == LUNA_BAD_ARGUMENT &&
+            luna_save(params, luna_callbacks(&none)) == LUNA_BAD_ARGUMENT && luna_load(NULL,
+                luna_callbacks(&none)) == LUNA_BAD_ARGUMENT &&
+            luna_load(params, luna_callbacks(NULL)) == LUNA_BAD_ARGUMENT && luna_load(params,
+                luna_callbacks(&none)) == LUNA_BAD_ARGUMENT &&
+            luna_save_training(NULL, luna_callbacks(&none)) == LUNA_BAD_ARGUMENT &&
+            luna_save_training(sgd, luna_callbacks(NULL)) == LUNA_BAD_ARGUMENT &&
+            luna_save_training(sgd, luna_callbacks(&none)) == LUNA_BAD_ARGUMENT &&
+            luna_load_training(NULL, luna_bytes("", 0)) == LUNA_BAD_ARGUMENT,
         "nothing to write or read with");
   CHECK(!luna_file_tensor_read(&entry, NULL) && !luna_file_tensor_read(NULL, NULL), "an empty entry");
   luna_close(ctx);
@@ -666,10 +669,11 @@ static void check_errors(void) {
       says(ctx, LUNA_ERROR_PROBABILITY, sentence);
     } else CHECK(0, "dropout %s", reals[i].text);
   }
-  CHECK(luna_load(params, "no/such/file") == LUNA_CANNOT_READ, "a file that is not there is loaded");
+  CHECK(luna_load(params, luna_path("no/such/file")) == LUNA_CANNOT_READ, "a file that is not there is loaded");
   says(ctx, LUNA_ERROR_CANNOT_OPEN, "luna_load: 'no/such/file' cannot be opened; does it exist, and may it be "
                                      "read?");
-  CHECK(luna_load_bytes(params, "12345678", 8) == LUNA_BAD_FILE && luna_error_id_of(ctx) == LUNA_ERROR_NOT_SAFETENSORS,
+  CHECK(luna_load(params, luna_bytes("12345678", 8)) == LUNA_BAD_FILE &&
+        luna_error_id_of(ctx) == LUNA_ERROR_NOT_SAFETENSORS,
       "8 bytes");
   const luna_lm_config bad = {.layer = {.dim = 36, .heads = 5}};
   CHECK(luna_lm_init(&lm, params, &bad) == LUNA_BAD_ARGUMENT, "5 heads of 36");
@@ -828,7 +832,7 @@ static luna_status run_step(const run *r, int params, int step, float factor) {
 static bytes saved(const run *r) {
   bytes b = {NULL, 0};
   const luna_io io = {NULL, bytes_write, &b, 0};
-  CHECK(luna_save_training_io(r->optimizer, &io) == LUNA_OK, "%s", luna_error(r->ctx));
+  CHECK(luna_save_training(r->optimizer, luna_callbacks(&io)) == LUNA_OK, "%s", luna_error(r->ctx));
   return b;
 }
 static bool same_bytes(bytes a, bytes b) {
@@ -873,7 +877,7 @@ static void check_not_finite_resumed(void) {
     bytes file = saved(&r);
     for (size_t i = 0; old && i + 20 < file.size; i++)
       if (memcmp(file.at + i, "luna.skipped_in_row", 19) == 0) memcpy(file.at + i, "other", 5);
-    CHECK(luna_load_training_bytes(again.optimizer, file.at, file.size) == LUNA_OK, "%s", luna_error(again.ctx));
+    CHECK(luna_load_training(again.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK, "%s", luna_error(again.ctx));
     for (int step = 4; step < 10; step++) {
       const luna_status a = run_step(&r, 2, step, NAN), b = run_step(&again, 2, step, NAN);
       CHECK(b == (step - (old ? 4 : 1) >= 4 ? LUNA_NOT_FINITE : LUNA_OK) && (old || a == b), "step %d: %s, resumed %s",
@@ -1045,7 +1049,7 @@ static void check_late(int kind) {
   again = run_open(ctx_open(), 1, kind, 0);
   CHECK(luna_optimizer_group(again.optimizer, &all) == LUNA_OK, "%s", luna_error(again.ctx));
   run_param(&again, 1), run_param(&again, 2);
-  CHECK(luna_load_training_bytes(again.optimizer, file.at, file.size) == LUNA_OK &&
+  CHECK(luna_load_training(again.optimizer, luna_bytes(file.at, file.size)) == LUNA_OK &&
             luna_optimizer_group(again.optimizer, &group) == LUNA_OK,
         "%s", luna_error(again.ctx));
   for (int step = JOIN + 2; step < STEPS; step++) run_step(&again, 3, step, 1);

@@ -72,7 +72,8 @@ int main(void) {
     .layer = {.dim = 32, .heads = 4, .ffn = 64, .convolution = 4, .pre_norm = true}};
   const char *error = luna_error(ctx);
   size_t size = 0, memory = 0;
-  if (luna_lm_init(&model, params, &config) == LUNA_OK && luna_save(params, "detector.safetensors") == LUNA_OK) {
+  if (luna_lm_init(&model, params, &config) == LUNA_OK && luna_save(params,
+                                                                    luna_path("detector.safetensors")) == LUNA_OK) {
     FILE *from = fopen("detector.safetensors", "rb");
     size = from ? fread(file.at, 1, sizeof file.at, from) : 0;
     if (from) fclose(from);

@@ -166,12 +166,12 @@ static void training(int variant) {
   CHECK(same(&a, &b), "variant %d: 1 thread and 3 differ", variant);
   train(&none, NULL, adams[3], 0, 7);
   CHECK(!same(&a, &none), "variant %d: the state has no effect", variant);
-  CHECK(luna_save_training(adams[3], path) == LUNA_OK, "%s", luna_error(none.ctx));
-  CHECK(luna_load_training(adams[2], path) == LUNA_MISMATCH && strstr(luna_error(c.ctx), "state"),
+  CHECK(luna_save_training(adams[3], luna_path(path)) == LUNA_OK, "%s", luna_error(none.ctx));
+  CHECK(luna_load_training(adams[2], luna_path(path)) == LUNA_MISMATCH && strstr(luna_error(c.ctx), "state"),
         "a training without a state loads: %s", luna_error(c.ctx));
   train(&none, NULL, adams[3], 0, 1);
-  CHECK(luna_save_training(adams[0], path) == LUNA_OK, "%s", luna_error(a.ctx));
-  CHECK(luna_load_training(adams[2], path) == LUNA_OK, "%s", luna_error(c.ctx));
+  CHECK(luna_save_training(adams[0], luna_path(path)) == LUNA_OK, "%s", luna_error(a.ctx));
+  CHECK(luna_load_training(adams[2], luna_path(path)) == LUNA_OK, "%s", luna_error(c.ctx));
   train(&a, states[0], adams[0], 7, 4);
   train(&c, states[2], adams[2], 7, 4);
   CHECK(same(&a, &c), "variant %d: a training that goes on has other bits", variant);
@@ -232,7 +232,7 @@ static bool to_file(void *user, const void *bytes, size_t size) {
 static const char *save(const luna_params *params) {
   const luna_io io = {.write = to_file};
   file_size = 0;
-  CHECK(luna_save_io(params, &io) == LUNA_OK, "%s", luna_error(luna_params_ctx(params)));
+  CHECK(luna_save(params, luna_callbacks(&io)) == LUNA_OK, "%s", luna_error(luna_params_ctx(params)));
   return file + 8;                   /* its header; the text ends with the first byte 0 of the numbers */
 }
 static void horizon(int64_t asked, const char *wanted) {
@@ -253,7 +253,8 @@ static void horizon(int64_t asked, const char *wanted) {
   const char *header = save(params), *at = strstr(header, "luna.horizon");
   CHECK(wanted ? at && strncmp(at, wanted, strlen(wanted)) == 0 : !at, "horizon %d: the file says %.30s", (int)asked,
         at ? at : "nothing");
-  if (!CHECK(luna_lm_load_bytes(&other, loaded, file, file_size) == LUNA_OK, "%s", luna_error(again))) return;
+  if (!CHECK(luna_load_model_of(LUNA_MODEL_LM, &other, loaded, luna_bytes(file, file_size)) == LUNA_OK, "%s",
+             luna_error(again))) return;
   luna_begin_inference(again);
   luna_read(luna_lm_forward(&other, &(luna_input){.tokens = tokens, .batch = 1, .n = 100}), got);
   luna_stream *of_model = luna_stream_open(&other, NULL), *none = luna_stream_open(
@@ -313,7 +314,7 @@ static void newer(void) {
   if (!CHECK(format, "the file has no luna.format")) return;
   CHECK(luna_stream_size(file, file_size, NULL, &error) > 0, "%s", error);
   format[15] = '3';
-  CHECK(luna_lm_load_bytes(&model, luna_params_open(ctx), file, file_size) != LUNA_OK &&
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, &model, luna_params_open(ctx), luna_bytes(file, file_size)) != LUNA_OK &&
             strstr(luna_error(ctx), LUNA_VERSION), "a file of a later format: %s", luna_error(ctx));
   CHECK(luna_stream_size(file, file_size, NULL, &error) == 0 && strstr(error, LUNA_VERSION), "%s", error);
   luna_close(ctx), luna_close(s.ctx);

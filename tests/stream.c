@@ -254,7 +254,8 @@ static void check_bytes(int kind) {
   luna_stream_config config = {0};
   const char *error = "";
   io.user = &file;
-  if (!lm_open(&m, kind, LUNA_ISA_BEST) || !CHECK(luna_save_io(m.params, &io) == LUNA_OK, "luna_save_io: %s",
+  if (!lm_open(&m, kind, LUNA_ISA_BEST) || !CHECK(luna_save(m.params, luna_callbacks(&io)) == LUNA_OK,
+                                                  "luna_save: %s",
                                                   luna_error(m.ctx))) {
     luna_close(m.ctx);
     return;
@@ -310,8 +311,9 @@ static void check_bytes(int kind) {
   luna_options defaults = {0};
   loaded.ctx = luna_open(&defaults);
   loaded.params = luna_params_open(loaded.ctx);
-  if (CHECK(luna_lm_load_bytes(&loaded.model, loaded.params, file.bytes, file.size) == LUNA_OK,
-            "luna_lm_load_bytes: %s",
+  if (CHECK(luna_load_model_of(LUNA_MODEL_LM, &loaded.model, loaded.params, luna_bytes(file.bytes,
+                                                                                       file.size)) == LUNA_OK,
+            "luna_load_model_of: %s",
             luna_error(loaded.ctx))) {
     CHECK(luna_params_tensor_count(loaded.params) == luna_params_tensor_count(m.params), "%lld parameters were loaded",
           (long long)luna_params_tensor_count(loaded.params));
@@ -362,7 +364,8 @@ static void check_memory(void) {
     config.vocab = sizes[i][3];
     config.layer.convolution = i == 0 ? 4 : 0;
     io.user = &file;
-    if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_save_io(params, &io) == LUNA_OK, "%s",
+    if (CHECK(luna_lm_init(&model, params, &config) == LUNA_OK && luna_save(params, luna_callbacks(&io)) == LUNA_OK,
+              "%s",
               luna_error(ctx))) {
       one.chunk = 1;
       const size_t bytes = luna_stream_size(file.bytes, file.size, &one, &error);

@@ -105,7 +105,7 @@ static int make(luna_ctx *ctx, int number, const char *path) {
     luna_write(t, values);
   }
   luna_params_set(params, "note", "kept");
-  if (luna_save(params, path) != LUNA_OK) return puts(luna_error(ctx)), 1;
+  if (luna_save(params, luna_path(path)) != LUNA_OK) return puts(luna_error(ctx)), 1;
   char name[4096];
   snprintf(name, sizeof name, "%s.logits", path);
   return run(ctx, &m, name);
@@ -117,7 +117,7 @@ int main(int count, char **given) { /* make NUMBER FILE, or run FILE: the logits
   char name[4096];
   int status = 1;
   if (count == 4) status = make(ctx, atoi(given[2]), given[3]);
-  else if (luna_load_model(&model, luna_params_open(ctx), given[2]) != LUNA_OK) puts(luna_error(ctx));
+  else if (luna_load_model(&model, luna_params_open(ctx), luna_path(given[2])) != LUNA_OK) puts(luna_error(ctx));
   else snprintf(name, sizeof name, "%s.logits", given[2]), status = run(ctx, &model, name);
   return luna_close(ctx), status;
 }

@@ -946,7 +946,8 @@ static int fit_read(const fit *f, float *out) {
   st_item t;
   int n = 0;
   io.write = saved_write, io.user = &s, s.size = 0;
-  if (!CHECK(luna_save_training_io(f->optimizer, &io) == LUNA_OK && !st_open(&file, s.at, s.size), "moments: %s",
+  if (!CHECK(luna_save_training(f->optimizer, luna_callbacks(&io)) == LUNA_OK && !st_open(&file, s.at, s.size),
+             "moments: %s",
              luna_error(f->ctx)))
     return 0;
   for (size_t cursor = 0; st_next(&file, &cursor, &t);)

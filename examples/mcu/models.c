@@ -98,7 +98,7 @@ static int write_all(const char *name, int32_t steps) {
     for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += 0.1f * uniform();
   }
   snprintf(path, sizeof path, "%s.safetensors", name);
-  if (luna_save(params, path) != LUNA_OK) return fail("model:", luna_error(ctx));
+  if (luna_save(params, luna_path(path)) != LUNA_OK) return fail("model:", luna_error(ctx));
   luna_stream *stream = steps ? luna_stream_open(&model, NULL) : NULL;
   if (steps && !stream) return fail("stream:", luna_error(ctx));
   FILE *csv = open_file(name, ".csv", "w"), *out = open_file(name, ".out", "w");
@@ -158,7 +158,7 @@ static int write_subjects(const char *name, int32_t steps) {
     if (luna_optimizer_step(adam) != LUNA_OK) return fail("training:", luna_error(ctx));
   }
   snprintf(path, sizeof path, "%s.safetensors", name);
-  if (luna_save(trained, path) != LUNA_OK) return fail("model:", luna_error(ctx));
+  if (luna_save(trained, luna_path(path)) != LUNA_OK) return fail("model:", luna_error(ctx));
   luna_close(ctx);
   const subject other = random_subject(0.75f);
   walk(&other, steps, x, labels);

@@ -261,7 +261,7 @@ int EXPORT(page_save)(void) {
   luna_params_set(lm.params, "page.window", decimal(lm.set.window, number));
   luna_params_set(lm.params, "page.batch", decimal(lm.set.batch, number));
   luna_params_set(lm.params, "page.seed", decimal(lm.set.seed, number));
-  return luna_save_training_io(lm.adam, &io) == LUNA_OK || failed(lm.ctx);
+  return luna_save_training(lm.adam, luna_callbacks(&io)) == LUNA_OK || failed(lm.ctx);
 }
 static int32_t kept(const training *t, const char *key, int32_t least, int32_t instead) {
   const char *value = luna_params_get(t->params, key);
@@ -272,7 +272,8 @@ static int32_t kept(const training *t, const char *key, int32_t least, int32_t i
 int EXPORT(page_load)(const void *bytes, int32_t size) {
   training t;
   settings *set = &t.set;
-  if (!begin_training(&t) || luna_lm_load_bytes(&t.model, t.params, bytes, (size_t)size) != LUNA_OK) {
+  if (!begin_training(&t) || luna_load_model_of(LUNA_MODEL_LM, &t.model, t.params, luna_bytes(bytes,
+      (size_t)size)) != LUNA_OK) {
     if (t.params) failed(t.ctx);
     return close_training(&t), 0;
   }
@@ -289,7 +290,7 @@ int EXPORT(page_load)(const void *bytes, int32_t size) {
   t.tokens = (int32_t *)malloc(2 * sizeof(int32_t) * (size_t)set->window * (size_t)set->batch);
   t.adam = t.tokens ? optimizer(t.params) : NULL;
   if (!t.adam) return close_training(&t), fail("There is no memory for another model: a page has 2 GB at most.");
-  if (luna_load_training_bytes(t.adam, bytes, (size_t)size) != LUNA_OK) t.step = 0;
+  if (luna_load_training(t.adam, luna_bytes(bytes, (size_t)size)) != LUNA_OK) t.step = 0;
   close_training(&lm);
   lm = t, chosen = t.set;
   return 1;
