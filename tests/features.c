@@ -309,14 +309,14 @@ static void check_quantiles(void) {
   for (int i = 0; i < 4; i++) {
     luna_begin_inference(ctx);
     CHECK(!luna_quantile_loss(luna_tensor_new(ctx, y, 2, many), targets, wrong + i, 1) &&
-          luna_ctx_error_id(ctx) == LUNA_ERROR_LEVEL, "a level of %g: %s", (double)wrong[i], luna_error(ctx));
+          luna_error_id_of(ctx) == LUNA_ERROR_LEVEL, "a level of %g: %s", (double)wrong[i], luna_error(ctx));
   }
   luna_begin_inference(ctx);
   CHECK(!luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, levels, 2) &&
-        luna_ctx_error_id(ctx) == LUNA_ERROR_LEVELS, "two levels for three values: %s", luna_error(ctx));
+        luna_error_id_of(ctx) == LUNA_ERROR_LEVELS, "two levels for three values: %s", luna_error(ctx));
   luna_begin_inference(ctx);
   CHECK(!luna_quantile_loss(luna_tensor_new(ctx, x, 2, shape), t, NULL, 3) &&
-        luna_ctx_error_id(ctx) == LUNA_ERROR_NULL_ARGUMENT, "no levels: %s", luna_error(ctx));
+        luna_error_id_of(ctx) == LUNA_ERROR_NULL_ARGUMENT, "no levels: %s", luna_error(ctx));
   free(x), free(t), free(grad), free(y), free(targets);
   luna_close(ctx);
 }
