@@ -110,9 +110,11 @@
      programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
      which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and
      returns it. An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A
-     forward of a zeroed model returns null; no context is known then, and no sentence, so luna_optimizer_step reports
-     that there was no luna_backward. options.log gets each failure as it happens. A step whose loss or gradients are
-     not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
+     forward of a zeroed model returns null; no context is known then, and no sentence: an empty one after an op that
+     has returned null says that an earlier call had failed. luna_optimizer_step then reports that there was no
+     luna_backward. What no call can see is an array that is too short: of tokens, labels or lengths. options.log gets
+     each failure as it happens. A step whose loss or gradients are not finite is skipped; max_skips of them in a row
+     are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
@@ -1416,7 +1418,7 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
                                                    luna_tensor *context, const int32_t *lengths);
 
 /* A user-defined attention. init makes a layer's parameters, whose names start with prefix ("layers.0.self_attn."), and
-   returns what forward will get as `layer` (later the layer's hook_state), null on failure; it belongs to the user.
+   returns what forward and close will get as `layer` (later the layer's hook_state), null on failure.
    forward: call->x [batch,n,d] -> [batch,n,d]; dropout inside it is its own business (config has the probabilities).
    Either says what failed by luna_backend_fail. Examples: examples/attentions. A hook is not saved: the file of such a
    model has no luna.kind, and luna_load_model cannot open it; init the model with the same config and hook, then
@@ -1439,6 +1441,7 @@ typedef struct luna_attention_hook {
   void *(*init)(void *user, luna_params *params, const char *prefix, const luna_layer_config *config);
   luna_tensor *(*forward)(void *layer, luna_attention_call *call);
   void *user;
+  void (*close)(void *layer);        /* or null: called once, by luna_close or an init that fails after all */
 } luna_attention_hook;
 
 typedef enum luna_recompute_kind {
@@ -8882,6 +8885,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   memset(st, 0, sizeof(*st));
   if (size < 8) return "the file is shorter than 8 bytes";
   for (int i = 7; i >= 0; i--) header_size = header_size << 8 | ((const uint8_t *)bytes)[i];
+  if (size > 8 && ((const char *)bytes)[8] != '{') return "it does not begin as safetensors files do";
   if (header_size > LUNAI_ST_HEADER) return "the header is longer than 100 MB";
   if (header_size > size - 8) return "the file ends inside its header";
   st->header = (const char *)bytes + 8;
@@ -8889,7 +8893,7 @@ LUNAI_FN const char *lunai_st_open(lunai_st *st, const void *bytes, size_t size)
   st->data = (const uint8_t *)bytes + 8 + st->header_size;
   st->data_size = size - 8 - st->header_size;
   lunai_st_json j = lunai_st_json_at(st, 0);
-  if (header_size == 0 || *j.at != '{') return "the header does not begin with {";
+  if (header_size == 0) return "it does not begin as safetensors files do";
   for (st->contiguous = true; lunai_st_read(st, &j, &t); st->tensors++) {
     if (t.bytes > st->data_size - covered) return "two tensors overlap";
     st->contiguous = st->contiguous && (t.bytes == 0 || t.data == st->data + covered);
@@ -9237,6 +9241,12 @@ LUNAI_FN void lunai_bump_forget(lunai_bump *b) {
   b->kept = b->floor;
 }
 
+typedef struct lunai_hooked {        /* what hooks have made for layers, newest first */
+  struct lunai_hooked *older;
+  void (*close)(void *layer);
+  void *layer;
+} lunai_hooked;
+
 typedef struct lunai_failure {       /* of a call that makes something: set and hash say which */
   const luna_params *set;
   uint64_t hash;
@@ -9335,6 +9345,7 @@ struct luna_ctx {
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
   luna_collective collective;        /* what options.collective points to, with more than one rank */
   const luna_params *newest;         /* of its parameter sets */
+  lunai_hooked *hooked;
 #ifndef LUNA_ONLY_STREAM
   lunai_profile *profile, *profiled; /* under way, or null; the last */
 #endif
@@ -9925,8 +9936,14 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx) {
 }
 
 /* --- open and close --- */
+/* closes those that are newer than `last` */
+LUNAI_FN void lunai_close_hooked(luna_ctx *ctx, const lunai_hooked *last) {
+  for (; ctx->hooked != last; ctx->hooked = ctx->hooked->older)
+    if (ctx->hooked->close) ctx->hooked->close(ctx->hooked->layer);
+}
 LUNA_API void luna_close(luna_ctx *ctx) {
   if (!ctx) return;
+  lunai_close_hooked(ctx, NULL);
   while (ctx->graphs) luna_graph_close(ctx->graphs);
 #ifndef LUNAI_NO_POOL
   if (ctx->parallel.run == lunai_pool_run) lunai_pool_close((lunai_pool *)ctx->parallel.user);
@@ -13953,6 +13970,7 @@ typedef struct lunai_setup {
   uint64_t prefix;                   /* its hash */
   const char *outer;                 /* for lunai_leave */
   lunai_persistent_mark memory;
+  const lunai_hooked *hooked;        /* the newest */
   luna_params before;                /* what the set was */
 } lunai_setup;
 /* Begins an init; false, with a sentence where there is a context, when it cannot succeed. lunai_setup_end must
@@ -13966,6 +13984,7 @@ LUNAI_FN bool lunai_setup_begin(lunai_setup *s, const char *name, luna_params *p
   if (!params) return false;
   s->prefix = lunai_hash(prefix ? prefix : "");
   s->memory = lunai_persistent(params->ctx);
+  s->hooked = params->ctx->hooked;
   s->before = *params;
   params->ctx->setups++;
   s->outer = lunai_enter(params->ctx, name);
@@ -13983,6 +14002,7 @@ LUNAI_FN lunai_meta *lunai_meta_find(const luna_params *params, const char *key)
 LUNAI_FN void lunai_setup_undo(const lunai_setup *s) {
   luna_params *params = s->params;
   const luna_params *before = &s->before;
+  lunai_close_hooked(params->ctx, s->hooked);
   for (; params->replaced != before->replaced; params->replaced = params->replaced->next)
     lunai_meta_find(params, params->replaced->key)->value = params->replaced->value;
   for (lunai_param *p = before->last ? before->last->next : params->first; p; p = p->next)
@@ -14112,6 +14132,7 @@ LUNAI_FN bool lunai_is_checked(const luna_ctx *ctx) { return LUNAI_BUMPS(ctx); }
    it occurs, a capital at least 1, "..." the same leading axes; an input with a question mark may be null. */
 typedef struct lunai_pattern {
   int64_t sizes[128];                /* of the letters; -1: not met */
+  int64_t wrong;                     /* the size that differs */
   const luna_tensor *leading;        /* the first input with leading axes */
   int after;                         /* its axes after them */
 } lunai_pattern;
@@ -14129,11 +14150,22 @@ LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const cha
     const int64_t size = t->shape[before + a];
     int64_t *known = &p->sizes[letter & 127];
     if (*known < 0) *known = size;
+    p->wrong = size;
     if (size != *known || (size < 1 && letter < 'a')) return letter;
   }
   if (open && !p->leading) p->leading = t, p->after = rank;
   return !open || (p->leading->rank - p->after == before &&
                    memcmp(p->leading->shape, t->shape, (size_t)before * sizeof *t->shape) == 0) ? 0 : '.';
+}
+/* the name of the first input with that letter, as far as room allows */
+LUNAI_FN void lunai_pattern_name(const char *pattern, char letter, char *name, size_t room) {
+  const char *start = pattern, *at = pattern;
+  for (bool inside = false; *at && !(inside && *at == letter); at++) {
+    if (*at == '[') inside = true;
+    if (*at == ']') inside = false, start = at + 2;
+  }
+  for (; room > 1 && *start != ' ' && *start != '?'; room--) *name++ = *start++;
+  *name = 0;
 }
 LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
   const char *at = pattern;
@@ -14143,7 +14175,7 @@ LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
   p.leading = NULL;
   for (int i = 0; *at; i++) {
     const luna_tensor *t = s->op.in[i];
-    char name[16], wrong[2] = { 0, 0 }, why[40];
+    char name[16], first[16], wrong[2] = { 0, 0 }, why[80];
     size_t length = 0;
     for (; *at != ' ' && *at != '?'; at++) if (length + 1 < sizeof name) name[length++] = *at;
     name[length] = 0;
@@ -14152,8 +14184,9 @@ LUNAI_FN bool lunai_fits(const lunai_build *s, const char *pattern) {
     if (!t && !optional) return lunai_fail_null(s->op.ctx, s->name, name) != NULL;
     if (t && (wrong[0] = lunai_axes_wrong(&p, t, at)) != 0) {
       const int64_t size = p.sizes[wrong[0] & 127];
+      lunai_pattern_name(pattern, wrong[0], first, sizeof first);
       lunai_print(why, sizeof why, wrong[0] == '[' ? "the number of axes" : wrong[0] == '.' ? "the leading axes" :
-                  size > 0 || wrong[0] > 'Z' ? "%s is %d" : "%s is at least 1", wrong, size);
+                  size != p.wrong ? "its %s is %d, that of %s is %d" : "%s is at least 1", wrong, p.wrong, first, size);
       return lunai_fail(s->op.ctx, LUNA_ERROR_SHAPES, s->name, name, t, pattern, why) != NULL;
     }
     while (*at != ']') at++;
@@ -16511,10 +16544,17 @@ LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hoo
   if (c->hook) {
     const lunai_part gate = lunai_gate_part(c->output_gate, &other_attention->gate, c->dim, c->bert_init);
     if (!lunai_parts_init(params, prefix, &gate, 1)) return false;
+    lunai_hooked *hooked = (lunai_hooked *)lunai_persist_host(params->ctx, params->ctx->call, sizeof *hooked);
+    if (!hooked) return false;
     *hook_state = c->hook->init(c->hook->user, params, prefix, c);
     if (!*hook_state && params->ctx->last_status == LUNA_OK)
       lunai_fail_status(params->ctx, LUNA_ERROR_HOOK_INIT, params->ctx->call, prefix);
-    return *hook_state != NULL;
+    if (!*hook_state) return false;
+    hooked->older = params->ctx->hooked;
+    hooked->close = c->hook->close;
+    hooked->layer = *hook_state;
+    params->ctx->hooked = hooked;
+    return true;
   }
   return luna_attention_layer_init(other_attention, params, prefix, &a) == LUNA_OK;
 }
@@ -19444,6 +19484,17 @@ LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stre
   return wrong ? 0 : need + (LUNAI_ALIGN - 1);
 }
 
+/* the sentence, in the memory itself where that holds it */
+LUNAI_FN const char *lunai_stream_too_small(char *memory, size_t size, size_t need) {
+  if (!memory || size < 100) return "memory_size is less than luna_stream_size";
+  lunai_text text = { memory, memory + 99 };
+  lunai_put(&text, "memory_size is ");
+  lunai_put_number(&text, (int64_t)size);
+  lunai_put(&text, ", and luna_stream_size ");
+  lunai_put_number(&text, (int64_t)(need + (LUNAI_ALIGN - 1)));
+  *text.at = 0;
+  return memory;
+}
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error) {
   luna_stream first, *s = NULL;
@@ -19452,7 +19503,7 @@ LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, con
   const size_t shift = (LUNAI_ALIGN - (uintptr_t)memory % LUNAI_ALIGN) % LUNAI_ALIGN,
       need = lunai_stream_describe(&first, &st, bytes, size, config, &wrong);
   if (!wrong && (!memory || memory_size < shift || memory_size - shift < need))
-    wrong = "memory_size is less than luna_stream_size";
+    wrong = lunai_stream_too_small((char *)memory, memory_size, need);
   if (!wrong) {
     s = lunai_stream_place(&first, (char *)memory + shift, need);
     wrong = lunai_st_index(&st, (uint64_t *)(void *)s->bump.part[1].start, NULL);

@@ -637,7 +637,7 @@ static luna_tensor *no_forward(void *layer, luna_attention_call *call) {
   return call->x;
 }
 static void cannot_cut(void) {
-  static luna_attention_hook hook = { no_init, no_forward, &hook };
+  static luna_attention_hook hook = { no_init, no_forward, &hook, NULL };
   static const char *const names[6] = { "softmax", "Linformer", "an attention hook", "softmax", "LUNA_ISA_REFERENCE",
                                         "of rows that are" };
   luna_backend far = *luna_cpu_backend();

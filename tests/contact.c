@@ -161,7 +161,7 @@ static void *hook_init(void *user, luna_params *params, const char *prefix, cons
 static luna_tensor *hook_forward(void *layer, luna_attention_call *call) { return layer ? call->x : NULL; }
 static void check_hook_init(luna_options options) {
   luna_ctx *ctx = luna_open(&options);
-  const luna_attention_hook hook = {hook_init, hook_forward, ctx};
+  const luna_attention_hook hook = {hook_init, hook_forward, ctx, NULL};
   luna_causal_layer layer;
   luna_params *params = luna_params_open(ctx);
   luna_lm model;
@@ -178,7 +178,7 @@ static void check_hook_init(luna_options options) {
   luna_begin_step(ctx);
   const int64_t shape[1] = {3};
   luna_tensor *x = luna_tensor_new(ctx, NULL, 1, shape);
-  const luna_attention_hook again = {hook_init, hook_forward, ctx};
+  const luna_attention_hook again = {hook_init, hook_forward, ctx, NULL};
   CHECK(luna_causal_layer_init(&layer, params, "a.", 0, &(luna_layer_config){ .dim = 8, .heads = 1,
       .hook = &again }) != LUNA_OK, "a null hook");
   CHECK(x && luna_add_scalar(x, 1), "%s", luna_error(ctx));
@@ -541,6 +541,27 @@ static void check_overflow(luna_isa isa, luna_forget forget) {
   luna_close(ctx);
 }
 
+/* a stream's memory that is too small: both numbers are said */
+static void check_small_memory(void) {
+  static double memory[20];
+  luna_ctx *ctx = luna_open(NULL);
+  luna_params *params = luna_params_open(ctx);
+  luna_lm lm;
+  const char *error = "";
+  char want[100];
+  size_t size;
+  luna_lm_init(&lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 8, .heads = 2 });
+  luna_save(params, luna_buffer(NULL, 0, &size));
+  char *bytes = malloc(size);
+  CHECK(luna_save(params, luna_buffer(bytes, size, &size)) == LUNA_OK, "%s", luna_error(ctx));
+  snprintf(want, sizeof want, "is 160, and luna_stream_size %zu", luna_stream_size(bytes, size, NULL, &error));
+  CHECK(!luna_stream_open_bytes(bytes, size, NULL, memory, sizeof memory, &error) && strstr(error, want), "%s", error);
+  CHECK(!luna_stream_open_bytes(bytes, size, NULL, memory, 1, &error) && strstr(error, "less than luna_stream_size"),
+        "%s", error);
+  free(bytes);
+  luna_close(ctx);
+}
+
 int main(void) {
   static double block[1 << 20];
   luna_options options = {0};
@@ -559,6 +580,7 @@ int main(void) {
   check_kinds();
   check_inputs();
   check_stream();
+  check_small_memory();
   for (int i = 0; i < 12; i++) {
     const luna_isa isa = i % 2 ? LUNA_ISA_REFERENCE : LUNA_ISA_BEST;
     check_misfits(isa, (luna_forget)(i / 2 % 3), i / 6 ? 3 : 0);

@@ -15,7 +15,7 @@ typedef struct average_layer {
 typedef struct average_hook {
   average_layer layers[8];
   /* init number fail_at returns null, after it has made a parameter */
-  int made, fail_at;
+  int made, fail_at, closed;
   /* what forward has seen; strange: a p that is no tensor of the model's sizes */
   int forwards, with_memory, causal, with_lengths, strange;
   luna_tensor *expected_memory;
@@ -93,8 +93,13 @@ static luna_tensor *average_run(void *layer, luna_attention_call *call) {
   in[0] = x, in[1] = a->decay;
   return luna_linear_layer_forward(&a->out, luna_custom_op(in, 2, 3, x->shape, &custom));
 }
+static void average_close(void *layer) {
+  const average_layer *a = (const average_layer *)layer;
+  CHECK(a >= average_now->layers && a < average_now->layers + average_now->made, "a layer of no hook is closed");
+  average_now->closed++;
+}
 static luna_attention_hook average_open(average_hook *hook, int fail_at) {
-  luna_attention_hook h = {average_make, average_run, NULL};
+  luna_attention_hook h = {average_make, average_run, NULL, average_close};
   memset(hook, 0, sizeof *hook);
   hook->fail_at = fail_at;
   average_now = hook;
@@ -223,7 +228,9 @@ static void check_hook_lm(void) {
   }
   refused(ctx, !luna_stream_open(&model, NULL), STREAM_ATTENTION, "streaming a hooked model");
   free(tokens);
+  CHECK(state.closed == 0, "a layer is closed before its context");
   luna_close(ctx);
+  CHECK(state.closed == 2, "%d of a hook's 2 layers are closed", state.closed);
 }
 static luna_tensor *null_run(void *layer, luna_attention_call *call) {
   (void)layer, (void)call;
@@ -256,6 +263,7 @@ static void check_hook_refusals(void) {
     l.layer.hook = &hook;
     refused(ctx, luna_lm_init(&lm, params, &l) != LUNA_OK, HOOK_INIT,
         "a language model whose hook's init %d returns null", fail_at);
+    CHECK(state.closed == fail_at, "of an init that fails %d layers are closed, not %d", state.closed, fail_at);
     CHECK(luna_params_tensor_count(params) == 1 && luna_params_element_count(params) == 3 &&
           !luna_params_get(params, "luna.kind"),
           "a hook that fails leaves %d parameters", (int)luna_params_tensor_count(params));

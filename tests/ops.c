@@ -888,9 +888,9 @@ static void check_sentences(luna_ctx *ctx, luna_params *params) {
   said(ctx, luna_linear(x, x, NULL), "luna_linear: weight [2,3,8] does not fit \"x [...,i] weight [o,i] bias? [o] "
        "residual? [...,o]\": the number of axes");
   said(ctx, luna_linear(x, luna_transpose(w, 0, 1), v), "luna_linear: weight [8,5] does not fit \"x [...,i] weight "
-       "[o,i] bias? [o] residual? [...,o]\": i is 8");
+       "[o,i] bias? [o] residual? [...,o]\": its i is 5, that of x is 8");
   said(ctx, luna_layer_norm(x, NULL, v), "luna_layer_norm: bias [5] does not fit \"x [...,d] weight? [d] bias? [d]\": "
-       "d is 8");
+       "its d is 5, that of x is 8");
   said(ctx, luna_ratio(luna_slice(none, 0, 0, 0)), "luna_ratio: x [0] does not fit \"x [...,N]\": N is at least 1");
   said(ctx, luna_feed_forward(luna_slice(x, 0, 0, 1), w, NULL, luna_transpose(w, 0, 1), NULL, &c),
        "luna_feed_forward: residual [2,3,8] does not fit \"x [...,i] w1 [f,i] b1? [f] w2 [o,f] b2? [o] residual? "

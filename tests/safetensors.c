@@ -110,8 +110,8 @@ static void expect(const char *json, size_t data, const char *want) {
 
 typedef struct header { const char *json; size_t data; const char *wrong; } header;
 static const header headers[] = {
-  {"{}", 0, NULL}, {"{ }   ", 0, NULL}, {META("{}"), 0, NULL}, {" {}", 0, "begin with {"}, {"", 0, "begin with {"},
-  {"[]", 0, "begin with {"},
+  {"{}", 0, NULL}, {"{ }   ", 0, NULL}, {META("{}"), 0, NULL}, {" {}", 0, "does not begin as"}, {"", 0, "does not begin as"},
+  {"[]", 0, "does not begin as"},
   {"{}\n", 0, "other than spaces"}, {"{}}", 0, "other than spaces"}, {"{}", 1, "cover"},
   /* JSON */
   {"{" A8 "}", 8, NULL}, {"{" A8 ",}", 8, "JSON"}, {"{" A8 T("b", "F32", "0", 0, 0) "}", 8, "JSON"},
@@ -213,7 +213,7 @@ static void check_short(void) {
   uint8_t bytes[8] = {0};
   lunai_st st;
   for (size_t i = 0; i < 8; i++) expect_bytes(bytes, i, "8 bytes");
-  expect_bytes(bytes, 8, "begin with {");
+  expect_bytes(bytes, 8, "does not begin as");
   bytes[0] = 1;
   expect_bytes(bytes, 8, "inside its header");
   memset(bytes, 255, 8);
