@@ -257,207 +257,51 @@ typedef enum luna_status {
 LUNA_API const char *luna_status_text(luna_status status);
 LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementation */
 
-/* ---------------------------------------------------------------------------------------------------------------------
-   >>errors: X(ID, STATUS, sentence), each LUNA_ERROR_ID with its LUNA_STATUS. In sentences %s is text (the first is the
-   function), %d and %f are numbers, %t is a tensor's shape. The first list is of streams, whose sentences are fixed.
-   Numbers of ids may change with the version.
-   ------------------------------------------------------------------------------------------------------------------ */
-#define LUNA_STREAM_ERRORS(X) \
-  X(NO_STREAM, BAD_ARGUMENT, "the stream is null: opening it failed") \
-  X(STREAM_NO_TOKENS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: there are no tokens, which the " \
-    "model reads") \
-  X(STREAM_NO_FEATURES, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
-    "which the model reads in place of tokens") \
-  X(STREAM_FEATURE, BAD_ARGUMENT, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
-    "1e9 deviations from its mean. Sequences whose logits are NaN have not read it, and their state is as before; " \
-    "without logits none has. Clamp it, or give NaN where a number is missing") \
-  X(STREAM_NOT_FINITE, NOT_FINITE, "luna_stream: an output is not finite: weights are too large, or not finite. A " \
-    "layer whose inputs were not finite has kept its state as before") \
-  X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT, "luna_stream_prefill: n is too large") \
-  X(STREAM_TOKEN, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
-    "read") \
-  X(STREAM_POSITIONS, BAD_ARGUMENT, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
-  X(STREAM_INPUT, BAD_ARGUMENT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
-  X(STREAM_ORDER, BAD_ARGUMENT, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
-  X(STREAM_COPY, BAD_ARGUMENT, "luna_stream_copy: from is null or of another model size or batch") \
-  X(STREAM_STATE_SIZE, BAD_ARGUMENT, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
-  X(STREAM_STATE, BAD_ARGUMENT, "luna_stream_state_load: the state is of another model size or batch, or damaged")
-
+/* X(ID, STATUS): each LUNA_ERROR_ID with its LUNA_STATUS, first those of streams. What it says is in the implementation
+   (LUNAI_SENTENCES). The numbers of ids may change with the version. */
 #define LUNA_ERRORS(X) \
-  LUNA_STREAM_ERRORS(X) \
-  X(STREAM_DEVICES, BAD_ARGUMENT, "luna_stream_copy: the streams are on devices of two contexts; use " \
-    "luna_stream_state_save and luna_stream_state_load") \
-  X(STATE_MODEL, UNSUPPORTED, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
-    "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
-  X(STATE_INPUT, BAD_ARGUMENT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
-    "%s") \
-  X(STATE_TWICE, BAD_ARGUMENT, "luna_lm_state_continue: this step continues a state already; begin the next one") \
-  X(STATE_OTHER, BAD_ARGUMENT, "%s: the state is of another model, batch or layer count, or damaged") \
-  X(STATE_MISSING, MISMATCH, "%s: the training in %s carried no state of this model and batch") \
-  X(STATE_POSITIONS, BAD_ARGUMENT, "%s: the sequences stand at different positions, which %s cannot tell apart") \
-  X(NO_CONTEXT, BAD_ARGUMENT, "there is no context: luna_open failed; options.error and options.log say why") \
-  /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
-  X(BACKEND, DEVICE_FAILED, "%s: the backend failed: %s") \
-  X(NO_OP, UNSUPPORTED, "%s: this backend has no op %s") \
-  X(GRAPH_ORDER, BAD_ARGUMENT, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time " \
-    "in a context") \
-  X(RELEASED, BAD_ARGUMENT, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
-    "new step began (make it again after luna_begin_step or luna_begin_inference)") \
-  X(OTHER_CONTEXT, BAD_ARGUMENT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
-  X(NO_MEMORY, OUT_OF_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
-  X(STREAM_BLOCK, OUT_OF_MEMORY, "%s: a context in one block has no memory for a stream of %d bytes; use " \
-    "luna_stream_open_bytes") \
-  /* several ranks */ \
-  X(COLLECTIVE, DEVICE_FAILED, "%s: the collective's %s failed on rank %d of %d") \
-  X(RANKS_DIFFER, MISMATCH, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
-    "and calls") \
-  X(RANK_VALUE, DEVICE_FAILED, "%s: the collective gave %s %d for rank %d, which is impossible") \
-  X(RANK_CUT, UNSUPPORTED, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
-    "attention, or LUNA_PARALLEL_DATA") \
-  /* arguments of any call */ \
-  X(NULL_ARGUMENT, BAD_ARGUMENT, "%s: %s is null") \
-  X(VALUE_RANGE, BAD_ARGUMENT, "%s: %s is %d, outside %d..%d") \
-  X(ELEMENT_RANGE, BAD_ARGUMENT, "%s: %s[%d] is %d, outside %d..%d") \
-  X(FEATURE, BAD_ARGUMENT, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
-  X(FEATURE_SCALE, BAD_ARGUMENT, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
-    "clamp it, or give it in another unit") \
-  X(FEATURE_LARGE, BAD_ARGUMENT, "%s: features[%d] is %f, more than 1e9 deviations (1 / input_norm.scale) from its " \
-    "mean: clamp it, or give NaN where a number is missing") \
-  X(NO_FEATURES, BAD_ARGUMENT, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
-  X(PROBABILITY, BAD_ARGUMENT, "%s: %s is %f, outside [0, 1)") \
-  X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT, "%s: %s is %f; it must be finite") \
-  X(NEGATIVE, BAD_ARGUMENT, "%s: %s is %f; it must be finite and not negative") \
-  X(SHAPE, BAD_ARGUMENT, "%s: %s %t of rank %d is invalid: at most 4 axes, none negative, and %d elements in all") \
-  X(TOO_LARGE, BAD_ARGUMENT, "%s: %d times %d elements are more than %d") \
-  X(NOT_UTF8, BAD_ARGUMENT, "%s: %s is not UTF-8") \
-  /* tensors */ \
-  X(NO_GRAD, BAD_ARGUMENT, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
-    "luna_require_grad for the result of an op") \
-  X(WRITE_BORROWED, BAD_ARGUMENT, "luna_write: tensor %t reads values of another set or a file in place") \
-  X(NOT_ONE_ELEMENT, BAD_ARGUMENT, "%s: tensor %t has %d elements; reduce it to one") \
-  X(NO_TAPE, BAD_ARGUMENT, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
-    "not made after luna_begin_step") \
-  X(SECOND_BACKWARD, BAD_ARGUMENT, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
-    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
-  X(NO_PROFILE, BAD_ARGUMENT, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
-    "luna_profile_resume and luna_profile_write") \
-  X(TOO_MANY_TENSORS, BAD_ARGUMENT, "%s: %d tensors are given, at most %d are possible") \
-  /* ops */ \
-  X(SHAPES, BAD_ARGUMENT, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
-  X(AXIS, BAD_ARGUMENT, "%s: tensor %t has no axis %d") \
-  X(RESHAPE, BAD_ARGUMENT, "luna_reshape: %t has %d elements, which do not make %t") \
-  X(SLICE_RANGE, BAD_ARGUMENT, "luna_slice: start %d + count %d exceeds axis %d of %t") \
-  X(PERMUTE_AXES, BAD_ARGUMENT, "luna_permute: axis %d of %t occurs twice or does not exist") \
-  X(CONCAT_SHAPES, BAD_ARGUMENT, "%s: %t and %t differ in an axis other than %d") \
-  X(EXPAND_RANK, BAD_ARGUMENT, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
-  X(BROADCAST, BAD_ARGUMENT, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
-    "them 1") \
-  X(CLAMP, BAD_ARGUMENT, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
-  X(MATMUL_AXES, BAD_ARGUMENT, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
-    "the first") \
-  X(MATMUL_INNER, BAD_ARGUMENT, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
-  X(LABEL_RANGE, BAD_ARGUMENT, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
-  X(SMOOTHING, BAD_ARGUMENT, "%s: smoothing is %f, outside 0..1") \
-  X(TARGET_RANGE, BAD_ARGUMENT, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
-  X(LEVEL, BAD_ARGUMENT, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
-  X(LEVELS, BAD_ARGUMENT, "%s: the last axis of values %t must have the size of levels, %d") \
-  X(PATTERNS, BAD_ARGUMENT, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
-    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
-    "them") \
-  X(RAGGED_LENGTHS, BAD_ARGUMENT, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
-    "and key_offsets say where sequences end") \
-  X(OFFSETS, BAD_ARGUMENT, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
-  X(OMEGA, BAD_ARGUMENT, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
-    "LUNA_ACTIVATION_ELU1, which are never negative") \
-  /* parameters */ \
-  X(NAME_LENGTH, BAD_ARGUMENT, "%s: a name has %d bytes, more than %d: '%s%s'") \
-  X(NAME_RESERVED, BAD_ARGUMENT, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
-  X(PARAM_EXISTS, BAD_ARGUMENT, "luna_param: the set has a parameter '%s' already; use another set or prefix") \
-  X(SET_BORROWED, BAD_ARGUMENT, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
-  X(BORROW_DEVICE, MISMATCH, "%s: %s %t belongs to a context on another device") \
-  X(BORROW_ON_DEVICE, MISMATCH, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
-  X(BORROW_MISSING, MISMATCH, "%s: there is no %s %t to borrow from") \
-  X(BORROW_SHAPE, MISMATCH, "%s: %s %t has another shape where it is borrowed from") \
-  X(BORROW_FORMAT, MISMATCH, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
-  /* layers and models */ \
-  X(NOT_INITIALIZED, BAD_ARGUMENT, "%s: the layer or model is null or zeroed: its init failed or was not called") \
-  X(HEADS, BAD_ARGUMENT, "%s: dim %d is not a multiple of %s %d") \
-  X(FIELD_DIFFERS, BAD_ARGUMENT, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
-  X(FIELD_UNUSED, BAD_ARGUMENT, "%s: %s is %d; it must be 0 %s") \
-  X(LUNA_ONLY, UNSUPPORTED, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
-    "own_memory must be 0, hook null") \
-  X(HOOK_INIT, BAD_ARGUMENT, "%s: the attention hook's init returned null for '%s'") \
-  X(HOOK_NULL, BAD_ARGUMENT, "%s: the attention hook's forward returned null") \
-  X(HOOK_SHAPE, BAD_ARGUMENT, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
-  X(FORGET_SLOTS, BAD_ARGUMENT, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
-    "for config.memory = %d") \
-  X(LINFORMER_CAUSAL, UNSUPPORTED, "%s: Linformer mixes all positions and has no causal form") \
-  X(LINFORMER_PROJECTION, BAD_ARGUMENT, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
-    "its e and f first") \
-  X(SEQUENCE_SHAPE, BAD_ARGUMENT, "%s: %s %t must be [%d, n, %d]") \
-  X(MEMORY_SHAPE, BAD_ARGUMENT, "%s: p %t must be [l, %d] or [%d, l, %d]") \
-  X(MAX_LENGTH, BAD_ARGUMENT, "%s: a sequence of %d exceeds the config's max_length %d") \
-  X(BATCHES_DIFFER, BAD_ARGUMENT, "%s: the batches %d and %d differ") \
-  X(POOLING_MEMORY, BAD_ARGUMENT, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
-  X(POOL_EMPTY, BAD_ARGUMENT, "luna_classifier_pool: %t has no first row") \
-  X(CLASSIFIER_PAIR, BAD_ARGUMENT, "luna_classifier_forward: this model compares two sequences; call " \
-    "luna_classifier_forward_pair") \
-  X(CLASSIFIER_SINGLE, BAD_ARGUMENT, "luna_classifier_forward_pair: this model reads one sequence; call " \
-    "luna_classifier_forward") \
-  X(NO_LABELS, BAD_ARGUMENT, "luna_masked_lm_loss: none of the %d labels is 0 or more") \
-  X(SHARED_VOCAB, BAD_ARGUMENT, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
-  X(LOGITS_NOT_FINITE, BAD_ARGUMENT, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
-  X(STREAM_CONFIG, BAD_ARGUMENT, "%s: %s") \
-  X(STREAM_ATTENTION, UNSUPPORTED, "luna_stream_open: only Luna attention streams in constant memory; with another " \
-    "attention or a hook call luna_lm_forward on the whole sequence") \
-  /* training */ \
-  X(SCHEDULE_TOTAL, BAD_ARGUMENT, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
-    "number of steps") \
-  X(NESTEROV, BAD_ARGUMENT, "%s: nesterov needs a momentum above 0") \
-  X(GROUP_EMPTY, MISMATCH, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
-    "any)") \
-  X(FREEZE_EMPTY, MISMATCH, "luna_params_freeze: no parameter's name has '%s' in it") \
-  X(NO_BACKWARD, BAD_ARGUMENT, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
-    "a null loss means that an earlier call failed or that the model was never initialised") \
-  X(SKIPPED_STEPS, NOT_FINITE, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
-    "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
-    "in the data") \
-  X(RATES, BAD_ARGUMENT, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
-    "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
-  /* files */ \
-  X(CANNOT_OPEN, CANNOT_READ, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
-  X(READ_IRREGULAR, CANNOT_READ, "%s: '%s' is not a regular file") \
-  X(READ_FAILED, CANNOT_READ, "%s: %s could not be read in full (%d bytes)") \
-  X(WRITE_FAILED, CANNOT_WRITE, "%s: %s could not be written in full") \
-  X(SAVE_BUFFER, CANNOT_WRITE, "%s: the buffer has %d bytes, the file %d") \
-  X(SAVE_PATH, CANNOT_WRITE, "%s: the path '%s', or what it links to, is longer than %d bytes") \
-  X(SAVE_LINK, CANNOT_WRITE, "%s: '%s' is a link that leads nowhere") \
-  X(SAVE_IRREGULAR, CANNOT_WRITE, "%s: '%s' is not a regular file and is left as it is") \
-  X(SAVE_LOOKUP, CANNOT_WRITE, "%s: the folder of '%s' cannot be searched") \
-  X(SAVE_TEMPORARY, CANNOT_WRITE, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
-    "be written to?") \
-  X(SAVE_REPLACE, CANNOT_WRITE, "%s: '%s' cannot be replaced") \
-  X(NOT_SAFETENSORS, BAD_FILE, "%s: %s is not a valid safetensors file: %s") \
-  X(NOT_A_MODEL, BAD_FILE, "%s: %s does not hold such a model: %s") \
-  X(FILE_KIND, BAD_FILE, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
-  X(FILE_FIELD, BAD_FILE, "%s: %s is missing from the metadata of %s, or out of range") \
-  X(FILE_COUNTERS, BAD_FILE, "%s: the counters in %s are out of range: %d attempts, %d updates, %d skipped, of " \
-    "these %d in a row") \
-  X(FILE_CONFIG, MISMATCH, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
-    "luna_load_model take it from the file") \
-  X(FILE_TENSOR_MISSING, MISMATCH, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
-  X(FILE_TENSOR_EXTRA, MISMATCH, "%s: tensor '%s' of %s is not a parameter of this set") \
-  X(FILE_TENSOR_SHAPE, MISMATCH, "%s: parameter '%s' is %t and has another shape in %s") \
-  X(FILE_TENSOR_COUNT, MISMATCH, "%s: %s has %d tensors, the model %d") \
-  X(NOTHING_MATCHES, MISMATCH, "%s: none of the %d parameters is in %s in its shape") \
-  X(SET_NOT_EMPTY, BAD_ARGUMENT, "%s: the set has %d parameters already; load into a new one") \
-  X(OPTIMIZER_KIND, MISMATCH, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
-  X(MOMENT_COUNT, MISMATCH, "%s: %s has %d moments, the optimiser %d") \
-  X(MOMENT, MISMATCH, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
-
+  X(NO_STREAM, BAD_ARGUMENT) X(STREAM_NO_TOKENS, BAD_ARGUMENT) X(STREAM_NO_FEATURES, BAD_ARGUMENT) \
+  X(STREAM_FEATURE, BAD_ARGUMENT) X(STREAM_NOT_FINITE, NOT_FINITE) X(STREAM_TOO_MANY_TOKENS, BAD_ARGUMENT) \
+  X(STREAM_TOKEN, BAD_ARGUMENT) X(STREAM_POSITIONS, BAD_ARGUMENT) X(STREAM_INPUT, BAD_ARGUMENT) \
+  X(STREAM_ORDER, BAD_ARGUMENT) X(STREAM_COPY, BAD_ARGUMENT) X(STREAM_STATE_SIZE, BAD_ARGUMENT) \
+  X(STREAM_STATE, BAD_ARGUMENT) \
+  X(STREAM_DEVICES, BAD_ARGUMENT) X(STATE_MODEL, UNSUPPORTED) X(STATE_INPUT, BAD_ARGUMENT) \
+  X(STATE_TWICE, BAD_ARGUMENT) X(STATE_OTHER, BAD_ARGUMENT) X(STATE_MISSING, MISMATCH) \
+  X(STATE_POSITIONS, BAD_ARGUMENT) X(NO_CONTEXT, BAD_ARGUMENT) X(BACKEND, DEVICE_FAILED) X(NO_OP, UNSUPPORTED) \
+  X(GRAPH_ORDER, BAD_ARGUMENT) X(RELEASED, BAD_ARGUMENT) X(OTHER_CONTEXT, BAD_ARGUMENT) X(NO_MEMORY, OUT_OF_MEMORY) \
+  X(STREAM_BLOCK, OUT_OF_MEMORY) X(COLLECTIVE, DEVICE_FAILED) X(RANKS_DIFFER, MISMATCH) X(RANK_VALUE, DEVICE_FAILED) \
+  X(RANK_CUT, UNSUPPORTED) X(NULL_ARGUMENT, BAD_ARGUMENT) X(VALUE_RANGE, BAD_ARGUMENT) X(ELEMENT_RANGE, BAD_ARGUMENT) \
+  X(FEATURE, BAD_ARGUMENT) X(FEATURE_SCALE, BAD_ARGUMENT) X(FEATURE_LARGE, BAD_ARGUMENT) X(NO_FEATURES, BAD_ARGUMENT) \
+  X(PROBABILITY, BAD_ARGUMENT) X(NOT_FINITE_ARGUMENT, BAD_ARGUMENT) X(NEGATIVE, BAD_ARGUMENT) X(SHAPE, BAD_ARGUMENT) \
+  X(TOO_LARGE, BAD_ARGUMENT) X(NOT_UTF8, BAD_ARGUMENT) X(NO_GRAD, BAD_ARGUMENT) X(WRITE_BORROWED, BAD_ARGUMENT) \
+  X(NOT_ONE_ELEMENT, BAD_ARGUMENT) X(NO_TAPE, BAD_ARGUMENT) X(SECOND_BACKWARD, BAD_ARGUMENT) \
+  X(NO_PROFILE, BAD_ARGUMENT) X(TOO_MANY_TENSORS, BAD_ARGUMENT) X(SHAPES, BAD_ARGUMENT) X(AXIS, BAD_ARGUMENT) \
+  X(RESHAPE, BAD_ARGUMENT) X(SLICE_RANGE, BAD_ARGUMENT) X(PERMUTE_AXES, BAD_ARGUMENT) X(CONCAT_SHAPES, BAD_ARGUMENT) \
+  X(EXPAND_RANK, BAD_ARGUMENT) X(BROADCAST, BAD_ARGUMENT) X(CLAMP, BAD_ARGUMENT) X(MATMUL_AXES, BAD_ARGUMENT) \
+  X(MATMUL_INNER, BAD_ARGUMENT) X(LABEL_RANGE, BAD_ARGUMENT) X(SMOOTHING, BAD_ARGUMENT) X(TARGET_RANGE, BAD_ARGUMENT) \
+  X(LEVEL, BAD_ARGUMENT) X(LEVELS, BAD_ARGUMENT) X(PATTERNS, BAD_ARGUMENT) X(RAGGED_LENGTHS, BAD_ARGUMENT) \
+  X(OFFSETS, BAD_ARGUMENT) X(OMEGA, BAD_ARGUMENT) X(NAME_LENGTH, BAD_ARGUMENT) X(NAME_RESERVED, BAD_ARGUMENT) \
+  X(PARAM_EXISTS, BAD_ARGUMENT) X(SET_BORROWED, BAD_ARGUMENT) X(BORROW_DEVICE, MISMATCH) X(BORROW_ON_DEVICE, MISMATCH) \
+  X(BORROW_MISSING, MISMATCH) X(BORROW_SHAPE, MISMATCH) X(BORROW_FORMAT, MISMATCH) X(NOT_INITIALIZED, BAD_ARGUMENT) \
+  X(HEADS, BAD_ARGUMENT) X(FIELD_DIFFERS, BAD_ARGUMENT) X(FIELD_UNUSED, BAD_ARGUMENT) X(LUNA_ONLY, UNSUPPORTED) \
+  X(HOOK_INIT, BAD_ARGUMENT) X(HOOK_NULL, BAD_ARGUMENT) X(HOOK_SHAPE, BAD_ARGUMENT) X(FORGET_SLOTS, BAD_ARGUMENT) \
+  X(LINFORMER_CAUSAL, UNSUPPORTED) X(LINFORMER_PROJECTION, BAD_ARGUMENT) X(SEQUENCE_SHAPE, BAD_ARGUMENT) \
+  X(MEMORY_SHAPE, BAD_ARGUMENT) X(MAX_LENGTH, BAD_ARGUMENT) X(BATCHES_DIFFER, BAD_ARGUMENT) \
+  X(POOLING_MEMORY, BAD_ARGUMENT) X(POOL_EMPTY, BAD_ARGUMENT) X(CLASSIFIER_PAIR, BAD_ARGUMENT) \
+  X(CLASSIFIER_SINGLE, BAD_ARGUMENT) X(NO_LABELS, BAD_ARGUMENT) X(SHARED_VOCAB, BAD_ARGUMENT) \
+  X(LOGITS_NOT_FINITE, BAD_ARGUMENT) X(STREAM_CONFIG, BAD_ARGUMENT) X(STREAM_ATTENTION, UNSUPPORTED) \
+  X(SCHEDULE_TOTAL, BAD_ARGUMENT) X(NESTEROV, BAD_ARGUMENT) X(GROUP_EMPTY, MISMATCH) X(FREEZE_EMPTY, MISMATCH) \
+  X(NO_BACKWARD, BAD_ARGUMENT) X(SKIPPED_STEPS, NOT_FINITE) X(RATES, BAD_ARGUMENT) X(CANNOT_OPEN, CANNOT_READ) \
+  X(READ_IRREGULAR, CANNOT_READ) X(READ_FAILED, CANNOT_READ) X(WRITE_FAILED, CANNOT_WRITE) \
+  X(SAVE_BUFFER, CANNOT_WRITE) X(SAVE_PATH, CANNOT_WRITE) X(SAVE_LINK, CANNOT_WRITE) X(SAVE_IRREGULAR, CANNOT_WRITE) \
+  X(SAVE_LOOKUP, CANNOT_WRITE) X(SAVE_TEMPORARY, CANNOT_WRITE) X(SAVE_REPLACE, CANNOT_WRITE) \
+  X(NOT_SAFETENSORS, BAD_FILE) X(NOT_A_MODEL, BAD_FILE) X(FILE_KIND, BAD_FILE) X(FILE_FIELD, BAD_FILE) \
+  X(FILE_COUNTERS, BAD_FILE) X(FILE_CONFIG, MISMATCH) X(FILE_TENSOR_MISSING, MISMATCH) X(FILE_TENSOR_EXTRA, MISMATCH) \
+  X(FILE_TENSOR_SHAPE, MISMATCH) X(FILE_TENSOR_COUNT, MISMATCH) X(NOTHING_MATCHES, MISMATCH) \
+  X(SET_NOT_EMPTY, BAD_ARGUMENT) X(OPTIMIZER_KIND, MISMATCH) X(MOMENT_COUNT, MISMATCH) X(MOMENT, MISMATCH)
 typedef enum luna_error_id {
   LUNA_ERROR_NONE = 0,
-#define LUNAI_ERROR(id, status, sentence) LUNA_ERROR_##id,
+#define LUNAI_ERROR(id, status) LUNA_ERROR_##id,
   LUNA_ERRORS(LUNAI_ERROR)
 #undef LUNAI_ERROR
   LUNA_ERROR_COUNT
@@ -474,39 +318,15 @@ LUNA_API luna_isa luna_isa_best(void);
 LUNA_API bool luna_isa_available(luna_isa isa);
 LUNA_API const char *luna_isa_name(luna_isa isa);
 
-/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
-   its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). NaN stays NaN.
-   The first are a layer's activations; the others are for luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236],
-   GELU the exact (erf) form, SOFTPLUS ln(1 + e^x), SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). */
-#define LUNA_ACTIVATIONS(M) \
-  M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
-  M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
-    vf_fma(vf_mul(x, vf_of(0.39894228040143267794)), vf_half_gauss(x), vf_normal_cdf(x))) \
-  M(ELU1, elu1, vf_select(vf_gt(x, vf_zero()), vf_add(x, vf_of(1)), vf_exp(x)), \
-    vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_exp(x))) \
-  M(SOFTPLUS, softplus, vf_add(vf_max(vf_zero(), x), vf_log1p(vf_exp(vf_neg(vf_abs(x))))), \
-    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
-  M(SOFTPLUS2, softplus2, \
-    vf_fma(vf_log1p(vf_exp2(vf_neg(vf_abs(x)))), vf_of(1.44269504088896340736), vf_max(vf_zero(), x)), \
-    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp2(vf_neg(x))))) \
-  M(SIGMOID, sigmoid, vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x)))), vf_fnma(y, y, y)) \
-  M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
-    vf_div(vf_add(vf_of(1), vf_div(x, vf_add(vf_of(1), vf_exp(x)))), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
-  M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1)))
-#define LUNA_OTHER_MAPS(M) \
-  M(EXP, exp, vf_exp(x), y) \
-  M(LOG, log, vf_select(vf_lt(x, vf_zero()), vf_sqrt(x), vf_log(x)), vf_div(vf_of(1), x)) \
-  M(SQRT, sqrt, vf_sqrt(x), vf_div(vf_of(0.5), y)) \
-  M(RSQRT, rsqrt, vf_div(vf_of(1), vf_sqrt(x)), vf_div(vf_mul(vf_of(-0.5), y), x)) \
-  M(ABS, abs, vf_abs(x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_lt(x, vf_zero()), vf_of(-1), x)))
-#define LUNA_MAPS(M) LUNA_ACTIVATIONS(M) LUNA_OTHER_MAPS(M)
+/* Functions of single numbers. The first are a layer's activations; those after LUNA_ACTIVATION_NONE are for
+   luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU the exact (erf) form, SOFTPLUS ln(1 + e^x),
+   SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). NaN stays NaN. */
 typedef enum luna_activation {
   LUNA_ACTIVATION_DEFAULT = 0,       /* none, but ReLU of a feed-forward and softplus2 of an omega */
-#define LUNAI_MAP(NAME, name, value, slope) LUNA_ACTIVATION_##NAME,
-  LUNA_ACTIVATIONS(LUNAI_MAP)
+  LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2,
+  LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH,
   LUNA_ACTIVATION_NONE,              /* x itself */
-  LUNA_OTHER_MAPS(LUNAI_MAP)
-#undef LUNAI_MAP
+  LUNA_ACTIVATION_EXP, LUNA_ACTIVATION_LOG, LUNA_ACTIVATION_SQRT, LUNA_ACTIVATION_RSQRT, LUNA_ACTIVATION_ABS,
   LUNA_ACTIVATION_COUNT
 } luna_activation;
 
@@ -967,43 +787,19 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);      
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
 /* [...] -> [count, ...], copies along a new axis 0 */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
-#define LUNA_READS_IN(i) (1 << (i))
-#define LUNA_READS_OUT(i) (256 << (i))
-/* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
-   function, differentiable inputs, value, and its gradient for each of them) in a, b and c, of the inputs, and g, of
-   the result, by the kernels' vector functions (>>vector). */
-#define LUNA_BINARIES(E) \
-  E(ADD, 1, 0, true, add, 3, vf_add(a, b), g, g, g) \
-  E(SUB, 1, 0, true, sub, 3, vf_sub(a, b), g, vf_neg(g), g) \
-  E(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, mul, 3, vf_mul(a, b), vf_mul(g, b), vf_mul(g, a), g) \
-  E(DIV, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, div, 3, vf_div(a, b), vf_div(g, b), \
-    vf_neg(vf_mul(vf_div(g, b), vf_div(a, b))), g) \
-  E(MINIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, minimum, 3, \
-    vf_select(vf_le(a, b), a, vf_select(vf_lt(b, a), b, vf_add(a, b))), vf_select(vf_lt(b, a), vf_zero(), g), \
-    vf_select(vf_lt(b, a), g, vf_zero()), g) \
-  E(MAXIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, maximum, 3, \
-    vf_select(vf_le(b, a), a, vf_select(vf_lt(a, b), b, vf_add(a, b))), vf_select(vf_lt(a, b), vf_zero(), g), \
-    vf_select(vf_lt(a, b), g, vf_zero()), g) \
-  E(LESS, 1, 0, false, less, 0, vf_select(vf_lt(a, b), vf_of(1), vf_zero()), g, g, g) \
-  E(LESS_EQUAL, 1, 0, false, less_equal, 0, vf_select(vf_le(a, b), vf_of(1), vf_zero()), g, g, g) \
-  E(EQUAL, 1, 0, false, equal, 0, \
-    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_of(1), vf_zero()), vf_zero()), g, g, g) \
-  E(NOT_EQUAL, 1, 0, false, not_equal, 0, \
-    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_zero(), vf_of(1)), vf_of(1)), g, g, g)
-#define LUNA_ELEMENTWISE(E) \
-  LUNA_BINARIES(E) \
-  E(WHERE, 1, LUNA_READS_IN(0), false, where, 6, vf_select(vf_le(vf_abs(a), vf_zero()), c, b), g, \
-    vf_select(vf_le(vf_abs(a), vf_zero()), vf_zero(), g), vf_select(vf_le(vf_abs(a), vf_zero()), g, vf_zero())) \
-  E(CLAMP, 1, LUNA_READS_IN(0), false, clamp, 1, vf_select(vf_lt(a, b), b, vf_select(vf_lt(c, a), c, a)), \
-    vf_select(vf_lt(a, b), vf_zero(), vf_select(vf_lt(c, a), vf_zero(), g)), g, g)
-/* luna_add(a, b), luna_sub, luna_mul, luna_div, luna_minimum, luna_maximum, luna_less, luna_less_equal, luna_equal,
-   luna_not_equal: one for each row of LUNA_BINARIES. They broadcast as in NumPy: aligned at the last axis, sizes are
-   equal or one of them is 1 or missing, and repeats; so do all inputs of luna_where. A comparison's result is 1 or 0,
-   without gradient. Of equal numbers minimum and maximum give the gradient to a; NaN in either is the result. */
-#define LUNAI_BINARY(NAME, tier, reads, cheap, name, inputs, value, da, db, dc) \
-  LUNA_API luna_tensor *luna_##name(luna_tensor *a, luna_tensor *b);
-LUNA_BINARIES(LUNAI_BINARY)
-#undef LUNAI_BINARY
+/* These broadcast as in NumPy: aligned at the last axis, sizes are equal or one of them is 1 or missing, and repeats;
+   so do all inputs of luna_where. A comparison's result is 1 or 0, without gradient. Of equal numbers minimum and
+   maximum give the gradient to a; NaN in either is the result. */
+LUNA_API luna_tensor *luna_add(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_sub(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_mul(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_div(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_minimum(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_maximum(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_less(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_less_equal(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_equal(luna_tensor *a, luna_tensor *b);
+LUNA_API luna_tensor *luna_not_equal(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater(luna_tensor *a, luna_tensor *b);
 LUNA_API luna_tensor *luna_greater_equal(luna_tensor *a, luna_tensor *b);
 /* a where condition is not 0 (NaN is not), b elsewhere */
@@ -1037,12 +833,21 @@ typedef struct luna_feed_forward_config {
 } luna_feed_forward_config;
 LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_tensor *b1, luna_tensor *w2,
                                         luna_tensor *b2, const luna_feed_forward_config *config);
-/* luna_relu(x), luna_gelu, luna_elu1, luna_softplus, luna_softplus2, luna_sigmoid, luna_silu, luna_tanh, luna_exp,
-   luna_log, luna_sqrt, luna_rsqrt, luna_abs: one for each row of LUNA_MAPS */
-#define LUNAI_MAP(NAME, name, value, slope) LUNA_API luna_tensor *luna_##name(luna_tensor *x);
-LUNA_MAPS(LUNAI_MAP)
-#undef LUNAI_MAP
-LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation); /* any of LUNA_MAPS */
+/* Functions of single numbers: luna_activation says which. luna_activate takes any of them. */
+LUNA_API luna_tensor *luna_relu(luna_tensor *x);
+LUNA_API luna_tensor *luna_gelu(luna_tensor *x);
+LUNA_API luna_tensor *luna_elu1(luna_tensor *x);
+LUNA_API luna_tensor *luna_softplus(luna_tensor *x);
+LUNA_API luna_tensor *luna_softplus2(luna_tensor *x);
+LUNA_API luna_tensor *luna_sigmoid(luna_tensor *x);
+LUNA_API luna_tensor *luna_silu(luna_tensor *x);
+LUNA_API luna_tensor *luna_tanh(luna_tensor *x);
+LUNA_API luna_tensor *luna_exp(luna_tensor *x);
+LUNA_API luna_tensor *luna_log(luna_tensor *x);
+LUNA_API luna_tensor *luna_sqrt(luna_tensor *x);
+LUNA_API luna_tensor *luna_rsqrt(luna_tensor *x);
+LUNA_API luna_tensor *luna_abs(luna_tensor *x);
+LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
 /* x - ln sum e^x over the last axis: exact where a softmax is 0 */
@@ -1940,6 +1745,59 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
+/* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
+   its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). */
+#define LUNA_ACTIVATIONS(M) \
+  M(RELU, relu, vf_max(vf_zero(), x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_max(vf_zero(), x))) \
+  M(GELU, gelu, vf_mul(x, vf_normal_cdf(x)), \
+    vf_fma(vf_mul(x, vf_of(0.39894228040143267794)), vf_half_gauss(x), vf_normal_cdf(x))) \
+  M(ELU1, elu1, vf_select(vf_gt(x, vf_zero()), vf_add(x, vf_of(1)), vf_exp(x)), \
+    vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_exp(x))) \
+  M(SOFTPLUS, softplus, vf_add(vf_max(vf_zero(), x), vf_log1p(vf_exp(vf_neg(vf_abs(x))))), \
+    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(SOFTPLUS2, softplus2, \
+    vf_fma(vf_log1p(vf_exp2(vf_neg(vf_abs(x)))), vf_of(1.44269504088896340736), vf_max(vf_zero(), x)), \
+    vf_div(vf_of(1), vf_add(vf_of(1), vf_exp2(vf_neg(x))))) \
+  M(SIGMOID, sigmoid, vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x)))), vf_fnma(y, y, y)) \
+  M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
+    vf_div(vf_add(vf_of(1), vf_div(x, vf_add(vf_of(1), vf_exp(x)))), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
+  M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1)))
+#define LUNA_MAPS(M) \
+  LUNA_ACTIVATIONS(M) \
+  M(EXP, exp, vf_exp(x), y) \
+  M(LOG, log, vf_select(vf_lt(x, vf_zero()), vf_sqrt(x), vf_log(x)), vf_div(vf_of(1), x)) \
+  M(SQRT, sqrt, vf_sqrt(x), vf_div(vf_of(0.5), y)) \
+  M(RSQRT, rsqrt, vf_div(vf_of(1), vf_sqrt(x)), vf_div(vf_mul(vf_of(-0.5), y), x)) \
+  M(ABS, abs, vf_abs(x), vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_lt(x, vf_zero()), vf_of(-1), x)))
+#define LUNA_READS_IN(i) (1 << (i))
+#define LUNA_READS_OUT(i) (256 << (i))
+/* Ops that compute each number of the result from one of each input, which broadcast: E(name, tier, reads, cheap,
+   function, differentiable inputs, value, and its gradient for each of them) in a, b and c, of the inputs, and g, of
+   the result, by the kernels' vector functions (>>vector). */
+#define LUNA_BINARIES(E) \
+  E(ADD, 1, 0, true, add, 3, vf_add(a, b), g, g, g) \
+  E(SUB, 1, 0, true, sub, 3, vf_sub(a, b), g, vf_neg(g), g) \
+  E(MUL, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, mul, 3, vf_mul(a, b), vf_mul(g, b), vf_mul(g, a), g) \
+  E(DIV, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, div, 3, vf_div(a, b), vf_div(g, b), \
+    vf_neg(vf_mul(vf_div(g, b), vf_div(a, b))), g) \
+  E(MINIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, minimum, 3, \
+    vf_select(vf_le(a, b), a, vf_select(vf_lt(b, a), b, vf_add(a, b))), vf_select(vf_lt(b, a), vf_zero(), g), \
+    vf_select(vf_lt(b, a), g, vf_zero()), g) \
+  E(MAXIMUM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), false, maximum, 3, \
+    vf_select(vf_le(b, a), a, vf_select(vf_lt(a, b), b, vf_add(a, b))), vf_select(vf_lt(a, b), vf_zero(), g), \
+    vf_select(vf_lt(a, b), g, vf_zero()), g) \
+  E(LESS, 1, 0, false, less, 0, vf_select(vf_lt(a, b), vf_of(1), vf_zero()), g, g, g) \
+  E(LESS_EQUAL, 1, 0, false, less_equal, 0, vf_select(vf_le(a, b), vf_of(1), vf_zero()), g, g, g) \
+  E(EQUAL, 1, 0, false, equal, 0, \
+    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_of(1), vf_zero()), vf_zero()), g, g, g) \
+  E(NOT_EQUAL, 1, 0, false, not_equal, 0, \
+    vf_select(vf_le(a, b), vf_select(vf_le(b, a), vf_zero(), vf_of(1)), vf_of(1)), g, g, g)
+#define LUNA_ELEMENTWISE(E) \
+  LUNA_BINARIES(E) \
+  E(WHERE, 1, LUNA_READS_IN(0), false, where, 6, vf_select(vf_le(vf_abs(a), vf_zero()), c, b), g, \
+    vf_select(vf_le(vf_abs(a), vf_zero()), vf_zero(), g), vf_select(vf_le(vf_abs(a), vf_zero()), g, vf_zero())) \
+  E(CLAMP, 1, LUNA_READS_IN(0), false, clamp, 1, vf_select(vf_lt(a, b), b, vf_select(vf_lt(c, a), c, a)), \
+    vf_select(vf_lt(a, b), vf_zero(), vf_select(vf_lt(c, a), vf_zero(), g)), g, g)
 /* R(name, tier, reads, cheap), and E of LUNA_ELEMENTWISE. reads: the data that backward reads, of inputs and results;
    parameters are always there. cheap: backward reads no result, and forward takes so little time that a result which
    backward needs elsewhere is computed again instead of kept. */
@@ -8154,14 +8012,213 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   return true;
 }
 
-#define LUNAI_ERROR(id, status, sentence) sentence,
+/* In sentences %s is text (the first is the function), %d and %f are numbers, %t is a tensor's shape. Those of streams
+   are fixed. */
+#define LUNAI_STREAM_SENTENCES(X) \
+  X(NO_STREAM, "the stream is null: opening it failed") \
+  X(STREAM_NO_TOKENS, "luna_stream_step or luna_stream_prefill: there are no tokens, which the " \
+    "model reads") \
+  X(STREAM_NO_FEATURES, "luna_stream_step_features or luna_stream_prefill: there are no features, " \
+    "which the model reads in place of tokens") \
+  X(STREAM_FEATURE, "luna_stream_step_features or luna_stream_prefill: a feature is Inf, or more than " \
+    "1e9 deviations from its mean. Sequences whose logits are NaN have not read it, and their state is as before; " \
+    "without logits none has. Clamp it, or give NaN where a number is missing") \
+  X(STREAM_NOT_FINITE, "luna_stream: an output is not finite: weights are too large, or not finite. A " \
+    "layer whose inputs were not finite has kept its state as before") \
+  X(STREAM_TOO_MANY_TOKENS, "luna_stream_prefill: n is too large") \
+  X(STREAM_TOKEN, "luna_stream_step or luna_stream_prefill: a token is not in 0..vocab - 1; none was " \
+    "read") \
+  X(STREAM_POSITIONS, "luna_stream_step or luna_stream_prefill: past the learned positions, max_length") \
+  X(STREAM_INPUT, "luna_stream_prefill: the batch is not the stream's, or lengths are not null") \
+  X(STREAM_ORDER, "luna_stream_reorder: from is null or has an index outside 0..batch - 1") \
+  X(STREAM_COPY, "luna_stream_copy: from is null or of another model size or batch") \
+  X(STREAM_STATE_SIZE, "luna_stream_state_load: bytes is null or size is not luna_stream_state_size") \
+  X(STREAM_STATE, "luna_stream_state_load: the state is of another model size or batch, or damaged")
+#define LUNAI_SENTENCES(X) \
+  LUNAI_STREAM_SENTENCES(X) \
+  X(STREAM_DEVICES, "luna_stream_copy: the streams are on devices of two contexts; use " \
+    "luna_stream_state_save and luna_stream_state_load") \
+  X(STATE_MODEL, "%s: a state can be carried of a model with Luna attention, on the CPU, not with " \
+    "LUNA_ISA_REFERENCE or rows that are cut over ranks, nor with attention dropout unless its memory forgets") \
+  X(STATE_INPUT, "%s: the state is of %d sequences, all of whose rows are real; the input has %d, and " \
+    "%s") \
+  X(STATE_TWICE, "luna_lm_state_continue: this step continues a state already; begin the next one") \
+  X(STATE_OTHER, "%s: the state is of another model, batch or layer count, or damaged") \
+  X(STATE_MISSING, "%s: the training in %s carried no state of this model and batch") \
+  X(STATE_POSITIONS, "%s: the sequences stand at different positions, which %s cannot tell apart") \
+  X(NO_CONTEXT, "there is no context: luna_open failed; options.error and options.log say why") \
+  /* from a backend, the user's own too: the status and, by luna_backend_fail, the sentence are what it gave */ \
+  X(BACKEND, "%s: the backend failed: %s") \
+  X(NO_OP, "%s: this backend has no op %s") \
+  X(GRAPH_ORDER, "%s: luna_graph_begin and luna_graph_end of one graph take turns, one graph at a time " \
+    "in a context") \
+  X(RELEASED, "%s: the values of tensor %t were released: its scope ended (call luna_keep before) or a " \
+    "new step began (make it again after luna_begin_step or luna_begin_inference)") \
+  X(OTHER_CONTEXT, "%s: input %d belongs to another context (luna_params_share lets two read one set)") \
+  X(NO_MEMORY, "%s: no memory for %d more bytes (%d in use)") \
+  X(STREAM_BLOCK, "%s: a context in one block has no memory for a stream of %d bytes; use " \
+    "luna_stream_open_bytes") \
+  /* several ranks */ \
+  X(COLLECTIVE, "%s: the collective's %s failed on rank %d of %d") \
+  X(RANKS_DIFFER, "%s: rank %d has another %s than rank %d (%d, not %d); every rank makes the same models " \
+    "and calls") \
+  X(RANK_VALUE, "%s: the collective gave %s %d for rank %d, which is impossible") \
+  X(RANK_CUT, "%s: %s cannot be computed where sequences are cut over %d ranks: use Luna or linear " \
+    "attention, or LUNA_PARALLEL_DATA") \
+  /* arguments of any call */ \
+  X(NULL_ARGUMENT, "%s: %s is null") \
+  X(VALUE_RANGE, "%s: %s is %d, outside %d..%d") \
+  X(ELEMENT_RANGE, "%s: %s[%d] is %d, outside %d..%d") \
+  X(FEATURE, "%s: %s[%d] is %f; it must be finite, or NaN where a number is missing") \
+  X(FEATURE_SCALE, "%s: feature %d deviates from its mean by more than 8e37, too much to be scaled: " \
+    "clamp it, or give it in another unit") \
+  X(FEATURE_LARGE, "%s: features[%d] is %f, more than 1e9 deviations (1 / input_norm.scale) from its " \
+    "mean: clamp it, or give NaN where a number is missing") \
+  X(NO_FEATURES, "%s: the layer's model reads tokens: it has no features (its config's are 0)") \
+  X(PROBABILITY, "%s: %s is %f, outside [0, 1)") \
+  X(NOT_FINITE_ARGUMENT, "%s: %s is %f; it must be finite") \
+  X(NEGATIVE, "%s: %s is %f; it must be finite and not negative") \
+  X(SHAPE, "%s: %s %t of rank %d is invalid: at most 4 axes, none negative, and %d elements in all") \
+  X(TOO_LARGE, "%s: %d times %d elements are more than %d") \
+  X(NOT_UTF8, "%s: %s is not UTF-8") \
+  /* tensors */ \
+  X(NO_GRAD, "luna_read_grad: tensor %t has no gradient: call luna_backward first, and " \
+    "luna_require_grad for the result of an op") \
+  X(WRITE_BORROWED, "luna_write: tensor %t reads values of another set or a file in place") \
+  X(NOT_ONE_ELEMENT, "%s: tensor %t has %d elements; reduce it to one") \
+  X(NO_TAPE, "luna_backward: nothing to differentiate: no parameter took part in the loss, or it was " \
+    "not made after luna_begin_step") \
+  X(SECOND_BACKWARD, "luna_backward: called twice since luna_begin_step; call that in the loop, before " \
+    "each forward (several rounds of both before one luna_optimizer_step add up), or add the losses by luna_add") \
+  X(NO_PROFILE, "%s: luna_profile_begin comes before luna_profile_end, and that before " \
+    "luna_profile_resume and luna_profile_write") \
+  X(TOO_MANY_TENSORS, "%s: %d tensors are given, at most %d are possible") \
+  /* ops */ \
+  X(SHAPES, "%s: %s %t does not fit \"%s\": %s") /* equal letters: equal sizes; capitals: at least 1 */ \
+  X(AXIS, "%s: tensor %t has no axis %d") \
+  X(RESHAPE, "luna_reshape: %t has %d elements, which do not make %t") \
+  X(SLICE_RANGE, "luna_slice: start %d + count %d exceeds axis %d of %t") \
+  X(PERMUTE_AXES, "luna_permute: axis %d of %t occurs twice or does not exist") \
+  X(CONCAT_SHAPES, "%s: %t and %t differ in an axis other than %d") \
+  X(EXPAND_RANK, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
+  X(BROADCAST, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
+    "them 1") \
+  X(CLAMP, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
+  X(MATMUL_AXES, "luna_matmul: %t and %t: the second's leading axes must be the last leading axes of " \
+    "the first") \
+  X(MATMUL_INNER, "luna_matmul: %t and %t: the first has %d columns, the second %d rows") \
+  X(LABEL_RANGE, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
+  X(SMOOTHING, "%s: smoothing is %f, outside 0..1") \
+  X(TARGET_RANGE, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
+  X(LEVEL, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
+  X(LEVELS, "%s: the last axis of values %t must have the size of levels, %d") \
+  X(PATTERNS, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
+    "with ascending queries and offsets, queries of %d rows and runs of %d keys, and no sums or sequences beside " \
+    "them") \
+  X(RAGGED_LENGTHS, "luna_softmax_attention: lengths must be null when sequences is %d: query_offsets " \
+    "and key_offsets say where sequences end") \
+  X(OFFSETS, "%s: %s[%d] is %d; offsets start at 0, never fall, and end at the %d rows") \
+  X(OMEGA, "%s: omega is %d; it must be LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS or " \
+    "LUNA_ACTIVATION_ELU1, which are never negative") \
+  /* parameters */ \
+  X(NAME_LENGTH, "%s: a name has %d bytes, more than %d: '%s%s'") \
+  X(NAME_RESERVED, "%s: '%s': __metadata__ and names that start with luna. belong to luna.h") \
+  X(PARAM_EXISTS, "luna_param: the set has a parameter '%s' already; use another set or prefix") \
+  X(SET_BORROWED, "%s: the set borrows its parameters, which are read-only; load a copy into another") \
+  X(BORROW_DEVICE, "%s: %s %t belongs to a context on another device") \
+  X(BORROW_ON_DEVICE, "%s: %s %t: a device reads no host memory in place; load a copy (luna_load)") \
+  X(BORROW_MISSING, "%s: there is no %s %t to borrow from") \
+  X(BORROW_SHAPE, "%s: %s %t has another shape where it is borrowed from") \
+  X(BORROW_FORMAT, "%s: %s %t is read in place only as F32, aligned to 4 bytes, on a little-endian machine") \
+  /* layers and models */ \
+  X(NOT_INITIALIZED, "%s: the layer or model is null or zeroed: its init failed or was not called") \
+  X(HEADS, "%s: dim %d is not a multiple of %s %d") \
+  X(FIELD_DIFFERS, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
+  X(FIELD_UNUSED, "%s: %s is %d; it must be 0 %s") \
+  X(LUNA_ONLY, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
+    "own_memory must be 0, hook null") \
+  X(HOOK_INIT, "%s: the attention hook's init returned null for '%s'") \
+  X(HOOK_NULL, "%s: the attention hook's forward returned null") \
+  X(HOOK_SHAPE, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
+  X(FORGET_SLOTS, "luna_causal_attention_layer_forward: p has %d slots; the layer's forget gates are " \
+    "for config.memory = %d") \
+  X(LINFORMER_CAUSAL, "%s: Linformer mixes all positions and has no causal form") \
+  X(LINFORMER_PROJECTION, "luna_attention_layer_forward: this Linformer layer shares layerwise; set " \
+    "its e and f first") \
+  X(SEQUENCE_SHAPE, "%s: %s %t must be [%d, n, %d]") \
+  X(MEMORY_SHAPE, "%s: p %t must be [l, %d] or [%d, l, %d]") \
+  X(MAX_LENGTH, "%s: a sequence of %d exceeds the config's max_length %d") \
+  X(BATCHES_DIFFER, "%s: the batches %d and %d differ") \
+  X(POOLING_MEMORY, "luna_classifier_init: pooling the memory needs Luna attention, which has one") \
+  X(POOL_EMPTY, "luna_classifier_pool: %t has no first row") \
+  X(CLASSIFIER_PAIR, "luna_classifier_forward: this model compares two sequences; call " \
+    "luna_classifier_forward_pair") \
+  X(CLASSIFIER_SINGLE, "luna_classifier_forward_pair: this model reads one sequence; call " \
+    "luna_classifier_forward") \
+  X(NO_LABELS, "luna_masked_lm_loss: none of the %d labels is 0 or more") \
+  X(SHARED_VOCAB, "%s: share_embeddings needs vocab %d and target_vocab %d to be equal") \
+  X(LOGITS_NOT_FINITE, "luna_seq2seq_generate: the model's logits for source %d are not finite") \
+  X(STREAM_CONFIG, "%s: %s") \
+  X(STREAM_ATTENTION, "luna_stream_open: only Luna attention streams in constant memory; with another " \
+    "attention or a hook call luna_lm_forward on the whole sequence") \
+  /* training */ \
+  X(SCHEDULE_TOTAL, "%s: schedule.total is %d; a linear or cosine decay ends there: set it to the " \
+    "number of steps") \
+  X(NESTEROV, "%s: nesterov needs a momentum above 0") \
+  X(GROUP_EMPTY, "luna_optimizer_group: no parameter fits name '%s' (empty = any) and max_rank %d (0 = " \
+    "any)") \
+  X(FREEZE_EMPTY, "luna_params_freeze: no parameter's name has '%s' in it") \
+  X(NO_BACKWARD, "luna_optimizer_step: no luna_backward since the last step. Call it before each step; " \
+    "a null loss means that an earlier call failed or that the model was never initialised") \
+  X(SKIPPED_STEPS, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
+    "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
+    "in the data") \
+  X(RATES, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
+    "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
+  /* files */ \
+  X(CANNOT_OPEN, "%s: '%s' cannot be opened; does it exist, and may it be read?") \
+  X(READ_IRREGULAR, "%s: '%s' is not a regular file") \
+  X(READ_FAILED, "%s: %s could not be read in full (%d bytes)") \
+  X(WRITE_FAILED, "%s: %s could not be written in full") \
+  X(SAVE_BUFFER, "%s: the buffer has %d bytes, the file %d") \
+  X(SAVE_PATH, "%s: the path '%s', or what it links to, is longer than %d bytes") \
+  X(SAVE_LINK, "%s: '%s' is a link that leads nowhere") \
+  X(SAVE_IRREGULAR, "%s: '%s' is not a regular file and is left as it is") \
+  X(SAVE_LOOKUP, "%s: the folder of '%s' cannot be searched") \
+  X(SAVE_TEMPORARY, "%s: no temporary file can be made beside '%s'; does the folder exist, and may it " \
+    "be written to?") \
+  X(SAVE_REPLACE, "%s: '%s' cannot be replaced") \
+  X(NOT_SAFETENSORS, "%s: %s is not a valid safetensors file: %s") \
+  X(NOT_A_MODEL, "%s: %s does not hold such a model: %s") \
+  X(FILE_KIND, "%s: the model in %s is a %s, not a %s; luna_load_model opens any") \
+  X(FILE_FIELD, "%s: %s is missing from the metadata of %s, or out of range") \
+  X(FILE_COUNTERS, "%s: the counters in %s are out of range: %d attempts, %d updates, %d skipped, of " \
+    "these %d in a row") \
+  X(FILE_CONFIG, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
+    "luna_load_model take it from the file") \
+  X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
+  X(FILE_TENSOR_EXTRA, "%s: tensor '%s' of %s is not a parameter of this set") \
+  X(FILE_TENSOR_SHAPE, "%s: parameter '%s' is %t and has another shape in %s") \
+  X(FILE_TENSOR_COUNT, "%s: %s has %d tensors, the model %d") \
+  X(NOTHING_MATCHES, "%s: none of the %d parameters is in %s in its shape") \
+  X(SET_NOT_EMPTY, "%s: the set has %d parameters already; load into a new one") \
+  X(OPTIMIZER_KIND, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
+  X(MOMENT_COUNT, "%s: %s has %d moments, the optimiser %d") \
+  X(MOMENT, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
+LUNAI_FN const char *lunai_sentence_of(luna_error_id id) {
+  switch ((int)id) {
+#define LUNAI_ERROR(id, sentence) case LUNA_ERROR_##id: return sentence;
 #ifdef LUNA_ONLY_STREAM
-static const char *const lunai_sentences[] = { "", LUNA_STREAM_ERRORS(LUNAI_ERROR) };
-#undef LUNAI_ERROR
+    LUNAI_STREAM_SENTENCES(LUNAI_ERROR)
 #else
-static const char *const lunai_sentences[] = { "", LUNA_ERRORS(LUNAI_ERROR) };
+    LUNAI_SENTENCES(LUNAI_ERROR)
+#endif
 #undef LUNAI_ERROR
-#define LUNAI_ERROR(id, status, sentence) (uint8_t)LUNA_##status,
+    default: return "";
+  }
+}
+#ifndef LUNA_ONLY_STREAM
+#define LUNAI_ERROR(id, status) (uint8_t)LUNA_##status,
 static const uint8_t lunai_statuses[] = { (uint8_t)LUNA_OK, LUNA_ERRORS(LUNAI_ERROR) };
 #undef LUNAI_ERROR
 /* ---------------------------------------------------------------------------------------------------------------------
@@ -9428,7 +9485,7 @@ LUNAI_FN void lunai_report(luna_ctx *ctx, bool newest, luna_error_id id, luna_st
 }
 LUNAI_FN void lunai_report_values(luna_ctx *ctx, bool newest, int id, va_list values) {
   char sentence[sizeof ctx->error];
-  lunai_format(sentence, sizeof sentence, lunai_sentences[id], values);
+  lunai_format(sentence, sizeof sentence, lunai_sentence_of((luna_error_id)id), values);
   lunai_report(ctx, newest, (luna_error_id)id, (luna_status)lunai_statuses[id], sentence);
 }
 /* An op's failure, a LUNA_ERROR_... with its sentence's values. Returns null, for `return lunai_fail(...)`. */
@@ -9450,7 +9507,7 @@ LUNAI_FN luna_status lunai_fail_status(luna_ctx *ctx, int id, ...) {
 /* what the backend did not say itself */
 LUNAI_FN luna_tensor *lunai_fail_backend(luna_ctx *ctx, bool newest, const char *name, luna_status status) {
   char sentence[sizeof ctx->error];
-  lunai_print(sentence, sizeof sentence, lunai_sentences[LUNA_ERROR_BACKEND], name, luna_status_text(status));
+  lunai_print(sentence, sizeof sentence, lunai_sentence_of(LUNA_ERROR_BACKEND), name, luna_status_text(status));
   lunai_report(ctx, newest, LUNA_ERROR_BACKEND, status, sentence);
   return NULL;
 }
@@ -10189,7 +10246,7 @@ LUNA_API luna_status luna_begin_inference(luna_ctx *ctx) { return lunai_begin(ct
 LUNA_API luna_status luna_error_status(const luna_ctx *ctx) { return ctx ? ctx->status : LUNA_BAD_ARGUMENT; }
 #ifndef LUNA_ONLY_STREAM
 LUNA_API const char *luna_error(const luna_ctx *ctx) {
-  return ctx ? ctx->error : lunai_sentences[LUNA_ERROR_NO_CONTEXT];
+  return ctx ? ctx->error : lunai_sentence_of(LUNA_ERROR_NO_CONTEXT);
 }
 #endif
 LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx) { return ctx ? ctx->error_id : LUNA_ERROR_NO_CONTEXT; }
@@ -19676,7 +19733,7 @@ LUNA_API const char *luna_stream_error(const luna_stream *s) {
 #ifndef LUNA_ONLY_STREAM
   if (s && s->error == LUNA_ERROR_BACKEND) return s->ctx.error;
 #endif
-  return lunai_sentences[luna_stream_error_id(s)];
+  return lunai_sentence_of(luna_stream_error_id(s));
 }
 LUNA_API int64_t luna_stream_position(const luna_stream *s) { return s ? s->position : 0; }
 
@@ -19724,7 +19781,7 @@ LUNA_API luna_status luna_stream_copy(luna_stream *to, const luna_stream *from) 
   else if (to != from) status = lunai_stream_read(from, to->state);
 #ifndef LUNA_ONLY_STREAM
   if (status != LUNA_OK) {
-    lunai_print(to->ctx.error, sizeof to->ctx.error, lunai_sentences[LUNA_ERROR_BACKEND], "luna_stream_copy",
+    lunai_print(to->ctx.error, sizeof to->ctx.error, lunai_sentence_of(LUNA_ERROR_BACKEND), "luna_stream_copy",
                 luna_status_text(status));
     return lunai_stream_fail(to, LUNA_ERROR_BACKEND), status;
   }

@@ -549,9 +549,9 @@ static void try_training(const uint8_t *bytes, size_t size) {
     luna_begin_inference(ctx);
     const int64_t live = h.live;
     const luna_status status = luna_load_training(optimizer, luna_bytes(bytes, size));
-    if (status != LUNA_OK) refused(ctx, &h, live, "luna_load_training_bytes");
+    if (status != LUNA_OK) refused(ctx, &h, live, "luna_load_training");
     buffer after = saved(params, optimizer), again;
-    if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training_bytes: refused, and something has changed");
+    if (status != LUNA_OK) HOLDS(same(&before, &after), "luna_load_training: refused, and something has changed");
     else {
       HOLDS(luna_load_training(optimizer, luna_bytes(after.at, after.size)) == LUNA_OK,
             "training that was loaded and saved cannot be loaded: %s", luna_error(ctx));

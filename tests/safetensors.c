@@ -502,7 +502,17 @@ static void check_pairs(void) {
         (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
+/* ---- every error has a sentence, and no two the same ---- */
+static void check_sentences(void) {
+  for (int i = 1; i < LUNA_ERROR_COUNT; i++) {
+    const char *sentence = lunai_sentence_of((luna_error_id)i);
+    CHECK(*sentence, "error %d has no sentence", i);
+    for (int j = 1; j < i; j++) CHECK(strcmp(sentence, lunai_sentence_of((luna_error_id)j)) != 0, "two say: %s", sentence);
+  }
+}
+
 int main(void) {
+  check_sentences();
   output_file b = {NULL, 0, 0, 0};
   check_headers();
   check_short();

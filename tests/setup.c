@@ -615,8 +615,8 @@ static void says(const luna_ctx *ctx, luna_error_id id, const char *sentence) {
         (int)luna_error_id_of(ctx), (int)id, luna_error(ctx), sentence);
 }
 static void check_errors(void) {
-#define ERROR(id, status, sentence) {LUNA_ERROR_##id, LUNA_##status, sentence},
-  static const struct { luna_error_id id; luna_status status; const char *sentence; } errors[] = {LUNA_ERRORS(ERROR)};
+#define ERROR(id, status) {LUNA_ERROR_##id, LUNA_##status},
+  static const struct { luna_error_id id; luna_status status; } errors[] = {LUNA_ERRORS(ERROR)};
   static const struct { float value; const char *text; } reals[] = {
       {1.5f, "1.5"}, {-0.25f, "-0.25"}, {NAN, "NaN"}, {-INFINITY, "-Inf"}, {3e30f, "3e30"}, {-1e-9f, "-1e-9"}, {1,
           "1"}};
@@ -631,11 +631,8 @@ static void check_errors(void) {
   CHECK(count == LUNA_ERROR_COUNT - 1 && LUNA_ERROR_NONE == 0, "%d errors, the last %d", count,
       (int)LUNA_ERROR_COUNT - 1);
   for (int i = 0; i < count; i++) {
-    CHECK((int)errors[i].id == i + 1 && errors[i].status > LUNA_OK && errors[i].status <= LUNA_NOT_FINITE &&
-        *errors[i].sentence,
-          "error %d is %d, status %d, \"%s\"", i + 1, (int)errors[i].id, (int)errors[i].status, errors[i].sentence);
-    for (int j = 0; j < i; j++) CHECK(strcmp(errors[i].sentence, errors[j].sentence) != 0, "two say: %s",
-        errors[i].sentence);
+    CHECK((int)errors[i].id == i + 1 && errors[i].status > LUNA_OK && errors[i].status <= LUNA_NOT_FINITE,
+          "error %d is %d, status %d", i + 1, (int)errors[i].id, (int)errors[i].status);
   }
   CHECK(luna_error_id_of(NULL) == LUNA_ERROR_NO_CONTEXT && luna_stream_error_id(NULL) == LUNA_ERROR_NO_STREAM, "null");
   CHECK(*luna_error(NULL) && *luna_stream_error(NULL), "null has no sentence");
