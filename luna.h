@@ -193,8 +193,8 @@
      LUNA_HEADER_FILENAME   what luna.h includes itself by, "luna.h" unless it was renamed
 
    CONTENTS (search for the tag)
-     1. Public API        >>status >>errors >>functions >>context >>parallel >>tensors >>ops >>params >>checkpoints
-                          >>layers >>models >>trainer >>stream >>backend
+     1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
+                          >>stream >>functions >>parallel >>graphs >>profile >>backend
      2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>table >>dispatch
                           >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs
                           >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
@@ -361,37 +361,14 @@ typedef struct luna_input {
 #endif
 /* Runs task(work, i) for each i in [0, count), in any order, on any threads, and returns when all are done. */
 typedef void (*luna_parallel_for)(void *user, int64_t count, void (*task)(void *work, int64_t index), void *work);
-/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
-   is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
-   not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
-   out. A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the
-   keys of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
-   queries too: queries and keys beyond are not read. */
-typedef struct luna_key_run {
-  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
-  bool whole;                        /* every query of the block sees all of them, whatever the window */
-} luna_key_run;
-typedef struct luna_attention_pattern {
-  bool window;
-  int64_t left, right;               /* may be negative: right -1 is j < i */
-  bool not_self;                     /* query i does not see key i */
-  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
-  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
-  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
-  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
-  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
-  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
-  int64_t key_count;
-} luna_attention_pattern;
-
 /* ---------------------------------------------------------------------------------------------------------------------
-   >>functions: the kernels by themselves, for use in another engine; no context, no allocation
-   Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
-   reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
-   Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
-   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
-   that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   >>context: memory, threads, errors, the step protocol
    ------------------------------------------------------------------------------------------------------------------ */
+typedef struct luna_ctx luna_ctx;
+typedef struct luna_backend luna_backend;
+typedef struct luna_collective luna_collective;
+
+/* How a call runs that has no context (>>functions), and what luna_custom_run says. */
 typedef struct luna_run {
   luna_isa isa;                      /* 0: best */
   void *scratch;                     /* any alignment */
@@ -400,125 +377,6 @@ typedef struct luna_run {
   void *parallel_user;
   int threads;                       /* tasks for parallel_for; 0 = 1 */
 } luna_run;
-#ifndef LUNA_ONLY_STREAM
-
-/* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
-typedef struct luna_gemm_args {
-  const float *a, *b, *bias;         /* bias [n] or null */
-  float *c;
-  int64_t m, n, k, batch;            /* batch 0 = 1 */
-  bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
-  int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
-  int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_SHARED, the same for all */
-  float scale;                       /* 0 = 1 */
-  luna_activation activation;
-  bool accumulate;                   /* add to C */
-  luna_run run;
-} luna_gemm_args;
-LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
-LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
-
-/* a batch stride of what is read: one for all; its gradient is the sum, in order */
-#define LUNA_SHARED (-1)
-
-#endif
-
-/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
-   heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
-typedef struct luna_attention_args {
-  const float *q, *k, *v;
-  float *out;
-  float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
-  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
-                                        patterns */
-  int64_t batch, heads, queries, keys, head_dim;
-  int64_t value_dim;                 /* 0 = head_dim */
-  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
-  const int32_t *lengths;            /* [batch] real keys; the rest are never read; 0 gives zeros. null: all */
-  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
-  float scale;                       /* 0 = 1/sqrt(head_dim) */
-  bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
-  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of a pattern with key_order,
-     key_count and the number in it for keys and j */
-  float dropout;
-  uint64_t seed;
-  uint32_t dropout_op, step;
-  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
-  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
-  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
-  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
-  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
-  /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
-     dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
-     queries * keys in it */
-  int64_t dropout_first, dropout_run, dropout_skip;
-  luna_run run;
-} luna_attention_args;
-#ifndef LUNA_ONLY_STREAM
-LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
-#ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
-#endif
-LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
-#endif
-
-/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
-   rows, heads, value_dim] */
-typedef struct luna_causal_args {
-  const float *x, *y, *z;
-  float *out;
-  int64_t batch, rows, heads, dim, value_dim;
-  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
-  const float *grad_out;             /* backward */
-  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
-  int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
-  struct lunai_outside *outside;     /* null; luna.h's own */
-  luna_run run;
-} luna_causal_args;
-#ifndef LUNA_ONLY_STREAM
-LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
-#ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
-#endif
-LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
-
-/* Causal Luna attention, as luna_causal_nested_attention. q, k, v, out [batch, rows, heads, head_dim], s and forget
-   [batch, rows, heads, slots], and their gradients alike: all dense. */
-typedef struct luna_causal_nested_args {
-  const float *q, *k, *v, *s;
-  const float *forget;               /* logits of forget gates, or null: the published form */
-  float *out;
-  float *kept;                       /* forward writes and backward reads as many floats as s has, with forget twice as
-                                        many; null: there is no backward */
-  int64_t batch, rows, heads, head_dim, slots;
-  const int32_t *lengths;            /* [batch] real slots, or null: all */
-  float scale;                       /* 0 = 1/sqrt(head_dim) */
-  luna_activation omega;             /* as of luna_causal_nested_config */
-  int64_t horizon;                   /* without forget, as of luna_causal_args */
-  /* A sequence in pieces, or null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless position is
-     0, and writes. There is no backward then. */
-  double *state;
-  int64_t position;                  /* rows of the pieces before */
-  const float *grad_out;             /* backward */
-  float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
-  luna_run run;
-} luna_causal_nested_args;
-LUNA_API luna_status luna_causal_nested_attention_f32(const luna_causal_nested_args *args);
-#ifndef LUNA_NO_TRAIN
-LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal_nested_args *args);
-#endif
-LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args); /* enough for both */
-
-/* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
-LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
-
-#endif
-
-/* ---------------------------------------------------------------------------------------------------------------------
-   >>context: memory, threads, errors, the step protocol
-   ------------------------------------------------------------------------------------------------------------------ */
-typedef struct luna_ctx luna_ctx;
-typedef struct luna_backend luna_backend;
 
 typedef struct luna_allocator {      /* set both functions or neither; allocate may return null and need not align */
   void *(*allocate)(void *user, size_t bytes);
@@ -529,42 +387,6 @@ typedef struct luna_allocator {      /* set both functions or neither; allocate 
 /* How Luna attention is computed. Folded: the projections of the long sequence are multiplied into the short memory's
    side, the same function up to rounding in less time and memory; unfolded: as written in the paper. */
 typedef enum luna_form { LUNA_FORM_CHEAPEST = 0, LUNA_FORM_UNFOLDED, LUNA_FORM_FOLDED } luna_form;
-
-/* >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
-   collective, makes the same model and the same calls in the same order. Two ways to share the work:
-     LUNA_PARALLEL_DATA      a rank has sequences of its own: luna_input.batch and its arrays are its part of the batch,
-                             in rank order; parts may differ in number, or be empty; n is the same on all ranks
-     LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
-                             in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
-                             alike, are those of whole sequences. luna.h finds each rank's first row by itself
-   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
-   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
-   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
-   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
-   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
-   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
-   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
-   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
-   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
-   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
-   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
-   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
-   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
-   a stream. Guarded by tests/collective.c. */
-typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
-typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
-/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
-   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
-   another run. */
-typedef struct luna_collective {
-  luna_parallelism mode;
-  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
-  /* buffer: `count` floats or doubles, in place, of all ranks added up */
-  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
-  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
-  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
-  void *user;
-} luna_collective;
 
 typedef struct luna_options {
   int threads;                       /* 0 = one a core; of more than cores, no more run at once */
@@ -614,58 +436,6 @@ LUNA_API luna_error_id luna_error_id_of(const luna_ctx *ctx); /* the id of that 
 
 typedef struct luna_memory_usage { size_t current, peak; } luna_memory_usage; /* bytes */
 LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
-
-/* A step on a device in one launch. Work between begin and end runs at the end; where it is the same as in the step
-   before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded there,
-   and from then on launched as a whole. Anything else runs as it would without a graph, and so do the first steps,
-   until their memory lies still: with luna_graph_reason's sentence, and never with other bits.
-
-       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
-       for (...) {
-         luna_graph_begin(graph);
-         luna_begin_step(ctx);
-         loss = luna_lm_loss(&model, &input, labels);
-         luna_backward(loss);
-         luna_optimizer_step(adam);
-         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
-         ... luna_item(loss) ...                           reading inside has the work before it run at once
-       }
-   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op
-   that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
-   tokens are such steps without a call; its steps have no place between begin and end. */
-typedef struct luna_graph luna_graph;
-LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
-#ifndef LUNA_ONLY_STREAM
-LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
-LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
-LUNA_API luna_status luna_graph_end(luna_graph *graph);
-/* why the last one was not one launch; "": it was */
-LUNA_API const char *luna_graph_reason(const luna_graph *graph);
-#endif
-
-#ifndef LUNA_ONLY_STREAM
-/* Where time goes: every op that runs between begin and end is timed.
-
-       luna_profile_begin(ctx);
-       ... some steps ...
-       luna_profile_end(ctx);
-       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
-
-   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
-   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
-   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
-   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
-   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
-   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; after its end it may be
-   resumed, which leaves out what ran between. What it needs (40 KB) stays until luna_close. Off, it costs one
-   comparison an op. */
-typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
-LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
-LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
-LUNA_API luna_status luna_profile_resume(luna_ctx *ctx);
-LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
-                                        void (*write)(void *user, const char *text), void *user);
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>tensors: row-major, contiguous, up to four axes; read-only to users
@@ -764,17 +534,6 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values);
    All the memory it needs is taken before anything is added: without it no gradient has changed, and the step may be
    made again. */
 LUNA_API luna_status luna_backward(luna_tensor *loss);
-#endif
-
-#ifndef LUNA_ONLY_STREAM
-/* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
-   [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
-   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
-   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
-   luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
-   rank's loss is a part of one loss, which is their sum. */
-LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
-LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
 #endif
 
 /* >>ops. Shapes: "..." is any leading axes. Source in brackets. */
@@ -905,6 +664,29 @@ LUNA_API luna_tensor *luna_binary_cross_entropy(luna_tensor *logits, const float
 LUNA_API luna_tensor *luna_quantile_loss(luna_tensor *values, const float *targets, const float *levels,
                                          int64_t count);
 
+/* Sparse attention: the keys that each query of a head sees [arXiv 1904.10509, 2004.05150, 2007.14062]. `window` alone
+   is sliding-window attention: query i sees the keys j with -left <= j - i <= right. Lists are for what a window is
+   not: queries in blocks, each with runs of keys, which all queries of the block see, but for what the window leaves
+   out. A query of no block gets zeros, as one that sees no key does; its log-sum-exp is -Inf. Time and memory go by the
+   keys of the blocks' runs that are in the windows of some of their queries. With patterns, lengths (null: all) are of
+   queries too: queries and keys beyond are not read. */
+typedef struct luna_key_run {
+  int32_t first, count;              /* keys first .. first + count - 1, or those of key_order */
+  bool whole;                        /* every query of the block sees all of them, whatever the window */
+} luna_key_run;
+typedef struct luna_attention_pattern {
+  bool window;
+  int64_t left, right;               /* may be negative: right -1 is j < i */
+  bool not_self;                     /* query i does not see key i */
+  int64_t blocks;                    /* 0: no lists, a query sees all keys of its window */
+  const int32_t *queries;            /* [blocks + 1] ascending: block c has queries queries[c] .. queries[c + 1] - 1 */
+  const int32_t *offsets;            /* [blocks + 1] ascending: and sees runs[offsets[c]] .. runs[offsets[c + 1] - 1] */
+  const luna_key_run *runs;          /* a key in two runs of a block counts twice */
+  const int32_t *query_order;        /* [queries[blocks]] rows, each once: the order of the queries' numbers; or null */
+  const int32_t *key_order;          /* [key_count] rows in whose order runs number keys, or null; windows go by rows */
+  int64_t key_count;
+} luna_attention_pattern;
+
 typedef struct luna_attention_config {
   int64_t heads;                     /* 0 = 1 */
   const int32_t *lengths;            /* [batch] real keys, or null; 0 gives zeros */
@@ -1012,72 +794,6 @@ LUNA_API luna_status luna_params_freeze(luna_params *params, const char *name, b
    luna_params_set of its key may change it in place. */
 LUNA_API luna_status luna_params_set(luna_params *params, const char *key, const char *value);
 LUNA_API const char *luna_params_get(const luna_params *params, const char *key); /* null when there is none */
-
-#ifndef LUNA_ONLY_STREAM
-/* >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file
-   whole. */
-typedef struct luna_io {
-  bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
-  bool (*write)(void *user, const void *bytes, size_t size);
-  void *user;
-  uint64_t size;                     /* bytes that can be read */
-} luna_io;
-/* Where a file is read from or written to: what one of these makes. luna_path: a file by its name. luna_bytes: bytes in
-   memory, to read. luna_buffer: memory to write to; *written is the file's size, also where that is more than the
-   capacity and the call fails: so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
-typedef struct luna_file {
-  const char *path;
-  const void *bytes;
-  void *buffer;
-  size_t size, *written;
-  const luna_io *io;
-} luna_file;
-#ifndef LUNA_NO_STDIO
-/* A file is saved as a new one (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and
-   mode. Several may save at once: the last counts. A symbolic link stays and its target is replaced or created; any
-   other file that is not a regular one is an error. */
-LUNA_API luna_file luna_path(const char *path);
-#endif
-LUNA_API luna_file luna_bytes(const void *bytes, size_t size);
-LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written);
-LUNA_API luna_file luna_callbacks(const luna_io *io);
-
-LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
-/* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
-   what its model is, has the same config, heads and pooling too; not compared are dropouts and max_length.
-   luna_load_model takes the config from the file. luna_load_matching compares names and shapes alone. While it runs it
-   needs, as every call that opens a file, 8 bytes of the step's memory for each tensor and each text pair. */
-LUNA_API luna_status luna_load(luna_params *params, luna_file file);
-/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
-   cannot be trained. Called before init, it skips allocating initial values. */
-LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
-/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a
-   classifier). Nothing matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter
-   left unchanged and each tensor not used. */
-typedef struct luna_load_report {
-  void (*report)(void *user, const char *name, const char *why);
-  void *user;
-  int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
-} luna_load_report;
-LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report);
-/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
-   the call. */
-typedef struct luna_file_tensor {
-  const char *name, *dtype;          /* "F32", "I64", ... */
-  int rank;
-  int64_t shape[8], count;
-  const void *data;                  /* within the file, at any alignment, little-endian */
-  size_t bytes;
-} luna_file_tensor;
-typedef struct luna_inspection {
-  void (*pair)(void *user, const char *key, const char *value);
-  void (*tensor)(void *user, const luna_file_tensor *entry);
-  void *user;
-} luna_inspection;
-LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection);
-/* the values, [count]; false when they are not F32, F16, BF16 or F64 */
-LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
-#endif
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>layers: config, init, forward. `prefix` goes before the parameter names ("layers.0."); null = "".
@@ -1520,23 +1236,6 @@ LUNA_API luna_status luna_seq2seq_init(luna_seq2seq *model, luna_params *params,
 LUNA_API luna_tensor *luna_seq2seq_forward(const luna_seq2seq *model, const luna_input *source,
                                            const luna_input *target);
 
-/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
-   checked against its tensors. Not for a model with an attention hook: init it with its config, then
-   luna_load. */
-typedef enum luna_model_kind {
-  LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
-} luna_model_kind;
-typedef struct luna_model {
-  luna_model_kind kind;              /* which of the members below is initialised */
-  luna_lm lm;
-  luna_classifier classifier;
-  luna_masked_lm masked_lm;
-  luna_seq2seq seq2seq;
-} luna_model;
-LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file);
-/* of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq */
-LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
-
 /* ---------------------------------------------------------------------------------------------------------------------
    >>trainer
    ------------------------------------------------------------------------------------------------------------------ */
@@ -1609,7 +1308,92 @@ LUNA_API int64_t luna_optimizer_steps(const luna_optimizer *optimizer);   /* upd
 LUNA_API int64_t luna_optimizer_skipped(const luna_optimizer *optimizer); /* updates skipped as not finite */
 /* global gradient norm of the last step, before clipping; Inf above FLT_MAX */
 LUNA_API float luna_optimizer_norm(const luna_optimizer *optimizer);
+#endif
 
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>checkpoints: safetensors. All or nothing: a failed load changes no parameter, a failed save leaves the old file
+   whole.
+   ------------------------------------------------------------------------------------------------------------------ */
+typedef struct luna_io {
+  bool (*read)(void *user, void *bytes, size_t size);        /* exactly size bytes */
+  bool (*write)(void *user, const void *bytes, size_t size);
+  void *user;
+  uint64_t size;                     /* bytes that can be read */
+} luna_io;
+/* Where a file is read from or written to: what one of these makes. luna_path: a file by its name. luna_bytes: bytes in
+   memory, to read. luna_buffer: memory to write to; *written is the file's size, also where that is more than the
+   capacity and the call fails: so a null buffer of capacity 0 asks for the size. luna_callbacks: functions. */
+typedef struct luna_file {
+  const char *path;
+  const void *bytes;
+  void *buffer;
+  size_t size, *written;
+  const luna_io *io;
+} luna_file;
+#ifndef LUNA_NO_STDIO
+/* A file is saved as a new one (.luna-<n>.tmp in that folder), which is flushed and then takes the old one's place and
+   mode. Several may save at once: the last counts. A symbolic link stays and its target is replaced or created; any
+   other file that is not a regular one is an error. */
+LUNA_API luna_file luna_path(const char *path);
+#endif
+LUNA_API luna_file luna_bytes(const void *bytes, size_t size);
+LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written);
+LUNA_API luna_file luna_callbacks(const luna_io *io);
+
+LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
+/* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
+   what its model is, has the same config, heads and pooling too; not compared are dropouts and max_length.
+   luna_load_model takes the config from the file. luna_load_matching compares names and shapes alone. While it runs it
+   needs, as every call that opens a file, 8 bytes of the step's memory for each tensor and each text pair. */
+LUNA_API luna_status luna_load(luna_params *params, luna_file file);
+/* No copy: parameters read the bytes in place (F32, 4-byte aligned, little-endian host), which must outlive the set; it
+   cannot be trained. Called before init, it skips allocating initial values. */
+LUNA_API luna_status luna_load_borrowed(luna_params *params, const void *bytes, size_t size);
+/* Loads what fits: each parameter whose name and shape the file has (to go on from a masked language model with a
+   classifier). Nothing matching is LUNA_MISMATCH. `report`, if not null, is called with a reason for each parameter
+   left unchanged and each tensor not used. */
+typedef struct luna_load_report {
+  void (*report)(void *user, const char *name, const char *why);
+  void *user;
+  int64_t loaded, missing, unused;   /* parameters loaded, parameters left as they were, tensors of the file left out */
+} luna_load_report;
+LUNA_API luna_status luna_load_matching(luna_params *params, luna_file file, luna_load_report *report);
+/* Lists the text pairs, then the tensors of any safetensors file, in the file's order. What is passed is valid during
+   the call. */
+typedef struct luna_file_tensor {
+  const char *name, *dtype;          /* "F32", "I64", ... */
+  int rank;
+  int64_t shape[8], count;
+  const void *data;                  /* within the file, at any alignment, little-endian */
+  size_t bytes;
+} luna_file_tensor;
+typedef struct luna_inspection {
+  void (*pair)(void *user, const char *key, const char *value);
+  void (*tensor)(void *user, const luna_file_tensor *entry);
+  void *user;
+} luna_inspection;
+LUNA_API luna_status luna_inspect(luna_ctx *ctx, luna_file file, const luna_inspection *inspection);
+/* the values, [count]; false when they are not F32, F16, BF16 or F64 */
+LUNA_API bool luna_file_tensor_read(const luna_file_tensor *entry, float *out);
+
+/* Opens the model that a checkpoint describes: init and load in one; params must be empty. The file's sizes are
+   checked against its tensors. Not for a model with an attention hook: init it with its config, then
+   luna_load. */
+typedef enum luna_model_kind {
+  LUNA_MODEL_LM = 1, LUNA_MODEL_CLASSIFIER, LUNA_MODEL_MASKED_LM, LUNA_MODEL_SEQ2SEQ
+} luna_model_kind;
+typedef struct luna_model {
+  luna_model_kind kind;              /* which of the members below is initialised */
+  luna_lm lm;
+  luna_classifier classifier;
+  luna_masked_lm masked_lm;
+  luna_seq2seq seq2seq;
+} luna_model;
+LUNA_API luna_status luna_load_model(luna_model *model, luna_params *params, luna_file file);
+/* of one kind, into a luna_lm, luna_classifier, luna_masked_lm or luna_seq2seq */
+LUNA_API luna_status luna_load_model_of(luna_model_kind kind, void *model, luna_params *params, luna_file file);
+
+#ifndef LUNA_NO_TRAIN
 /* Exact resume: parameters, the optimiser's moments and counters, the context's seed and step. A run loaded from it
    goes on with the same bits. The file is a checkpoint of the model as well. The position in the data is the
    caller's: luna_params_set before, luna_params_get after. Call it after luna_optimizer_step: gradients are not
@@ -1732,12 +1516,6 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #endif
 #endif /* LUNAI_STREAM_H */
 
-/* ---------------------------------------------------------------------------------------------------------------------
-   >>backend: the table of functions that a device implements
-   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
-   a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
-   memory. Entries of tier 2 may be null: the op is then composed from tier 1.
-   ------------------------------------------------------------------------------------------------------------------ */
 #if (!defined(LUNA_ONLY_STREAM) || defined(LUNA_IMPLEMENTATION)) && !defined(LUNAI_REST_H)
 #define LUNAI_REST_H
 #ifdef LUNA_ONLY_STREAM
@@ -1745,6 +1523,238 @@ LUNA_API luna_status luna_seq2seq_generate(const luna_seq2seq *model, const luna
 #undef LUNA_API
 #define LUNA_API LUNAI_PRIVATE
 #endif
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>functions: the kernels by themselves, for use in another engine; no context, no allocation
+   Strides are in floats, 0 = dense, never negative; rows that are read may overlap, what is written must not. An array
+   reaches over at most 2^47 floats: beyond that, and for arguments that are null or not finite, LUNA_BAD_ARGUMENT.
+   Threads: the caller's alone, or `threads` tasks (at most 256) through parallel_for; the bits do not depend on it.
+   Scratch: luna_..._scratch(&args) bytes; without it (null) a call uses at most 8 KB of stack and is slower or, where
+   that cannot be enough, returns LUNA_OUT_OF_MEMORY. Nothing is written on failure.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifndef LUNA_ONLY_STREAM
+
+/* C = act(scale A B + bias) (+ C): A [m, k], B [k, n], C [m, n], `batch` times */
+typedef struct luna_gemm_args {
+  const float *a, *b, *bias;         /* bias [n] or null */
+  float *c;
+  int64_t m, n, k, batch;            /* batch 0 = 1 */
+  bool transpose_a, transpose_b;     /* A stored [k, m]; B stored [n, k] */
+  int64_t a_row, b_row, c_row;       /* floats from one stored row to the next */
+  int64_t a_batch, b_batch, c_batch; /* from one product to the next; A and B: LUNA_SHARED, the same for all */
+  float scale;                       /* 0 = 1 */
+  luna_activation activation;
+  bool accumulate;                   /* add to C */
+  luna_run run;
+} luna_gemm_args;
+LUNA_API luna_status luna_gemm_f32(const luna_gemm_args *args);
+LUNA_API size_t luna_gemm_scratch(const luna_gemm_args *args);
+
+/* a batch stride of what is read: one for all; its gradient is the sum, in order */
+#define LUNA_SHARED (-1)
+
+#endif
+
+/* softmax(scale Q K^T) V per head, online: no score is stored (eq. 1; arXiv 2205.14135). q and out [batch, queries,
+   heads, dim], k and v [batch, keys, heads, dim]; ragged batches (no padding) instead by row offsets. */
+typedef struct luna_attention_args {
+  const float *q, *k, *v;
+  float *out;
+  float *log_sum_exp;                /* [rows, heads] or null; written by forward, needed by backward */
+  float *sums;                       /* [rows, heads] or null: row sums of the attention matrix after dropout; null with
+                                        patterns */
+  int64_t batch, heads, queries, keys, head_dim;
+  int64_t value_dim;                 /* 0 = head_dim */
+  int64_t q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, out_batch, out_row, out_head;
+  const int32_t *lengths;            /* [batch] real keys; the rest are never read; 0 gives zeros. null: all */
+  const int32_t *query_offsets, *key_offsets; /* [batch + 1] first rows of a ragged batch's sequences, or null */
+  float scale;                       /* 0 = 1/sqrt(head_dim) */
+  bool causal;                       /* query i sees keys j <= i, also where queries and keys differ in number */
+  /* probability; element ((b heads + head) queries + i) keys + j of op `dropout_op`; of a pattern with key_order,
+     key_count and the number in it for keys and j */
+  float dropout;
+  uint64_t seed;
+  uint32_t dropout_op, step;
+  const float *grad_out, *grad_sums; /* backward: as out and sums (grad_sums may be null); it reads forward's out too */
+  float *grad_q, *grad_k, *grad_v;   /* backward adds to these, laid out as q, k, v; any may be null */
+  const luna_attention_pattern *patterns; /* [pattern_count], or null: every query sees all keys */
+  int64_t pattern_count;             /* 1: for all; `heads`: one a head; batch * heads: one a batch row and head */
+  const float *grad_log_sum_exp;     /* backward: as log_sum_exp, or null; not beside sums or ragged offsets */
+  /* of a part of a whole: dropout's element e is e + dropout_first + (e / dropout_run) dropout_skip of the whole;
+     dropout_run 0: e + dropout_first, which of a pattern with key_order is that of the pairs before: a pair counts for
+     queries * keys in it */
+  int64_t dropout_first, dropout_run, dropout_skip;
+  luna_run run;
+} luna_attention_args;
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_status luna_softmax_attention_f32(const luna_attention_args *args);
+#ifndef LUNA_NO_TRAIN
+LUNA_API luna_status luna_softmax_attention_backward_f32(const luna_attention_args *args);
+#endif
+LUNA_API size_t luna_softmax_attention_scratch(const luna_attention_args *args); /* enough for both */
+#endif
+
+/* The causal product, eq. 7: out_t = (1/t) x_t sum_{j<=t} y_j^T z_j. x, y [batch, rows, heads, dim], z, out [batch,
+   rows, heads, value_dim] */
+typedef struct luna_causal_args {
+  const float *x, *y, *z;
+  float *out;
+  int64_t batch, rows, heads, dim, value_dim;
+  int64_t xy_batch, xy_row, xy_head, z_batch, z_row, z_head; /* of x and y; of z and out */
+  const float *grad_out;             /* backward */
+  float *grad_x, *grad_y, *grad_z;   /* backward adds; any may be null */
+  int64_t horizon;                   /* rows t > horizon: exponential means, shares 1 / horizon; 0 = none */
+  struct lunai_outside *outside;     /* null; luna.h's own */
+  luna_run run;
+} luna_causal_args;
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_status luna_causal_product_f32(const luna_causal_args *args);
+#ifndef LUNA_NO_TRAIN
+LUNA_API luna_status luna_causal_product_backward_f32(const luna_causal_args *args);
+#endif
+LUNA_API size_t luna_causal_product_scratch(const luna_causal_args *args);
+
+/* Causal Luna attention, as luna_causal_nested_attention. q, k, v, out [batch, rows, heads, head_dim], s and forget
+   [batch, rows, heads, slots], and their gradients alike: all dense. */
+typedef struct luna_causal_nested_args {
+  const float *q, *k, *v, *s;
+  const float *forget;               /* logits of forget gates, or null: the published form */
+  float *out;
+  float *kept;                       /* forward writes and backward reads as many floats as s has, with forget twice as
+                                        many; null: there is no backward */
+  int64_t batch, rows, heads, head_dim, slots;
+  const int32_t *lengths;            /* [batch] real slots, or null: all */
+  float scale;                       /* 0 = 1/sqrt(head_dim) */
+  luna_activation omega;             /* as of luna_causal_nested_config */
+  int64_t horizon;                   /* without forget, as of luna_causal_args */
+  /* A sequence in pieces, or null: batch heads slots (2 head_dim + 1) numbers, which forward reads, unless position is
+     0, and writes. There is no backward then. */
+  double *state;
+  int64_t position;                  /* rows of the pieces before */
+  const float *grad_out;             /* backward */
+  float *grad_q, *grad_k, *grad_v, *grad_s, *grad_forget; /* backward adds; any may be null */
+  luna_run run;
+} luna_causal_nested_args;
+LUNA_API luna_status luna_causal_nested_attention_f32(const luna_causal_nested_args *args);
+#ifndef LUNA_NO_TRAIN
+LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal_nested_args *args);
+#endif
+LUNA_API size_t luna_causal_nested_attention_scratch(const luna_causal_nested_args *args); /* enough for both */
+
+/* Philox4x32-10 (Salmon et al. 2011), the source of every random number here */
+LUNA_API void luna_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]);
+
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>parallel: one model on several ranks, each a process with a context of its own. Every rank opens its context with a
+   collective, makes the same model and the same calls in the same order. Two ways to share the work:
+     LUNA_PARALLEL_DATA      a rank has sequences of its own: luna_input.batch and its arrays are its part of the batch,
+                             in rank order; parts may differ in number, or be empty; n is the same on all ranks
+     LUNA_PARALLEL_SEQUENCE  a rank has rows of every sequence: luna_input.n, tokens, features and labels are its rows,
+                             in rank order, uneven or none; batch is the same on all ranks, and lengths, on every rank
+                             alike, are those of whole sequences. luna.h finds each rank's first row by itself
+   A step is then that of one rank with everything, up to rounding: positions, lengths and dropout go by the place in
+   the whole (on a GPU each rank has dropout masks of its own), a mean loss divides by the labels of all ranks, and
+   luna_item of a loss of luna.h is the whole one on every rank. luna_optimizer_step sums the gradients over
+   ranks; until then .grad and luna_read_grad have this rank's part. Parameters start equal, and stay so: the same seed,
+   names and file, and luna_input_layer_fit of the same data (luna_mask_tokens goes by the place in what it is given:
+   mask the whole, then cut). Files say nothing of ranks: rank 0 saves, any number of ranks goes on. Each begin compares
+   the ranks' builds, options, models and steps, each forward of a model their inputs: LUNA_MISMATCH, with a sentence
+   that names rank and difference. In a scope that is recomputed nothing is sent a second time.
+   Cut sequences are for Luna and linear attention, encoder and causal, on the CPU: between ranks go numbers of the
+   memory's size, a layer and sequence 4 l (d + h) bytes forward and 4 l d back, causal 16 l d forward and back, however
+   long it is. Softmax attention over a whole sequence, Linformer and attention hooks cannot be cut, and say so.
+   A rank whose call fails leaves the others waiting: end them all (MPI_Abort), and go on from the last checkpoint. What
+   one rank does alone, as sampling or a validation, belongs in a context without a collective (luna_params_share) or in
+   a stream. Guarded by tests/collective.c.
+   ------------------------------------------------------------------------------------------------------------------ */
+typedef enum luna_parallelism { LUNA_PARALLEL_DATA = 0, LUNA_PARALLEL_SEQUENCE } luna_parallelism;
+typedef enum luna_reduction { LUNA_REDUCTION_SUM_F32 = 0, LUNA_REDUCTION_SUM_F64 } luna_reduction;
+/* Both functions are called on the thread of the luna.h call, by every rank, in the same order; buffers are host
+   memory. False: the call failed, and with it the step. Of a sum all ranks get the same bits, and the same again in
+   another run. */
+struct luna_collective {
+  luna_parallelism mode;
+  int rank, ranks;                   /* 0 <= rank < ranks; 1 rank calls nothing */
+  /* buffer: `count` floats or doubles, in place, of all ranks added up */
+  bool (*all_reduce)(void *user, void *buffer, int64_t count, luna_reduction reduction);
+  /* `bytes` bytes of each rank, in rank order, into all [ranks, bytes], on every rank */
+  bool (*all_gather)(void *user, const void *mine, void *all, size_t bytes);
+  void *user;
+};
+#ifndef LUNA_ONLY_STREAM
+/* For models of your own on several ranks (>>parallel); without a collective both return x itself. luna_rank_part: x
+   [batch,n,...] is this rank's part of a whole, by sequences or by rows, and so is what ops make of it. The models do
+   this to what their embedding makes. Ops then go by the place in the whole where that matters (luna_dropout,
+   luna_mask, luna_pack, luna_causal_product, luna_sum over rows, losses); others see this rank's part alone.
+   luna_rank_sum: the sum over ranks of tensors of one shape; its gradient is the sum of the ranks' gradients, for each
+   rank's loss is a part of one loss, which is their sum. */
+LUNA_API luna_tensor *luna_rank_part(luna_tensor *x);
+LUNA_API luna_tensor *luna_rank_sum(luna_tensor *x);
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>graphs: a step on a device in one launch. Work between begin and end runs at the end; where it is the same as in
+   the step before, but for the values of tokens, lengths, labels, luna_tensor_new and the learning rate, it is recorded
+   there, and from then on launched as a whole. Anything else runs as it would without a graph, and so do the first
+   steps, until their memory lies still: with luna_graph_reason's sentence, and never with other bits.
+
+       luna_graph *graph = luna_graph_open(ctx);           null on the CPU: then begin and end do nothing
+       for (...) {
+         luna_graph_begin(graph);
+         luna_begin_step(ctx);
+         loss = luna_lm_loss(&model, &input, labels);
+         luna_backward(loss);
+         luna_optimizer_step(adam);
+         if (luna_graph_end(graph) != LUNA_OK) break;      failures of the device arrive here
+         ... luna_item(loss) ...                           reading inside has the work before it run at once
+       }
+   Recorded is what has a fixed place and size: a batch of another size, a label more that is ignored, or a custom op
+   that is not recordable make a step run by itself. One graph at a time in a context; freed with it. A stream's single
+   tokens are such steps without a call; its steps have no place between begin and end.
+   ------------------------------------------------------------------------------------------------------------------ */
+typedef struct luna_graph luna_graph;
+LUNA_API void luna_graph_close(luna_graph *graph);                  /* null is fine */
+#ifndef LUNA_ONLY_STREAM
+LUNA_API luna_graph *luna_graph_open(luna_ctx *ctx);
+LUNA_API luna_status luna_graph_begin(luna_graph *graph);           /* null: LUNA_OK */
+LUNA_API luna_status luna_graph_end(luna_graph *graph);
+/* why the last one was not one launch; "": it was */
+LUNA_API const char *luna_graph_reason(const luna_graph *graph);
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>profile: where time goes: every op that runs between begin and end is timed.
+
+       luna_profile_begin(ctx);
+       ... some steps ...
+       luna_profile_end(ctx);
+       luna_profile_write(ctx, LUNA_PROFILE_TABLE, write, user);
+
+   A line for each op of each scope, forward and backward, with its time, bytes and flops a step: the op's input and
+   result have the shapes that follow its name, and a scope that of the function which began it. Bytes are those of
+   what the op must read and write, once; flops those of products alone, of backward twice those of forward, and what is
+   computed again counts once more. Shares are of the sum of all steps, and of the peak: this machine's multiply-adds,
+   on as many threads, on data in the first cache; 0 on a device. There each op waits for the one before it, and a step
+   between luna_graph_begin and luna_graph_end is never one launch. Begun again, it counts anew; after its end it may be
+   resumed, which leaves out what ran between. What it needs (40 KB) stays until luna_close. Off, it costs one
+   comparison an op.
+   ------------------------------------------------------------------------------------------------------------------ */
+#ifndef LUNA_ONLY_STREAM
+typedef enum luna_profile_format { LUNA_PROFILE_TABLE = 0, LUNA_PROFILE_JSON } luna_profile_format;
+LUNA_API luna_status luna_profile_begin(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_end(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_resume(luna_ctx *ctx);
+LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format format,
+                                        void (*write)(void *user, const char *text), void *user);
+#endif
+
+/* ---------------------------------------------------------------------------------------------------------------------
+   >>backend: the table of functions that a device implements
+   An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
+   a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
+   memory. Entries of tier 2 may be null: the op is then composed from tier 1.
+   ------------------------------------------------------------------------------------------------------------------ */
 /* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
    its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). */
 #define LUNA_ACTIVATIONS(M) \
