@@ -57,8 +57,9 @@
         Sequences of numbers: with .features = k in its config a model reads input.features [batch,n,k] in place of
         tokens, standardised by "input_norm.mean" and "input_norm.scale" (call luna_input_layer_fit on training data
         first; they are saved, never trained) and projected by "input_proj". NaN is a missing number and counts as its
-        mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. A classifier with
-        .per_step has classes at each step, found from the whole sequence.
+        mean. A luna_lm of features has .outputs a step, classes or values: a detector, a forecaster. Values of any unit
+        are learnt as well as those of size 1 with .output_norm: call luna_lm_fit_outputs on their training targets. A
+        classifier with .per_step has classes at each step, found from the whole sequence.
      4. Save it, use it.
             if (luna_save(params, luna_path("model.safetensors")) != LUNA_OK) puts(luna_error(ctx));
             luna_begin_inference(ctx);                           no tape, no dropout; the same forward calls
@@ -1074,6 +1075,8 @@ typedef struct luna_lm_config {
   luna_layer_config layer;           /* everything else of the layers; attention: Luna, softmax, linear, or a hook */
   luna_positions positions;          /* 0 = none */
   int64_t max_length;                /* learned positions: the longest sequence; 0 = 512 */
+  bool output_norm;                  /* with outputs that are values: they are what the matrix gives times a deviation,
+                                        plus a mean, so that what is learnt is of size 1: luna_lm_fit_outputs */
 } luna_lm_config;
 typedef struct luna_lm {
   luna_lm_config config;
@@ -1084,6 +1087,8 @@ typedef struct luna_lm {
   luna_causal_layer *layers;         /* "layers.N." */
   luna_norm_layer norm;              /* "layer_norm", pre-norm only */
   luna_linear_layer output;          /* "output_projection" [outputs,d], with outputs only */
+  luna_tensor *output_mean, *output_scale; /* "output_norm.mean", zeros, and "output_norm.scale", ones, [outputs], with
+                                        output_norm only; never trained */
 } luna_lm;
 #ifndef LUNA_ONLY_STREAM
 LUNA_API luna_status luna_lm_init(luna_lm *model, luna_params *params, const luna_lm_config *config);
@@ -1094,6 +1099,10 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *in
    .outputs, its class; negative labels are ignored: -1 for padding. As luna_cross_entropy finds it, up to rounding, but
    of a large vocabulary no logits are stored (luna_linear_cross_entropy). */
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels);
+
+/* Sets the mean and the deviation of each output, of a model with output_norm, from training targets [rows,outputs];
+   NaN and Inf are left out. An output that never changes gets scale 1. */
+LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows);
 
 /* Encoder: embeddings and encoder layers; part of the models below */
 /* default: sqrt(dim), but one with learned positions */
@@ -15884,6 +15893,10 @@ LUNAI_FN void lunai_features_fit(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
   for (int64_t f = 0; f < w->k; f++) to[f] = lunai_feature_fit(w, f);
 }
+LUNAI_FN void lunai_outputs_fit(float *to, const void *from) { /* deviations */
+  const lunai_features *w = (const lunai_features *)from;
+  for (int64_t f = 0; f < w->k; f++) to[f] = 1 / lunai_feature_fit(w, f);
+}
 LUNAI_FN void lunai_features_fill(float *to, const void *from) {
   const lunai_features *w = (const lunai_features *)from;
   for (int64_t i = 0; i < w->input->batch * w->input->n; i++) {
@@ -16845,7 +16858,8 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(omega, layer.omega, 3, 5) F(pre_norm, layer.pre_norm, 0, 1) F(attention, layer.attention, 0, 3) \
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
-  F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1)
+  F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1) \
+  F(output_norm, output_norm, 0, 1)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
 LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
@@ -16859,7 +16873,11 @@ LUNAI_FN int lunai_lm_parts(luna_lm *model, lunai_part *parts) {
     { !c->features, LUNAI_ALONE(model->embedding), "embed_tokens.weight", c->vocab, d, init },
     { learned, LUNAI_ALONE(model->positions), "embed_positions.weight", c->max_length, d, init },
     lunai_norm_part(c->layer.pre_norm, &model->norm, "layer_norm.weight", &c->layer),
-    { c->outputs != 0, LUNAI_BOTH(model->output), "output_projection.weight", c->outputs, d, projection } };
+    { c->outputs != 0, LUNAI_BOTH(model->output), "output_projection.weight", c->outputs, d, projection },
+    { c->output_norm, LUNAI_ALONE(model->output_mean), "output_norm.mean", c->outputs, LUNAI_VECTOR,
+      lunai_init(LUNA_INIT_ZEROS, 0) },
+    { c->output_norm, LUNAI_ALONE(model->output_scale), "output_norm.scale", c->outputs, LUNAI_VECTOR,
+      lunai_init(LUNA_INIT_ONES, 0) } };
   memcpy(parts + inputs, all, sizeof all);
   return inputs + LUNAI_LENGTH(all);
 }
@@ -17112,7 +17130,8 @@ LUNAI_FN bool lunai_lm_defaults(luna_ctx *ctx, lunai_model_config *m) {
   if (c->positions == LUNA_POSITIONS_DEFAULT) c->positions = LUNA_POSITIONS_NONE;
   if (c->max_length == 0) c->max_length = 512;
   if (!LUNAI_SAME(ctx, c, "", dim) || !LUNAI_SAME(ctx, c, "", heads) || !LUNAI_SAME(ctx, c, "", ffn) ||
-      !lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) || !lunai_is_omega(ctx, c->layer.omega)) return false;
+      !lunai_layer_defaults(ctx, &c->layer, LUNAI_CAUSAL_LAYER) || !lunai_is_omega(ctx, c->layer.omega) ||
+      (c->outputs == 0 && !lunai_is_unused(ctx, "output_norm", c->output_norm, "without outputs"))) return false;
   c->dim = c->layer.dim;
   c->heads = c->layer.heads;
   c->ffn = c->layer.ffn;
@@ -17197,6 +17216,23 @@ LUNAI_FN luna_tensor *lunai_lm_features(const luna_lm *model, const luna_input *
   x = lunai_state_written(state, x, input->n);
   return lunai_result(scope, model->norm.weight ? luna_norm_layer_forward(&model->norm, x) : x);
 }
+LUNA_API luna_status luna_lm_fit_outputs(luna_lm *model, const float *targets, int64_t rows) {
+  static const char name[] = "luna_lm_fit_outputs";
+  luna_ctx *ctx = model ? lunai_ctx_of(model->params) : NULL;
+  if (!ctx) return LUNA_BAD_ARGUMENT;
+  if (!model->output_scale || (!targets && rows > 0))
+    return lunai_fail_status(ctx, LUNA_ERROR_NULL_ARGUMENT, name, targets ? "the model's output_scale" : "targets");
+  if (!lunai_in(ctx, name, "rows", rows, 0, LUNAI_MAX_COUNT / luna_count(model->output_mean))) return ctx->last_status;
+  luna_input input;
+  memset(&input, 0, sizeof input);
+  input.features = targets, input.batch = 1, input.n = rows;
+  lunai_features w = { &input, luna_count(model->output_mean), true };
+  for (int64_t f = 0; f < w.k && lunai_computes(ctx); f++)
+    if (lunai_feature_fit(&w, f) < FLT_MIN) return lunai_fail_status(ctx, LUNA_ERROR_FEATURE_SCALE, name, f);
+  const luna_status status = lunai_write_made(model->output_scale, name, false, lunai_outputs_fit, &w);
+  w.second = false;
+  return status == LUNA_OK ? lunai_write_made(model->output_mean, name, false, lunai_features_fit, &w) : status;
+}
 LUNAI_FN luna_tensor *lunai_lm_output(const luna_lm *model) { /* the matrix of the logits */
   return model->output.weight ? model->output.weight : model->embedding;
 }
@@ -17204,13 +17240,16 @@ LUNA_API luna_tensor *luna_lm_forward(const luna_lm *model, const luna_input *in
   luna_ctx *ctx = lunai_lm_ctx(model, input, "luna_lm_forward");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx) return NULL;
-  return lunai_result(scope, luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias));
+  luna_tensor *y = luna_linear(lunai_lm_features(model, input), lunai_lm_output(model), model->output.bias);
+  if (model->output_scale) y = luna_add(luna_mul(y, luna_detach(model->output_scale)), luna_detach(model->output_mean));
+  return lunai_result(scope, y);
 }
 LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input, const int32_t *labels) {
   luna_ctx *ctx = lunai_lm_ctx(model, input, "luna_lm_loss");
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx || lunai_labels_count(ctx, "luna_lm_loss", labels, input->batch * input->n,
                                  lunai_lm_output(model)->shape[0]) < 0) return NULL;
+  if (model->output_scale) return lunai_result(scope, luna_cross_entropy(luna_lm_forward(model, input), labels));
   luna_tensor *x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }
@@ -19027,6 +19066,7 @@ struct luna_stream {
   lunai_stream_layer *layers;
   luna_lm model;                     /* what there is beside the layers */
   float *standard;                   /* mean and scale of features on the host, [2, features] */
+  float *output_norm;                /* likewise of outputs, [2, outputs], with output_norm */
   int64_t batch, chunk, horizon;
   int64_t position, first_position;
   int64_t sources;                   /* as in lunai_past */
@@ -19394,6 +19434,10 @@ LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_
   s->bump.floor = s->bump.kept = s->bump.part[0].used;
   if (good && k) good = lunai_stream_move(s, s->standard, s->model.input.mean->data, (size_t)k * sizeof(float), 2) &&
       lunai_stream_move(s, s->standard + k, s->model.input.scale->data, (size_t)k * sizeof(float), 2);
+  const int64_t outputs = s->sizes.output_norm ? s->sizes.outputs : 0;
+  if (good && outputs)
+    good = lunai_stream_move(s, s->output_norm, s->model.output_mean->data, (size_t)outputs * sizeof(float), 2) &&
+        lunai_stream_move(s, s->output_norm + outputs, s->model.output_scale->data, (size_t)outputs * sizeof(float), 2);
   for (int64_t i = 0; i < s->sizes.layers && good && !LUNAI_CROSS(s); i++)
     good = lunai_stream_fold(s, &s->layers[i], s->layers[i].of.causal.memory->data);
   return good;
@@ -19484,6 +19528,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   if (device) s->host_inputs = (char *)lunai_stream_take(base, &used, inputs, 1);
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
+  s->output_norm = (float *)lunai_stream_take(base, &used, z->output_norm ? 2 * z->outputs : 0, sizeof(float));
   const size_t host_size = used;
   if (device) { base = s->device_memory; used = 0; }
   const size_t state = used;
@@ -19713,6 +19758,8 @@ LUNAI_FN const float *lunai_stream_run(luna_stream *s, const luna_input *input) 
   }
   if (y) (void)lunai_stream_move(s, s->logits, y->data, (size_t)luna_count(y) * sizeof(float), 2);
   if (!lunai_stream_ready(s) || !y) return NULL;
+  for (int64_t i = 0, k = s->sizes.outputs; i < luna_count(y) && s->sizes.output_norm; i++)
+    s->logits[i] = s->logits[i] * s->output_norm[k + i % k] + s->output_norm[i % k];
   s->error = misfit;
   finite = finite && lunai_are_finite(luna_count(y), s->logits);
   if (misfits == 0 && !finite) s->error = LUNA_ERROR_STREAM_NOT_FINITE;

@@ -435,7 +435,8 @@ static void look_at_pair(void *user, const char *key, const char *value) {
   char word[80];
   if (strncmp(key, "luna.", 5) != 0) return;
   snprintf(word, sizeof word, " %.70s ", key + 5);
-  if (!strstr(known, word)) snprintf(found->key, sizeof found->key, "%.60s", key);
+  const bool plain = strcmp(key, "luna.output_norm") == 0 && strcmp(value, "0") == 0;
+  if (!strstr(known, word) && !plain) snprintf(found->key, sizeof found->key, "%.60s", key);
   if (strcmp(key, "luna.horizon") != 0) return;
   char *end;
   horizon = strtol(value, &end, 10);

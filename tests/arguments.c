@@ -1400,6 +1400,15 @@ static void case_luna_input_layer_fit(void) {
   luna_input_layer *layer = input_layer();
   got_status(luna_input_layer_fit(layer, features_input()), layer != NULL);
 }
+static void case_luna_lm_fit_outputs(void) {
+  luna_lm model;
+  luna_lm_config c = {0};
+  c.features = 2, c.outputs = 3, c.dim = 8, c.heads = 2, c.ffn = 8, c.layers = 1, c.output_norm = !turn();
+  const int64_t rows = small();
+  const bool made = luna_lm_init(&model, luna_params_open(w->ctx), &c) == LUNA_OK;
+  luna_lm *m = made && !turn() ? &model : NULL;
+  got_status(luna_lm_fit_outputs(m, product(rows, 3) > NUMBERS || turn() ? NULL : numbers, rows), m != NULL);
+}
 static void case_luna_input_layer_forward(void) {
   luna_input_layer *layer = input_layer();
   got_tensor(luna_input_layer_forward(layer, features_input()), layer != NULL);
@@ -2059,7 +2068,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_graph_begin) F(luna_graph_end) F(luna_graph_reason) F(luna_error_id_of) F(luna_stream_error_id) \
   F(luna_scope_end) F(luna_keep) F(luna_linear_cross_entropy) F(luna_lm_loss) F(luna_mse) F(luna_huber) \
   F(luna_quantile_loss) F(luna_binary_cross_entropy) \
-  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_input_layer_forward) \
+  F(luna_input_layer_init) F(luna_input_layer_fit) F(luna_lm_fit_outputs) \
+  F(luna_input_layer_forward) \
   F(luna_stream_step_features) F(luna_lm_state_open) F(luna_lm_state_continue) F(luna_lm_state_restart) \
   F(luna_lm_state_size) F(luna_lm_state_save) F(luna_lm_state_load)
 typedef struct row { const char *name; void (*run)(void); int times; } row;

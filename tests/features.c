@@ -321,6 +321,77 @@ static void check_quantiles(void) {
   luna_close(ctx);
 }
 
+/* ---- outputs in units of their own ---- */
+enum { SINE = 300, WINDOW = 60 };
+static luna_status sine_model(luna_lm *m, luna_params *params, bool norm) {
+  luna_lm_config c = {0};
+  c.features = 1, c.dim = 16, c.heads = 2, c.ffn = 32, c.memory = 4, c.output_norm = norm;
+  c.layer.forget = LUNA_FORGET_GATED, c.layer.convolution = 4, c.layer.pre_norm = true;
+  return luna_lm_init(m, params, &c);
+}
+static float sine(int t) { return (float)(100 + 20 * sin(0.3 * t)); }
+/* the mean squared error of the next number of a sine around 100, of that of repeating the last one, after 200 steps */
+static double sine_error(luna_ctx *ctx, luna_lm *m, luna_params *params) {
+  float x[SINE], targets[SINE], batch[4 * WINDOW], next[4 * WINDOW];
+  double error = 0, last = 0;
+  for (int t = 0; t < SINE; t++) x[t] = sine(t), targets[t] = sine(t + 1);
+  const luna_input all = {NULL, NULL, 1, SINE, x}, part = {NULL, NULL, 4, WINDOW, batch};
+  CHECK(sine_model(m, params, true) == LUNA_OK && luna_input_layer_fit(&m->input, &all) == LUNA_OK &&
+        luna_lm_fit_outputs(m, targets, SINE) == LUNA_OK, "%s", luna_error(ctx));
+  luna_optimizer_config o = {0};
+  o.lr = 1e-2f, o.clip = 1, o.schedule.decay = LUNA_DECAY_COSINE, o.schedule.total = 200, o.schedule.warmup = 20;
+  luna_optimizer *adam = luna_adamw(params, &o);
+  for (int step = 0; step < 200; step++) {
+    for (int i = 0; i < 4 * WINDOW; i++) {
+      const int from = (step * 37 + i / WINDOW * 61) % (SINE - WINDOW);
+      batch[i] = x[from + i % WINDOW], next[i] = targets[from + i % WINDOW];
+    }
+    luna_begin_step(ctx);
+    luna_backward(luna_mse(luna_lm_forward(m, &part), next));
+    if (luna_optimizer_step(adam) != LUNA_OK) break;
+  }
+  float y[SINE];
+  luna_begin_inference(ctx);
+  CHECK(luna_read(luna_lm_forward(m, &all), y) == LUNA_OK, "%s", luna_error(ctx));
+  for (int t = 10; t < WINDOW; t++)
+    error += pow((double)y[t] - (double)targets[t], 2), last += pow((double)x[t] - (double)targets[t], 2);
+  return error / last;
+}
+static void check_output_norm(void) {
+  luna_ctx *ctx = ctx_open(3, 1), *other = ctx_open(4, 1);
+  luna_params *params = luna_params_open(ctx), *loaded = luna_params_open(other), *plain = luna_params_open(ctx);
+  luna_lm m, copy, bare;
+  float x[WINDOW], y[WINDOW], z[WINDOW], fit[2];
+  const double error = sine_error(ctx, &m, params);
+  CHECK(error < 0.02, "a sine around 100: %.4f of the error of the last value", error);
+  for (int t = 0; t < WINDOW; t++) x[t] = sine(t);
+  const luna_input in = {NULL, NULL, 1, WINDOW, x};
+  luna_begin_inference(ctx);
+  CHECK(luna_read(luna_lm_forward(&m, &in), y) == LUNA_OK && luna_read(m.output_mean, fit) == LUNA_OK &&
+        luna_read(m.output_scale, fit + 1) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(fabsf(fit[0] - 100) < 1 && fabsf(fit[1] - 14.14f) < 0.3f, "mean %g, deviation %g", (double)fit[0],
+        (double)fit[1]);
+  luna_stream *stream = luna_stream_open(&m, NULL);
+  for (int t = 0; t < WINDOW; t++) {
+    const float *step = luna_stream_step_features(stream, x + t);
+    z[t] = step ? *step : NAN;
+  }
+  luna_stream_close(stream);
+  test_close("a stream of outputs in their unit", z, y, WINDOW, 1e-5);
+  CHECK(luna_save(params, "build/output_norm.safetensors") == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_lm_load(&copy, loaded, "build/output_norm.safetensors") == LUNA_OK && copy.config.output_norm, "%s",
+        luna_error(other));
+  remove("build/output_norm.safetensors");
+  luna_begin_inference(other);
+  CHECK(luna_read(luna_lm_forward(&copy, &in), z) == LUNA_OK && same(y, z, WINDOW), "a loaded model: %s",
+        luna_error(other));
+  CHECK(sine_model(&bare, plain, false) == LUNA_OK && !bare.output_scale, "%s", luna_error(ctx));
+  CHECK(luna_lm_fit_outputs(&bare, x, WINDOW) == LUNA_BAD_ARGUMENT, "outputs without a norm were fitted");
+  CHECK(luna_lm_fit_outputs(&m, NULL, WINDOW) == LUNA_BAD_ARGUMENT, "no targets were fitted");
+  CHECK(luna_lm_fit_outputs(&m, x, -1) == LUNA_BAD_ARGUMENT, "fewer than no rows were fitted");
+  luna_close(ctx), luna_close(other);
+}
+
 /* ---- every kind of model with features, and one of tokens with outputs ---- */
 static const char *const model_names[MODELS] = {"a detector", "a classifier", "a pair", "per step", "a masked model",
                                                 "an encoder-decoder"};
@@ -832,6 +903,7 @@ int main(void) {
   features_files(NULL);
   check_losses();
   check_quantiles();
+  check_output_norm();
   check_models();
   check_tagger();
   check_fit();
