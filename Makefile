@@ -70,8 +70,9 @@ NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-u
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Comparisons are not traced, since the mutations know the format: it takes a third of the time. Rare features are not
 # counted (-entropic=0): it takes half, and more as the corpus grows. More than two mutations (-mutate_depth) seldom load.
-FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize-coverage=trace-cmp -fno-sanitize-recover=all \
-  -DFUZZ_LIBFUZZER
+# The address sanitizer finds null pointers.
+FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize=null -fno-sanitize-coverage=trace-cmp \
+  -fno-sanitize-recover=all -DFUZZ_LIBFUZZER
 
 # $(call build,COMPILER AND FLAGS,LIBRARIES): the target, made beside its place and moved there when it is whole, so
 # that two builds of one folder do no harm to each other. Its time is when its compilation began: what changes during

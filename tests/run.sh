@@ -10,7 +10,7 @@ if [ "$1" = --one ]; then
   log=$(log_of "$2")
   case $2 in
     *.sh) sh "$2" ;;
-    /*) "$2" ;;
+    /*) $RUNNER "$2" ;;
     *) $RUNNER "./$2" ;;
   esac >"$log" 2>&1 </dev/null
   echo "$?" >"$log.status"
