@@ -69,8 +69,8 @@ NVCC_ARCHS += -gencode arch=compute_90,code=compute_90
 NVCC_FLAGS = -std=c++17 -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wno-unused-function $(NVCC_ARCHS)
 TSAN = -O1 -g1 -fsanitize=thread -DTEST_QUICK=1
 # Comparisons are not traced, since the mutations know the format: it takes a third of the time. Rare features are not
-# counted (-entropic=0): it takes half, and more as the corpus grows. More than two mutations (-mutate_depth) seldom load.
-# The address sanitizer finds null pointers.
+# counted (-entropic=0): it takes half, and more as the corpus grows. More than two mutations (-mutate_depth) seldom
+# load. The address sanitizer finds null pointers.
 FUZZ = -O1 -g1 -fsanitize=fuzzer,address,undefined -fno-sanitize=null -fno-sanitize-coverage=trace-cmp \
   -fno-sanitize-recover=all -DFUZZ_LIBFUZZER
 
