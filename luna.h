@@ -15509,14 +15509,6 @@ LUNAI_FN luna_tensor *lunai_causal_composed(luna_tensor *const in[4], const luna
   return lunai_causal_product(lunai_reshape(w, 3, batch, n, slots, 1), a, in[2], h, c->horizon);
 }
 
-#ifdef LUNA_ONLY_STREAM
-#define lunai_takes_horizon(ctx) ((void)(ctx), true)
-#else
-/* whether causal ops may have more rows than a horizon: the backends that have FORGETTING_LUNA know of horizons too */
-LUNAI_FN bool lunai_takes_horizon(const luna_ctx *ctx) {
-  return ctx->backend->op[LUNA_OP_FORGETTING_LUNA].forward != NULL;
-}
-#endif
 /* c: with heads and omega */
 LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna_causal_nested_config *c,
                                           const lunai_past *past) {
@@ -15537,9 +15529,6 @@ LUNAI_FN luna_tensor *lunai_causal_nested(luna_tensor *const qkvs[4], const luna
       !lunai_in(q->ctx, "luna_causal_nested_attention", "horizon", c->horizon, LUNA_HORIZON_NONE, INT32_MAX))
     return NULL;
   const float scale = (float)(1.0 / sqrt((double)(q->shape[2] / heads)));
-  if (c->horizon > 0 && q->shape[1] > c->horizon && !LUNAI_BUMPS(q->ctx) &&
-      !lunai_takes_horizon(q->ctx))
-    return lunai_fail(q->ctx, LUNA_ERROR_NO_OP, "luna_causal_nested_attention", "of rows beyond a horizon");
   if (!c->forget && !LUNAI_BUMPS(q->ctx) &&
       (!lunai_has_op(q, LUNA_OP_CAUSAL_LUNA) || (c->dropout > 0 && q->ctx->training)))
     return lunai_causal_composed(in, c, scale);

@@ -3907,7 +3907,7 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
   LUNACU_UNROLL
   for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++) {
     const double f = left(k);
-    sum = next(sum, x[k], f);
+    sum = FADES ? next(sum, x[k], f) : sum + (double)x[k];
     all *= f;
   }
   sums[threadIdx.x] = sum;
@@ -3922,7 +3922,7 @@ template <int FADES> __global__ void __launch_bounds__(1024) lunacu_causal_scan_
   for (int k = 0; k < LUNACU_CAUSAL_SCAN; k++, state += s.size) {
     const double f = left(k);
     if (k < chunks) *state = (float)(FADES == LUNACU_FADES_REVERSE ? f * before : before);
-    before = next(before, x[k], f);
+    before = FADES ? next(before, x[k], f) : before + (double)x[k];
   }
   if (0 < chunks && chunks <= LUNACU_CAUSAL_SCAN && !s.ends) s.carried[place] = before;
 }

@@ -97,6 +97,11 @@ static bool device_run_open(device_run *r, const device *d, int kind, uint64_t s
   config.memory = 4;
   config.layer.ffn = 24;
   config.layer.dropout = 0.1f;
+  /* the memories: published, with a horizon, by gates, constant */
+  config.layer.horizon = kind == 1 ? 7 : 0;
+  config.layer.forget = kind == 2 ? LUNA_FORGET_GATED : kind == 3 ? LUNA_FORGET_CONSTANT : LUNA_FORGET_NONE;
+  config.layer.output_gate = kind == 2;
+  config.layer.attention_dropout = kind == 2 ? 0.1f : 0;
   sgd.momentum = 0.9f;
   sgd.lr = 0.05f;
   adamw.clip = 0.5f;
@@ -486,14 +491,14 @@ static void device_random_weights(luna_params *params) { /* no norm or bias that
   }
 }
 
-enum { STREAM_VOCAB = 29, STREAM_KINDS = 9, STREAM_TOKENS = 60 };
+enum { STREAM_VOCAB = 29, STREAM_KINDS = 10, STREAM_TOKENS = 60 };
 typedef struct device_models { /* [0] on the CPU, [1] on the device */
   luna_ctx *ctx[2];
   luna_lm lm[2];
   luna_stream_config config;
 } device_models;
-/* kinds: folded scores and not, keys tied and not, convolutions, norms before and after, positions, omegas, one
-   sequence and three */
+/* kinds: folded scores and not, keys tied and not, convolutions, norms before and after, positions, omegas, a horizon,
+   memories that forget, one sequence and three */
 static bool device_models_open(device_models *m, const device *d, int kind) {
   static const luna_activation omegas[3] = {LUNA_ACTIVATION_SOFTPLUS2, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_ELU1},
       activations[3] = {LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_RELU};
@@ -515,10 +520,14 @@ static bool device_models_open(device_models *m, const device *d, int kind) {
   config.layer.omega = omegas[(kind + kind / 3) % 3];
   config.layer.activation = activations[kind % 3];
   config.positions = positions[kind % 3];
+  config.layer.horizon = kind == 3 ? 17 : 0;
+  config.layer.forget = kind == 7 ? LUNA_FORGET_CONSTANT : LUNA_FORGET_NONE;
+  if (kind == 5 || kind == 9) config.layer.forget = LUNA_FORGET_GATED;
+  config.layer.output_gate = kind == 5;
   /* more than a block has threads */
-  if (kind == 8) config.layers = 1, config.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
+  if (kind >= 8) config.layers = 1, config.memory = 258, config.layer.dim = 260, config.layer.heads = 1;
   memset(m, 0, sizeof *m);
-  m->config.batch = kind < 2 || kind == 8 ? 1 : 3;
+  m->config.batch = kind < 2 || kind >= 8 ? 1 : 3;
   m->config.chunk = 5;
   for (int i = 0; i < 2; i++) {
     m->ctx[i] = device_open(i ? d : NULL, 3);
