@@ -17238,7 +17238,7 @@ LUNA_API luna_tensor *luna_lm_loss(const luna_lm *model, const luna_input *input
   const luna_scope scope = luna_scope_begin(ctx);
   if (!ctx || lunai_labels_count(ctx, "luna_lm_loss", labels, input->batch * input->n,
                                  lunai_lm_output(model)->shape[0]) < 0) return NULL;
-  if (model->output_scale) return lunai_result(scope, luna_cross_entropy(luna_lm_forward(model, input), labels));
+  if (model->output_scale) return lunai_result(scope, luna_cross_entropy(luna_lm_forward(model, input), labels, NULL));
   luna_tensor *x = lunai_lm_features(model, input);
   return lunai_result(scope, luna_linear_cross_entropy(x, lunai_lm_output(model), model->output.bias, labels, NULL));
 }

@@ -378,9 +378,9 @@ static void check_output_norm(void) {
   }
   luna_stream_close(stream);
   test_close("a stream of outputs in their unit", z, y, WINDOW, 1e-5);
-  CHECK(luna_save(params, "build/output_norm.safetensors") == LUNA_OK, "%s", luna_error(ctx));
-  CHECK(luna_lm_load(&copy, loaded, "build/output_norm.safetensors") == LUNA_OK && copy.config.output_norm, "%s",
-        luna_error(other));
+  CHECK(luna_save(params, luna_path("build/output_norm.safetensors")) == LUNA_OK, "%s", luna_error(ctx));
+  CHECK(luna_load_model_of(LUNA_MODEL_LM, &copy, loaded, luna_path("build/output_norm.safetensors")) == LUNA_OK &&
+        copy.config.output_norm, "%s", luna_error(other));
   remove("build/output_norm.safetensors");
   luna_begin_inference(other);
   CHECK(luna_read(luna_lm_forward(&copy, &in), z) == LUNA_OK && same(y, z, WINDOW), "a loaded model: %s",
