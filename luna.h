@@ -278,7 +278,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(NOT_ONE_ELEMENT, BAD_ARGUMENT) X(NO_TAPE, BAD_ARGUMENT) X(SECOND_BACKWARD, BAD_ARGUMENT) \
   X(NO_PROFILE, BAD_ARGUMENT) X(TOO_MANY_TENSORS, BAD_ARGUMENT) X(SHAPES, BAD_ARGUMENT) X(AXIS, BAD_ARGUMENT) \
   X(RESHAPE, BAD_ARGUMENT) X(SLICE_RANGE, BAD_ARGUMENT) X(PERMUTE_AXES, BAD_ARGUMENT) X(CONCAT_SHAPES, BAD_ARGUMENT) \
-  X(EXPAND_RANK, BAD_ARGUMENT) X(BROADCAST, BAD_ARGUMENT) X(CLAMP, BAD_ARGUMENT) X(MATMUL_AXES, BAD_ARGUMENT) \
+  X(NEW_AXIS, BAD_ARGUMENT) X(BROADCAST, BAD_ARGUMENT) X(CLAMP, BAD_ARGUMENT) X(MATMUL_AXES, BAD_ARGUMENT) \
   X(MATMUL_INNER, BAD_ARGUMENT) X(LABEL_RANGE, BAD_ARGUMENT) X(SMOOTHING, BAD_ARGUMENT) X(TARGET_RANGE, BAD_ARGUMENT) \
   X(LEVEL, BAD_ARGUMENT) X(LEVELS, BAD_ARGUMENT) X(PATTERNS, BAD_ARGUMENT) X(RAGGED_LENGTHS, BAD_ARGUMENT) \
   X(OFFSETS, BAD_ARGUMENT) X(OMEGA, BAD_ARGUMENT) X(NAME_LENGTH, BAD_ARGUMENT) X(NAME_RESERVED, BAD_ARGUMENT) \
@@ -321,11 +321,11 @@ LUNA_API const char *luna_isa_name(luna_isa isa);
 
 /* Functions of single numbers. The first are a layer's activations; those after LUNA_ACTIVATION_NONE are for
    luna_activate alone. ELU1 is elu(x) + 1 [arXiv 2006.16236], GELU the exact (erf) form, SOFTPLUS ln(1 + e^x),
-   SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), RSQRT 1 / sqrt(x). NaN stays NaN. */
+   SOFTPLUS2 log2(1 + 2^x), SILU x sigmoid(x), LEAKY_RELU 0.01 x below 0, RSQRT 1 / sqrt(x). NaN stays NaN. */
 typedef enum luna_activation {
   LUNA_ACTIVATION_DEFAULT = 0,       /* none, but ReLU of a feed-forward and softplus2 of an omega */
   LUNA_ACTIVATION_RELU, LUNA_ACTIVATION_GELU, LUNA_ACTIVATION_ELU1, LUNA_ACTIVATION_SOFTPLUS, LUNA_ACTIVATION_SOFTPLUS2,
-  LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH,
+  LUNA_ACTIVATION_SIGMOID, LUNA_ACTIVATION_SILU, LUNA_ACTIVATION_TANH, LUNA_ACTIVATION_LEAKY_RELU,
   LUNA_ACTIVATION_NONE,              /* x itself */
   LUNA_ACTIVATION_EXP, LUNA_ACTIVATION_LOG, LUNA_ACTIVATION_SQRT, LUNA_ACTIVATION_RSQRT, LUNA_ACTIVATION_ABS,
   LUNA_ACTIVATION_COUNT
@@ -444,7 +444,7 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
-typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_F16, LUNA_DTYPE_BF16 } luna_dtype; /* F32 is implemented */
+typedef enum luna_dtype { LUNA_DTYPE_F32 = 0 } luna_dtype;
 
 typedef struct luna_tensor {
   /* data: null in a context that measures, and once released by a scope's end or a begin. grad: null until backward has
@@ -480,6 +480,9 @@ typedef struct luna_tensor {
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
 /* A copy of values, zeros when null. As an op's result it ends with the next begin: make it anew in each step. */
 LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int rank, const int64_t *shape);
+
+/* The same of one number. */
+LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape);
 
 /* Scopes: memory that lasts as long as it is needed. Every forward of a layer or model is one; a function of your own
    that makes more tensors than it returns may be one too:
@@ -545,6 +548,10 @@ LUNA_API luna_tensor *luna_slice(luna_tensor *x, int axis, int64_t start, int64_
 LUNA_API luna_tensor *luna_permute(luna_tensor *x, const int *axes);
 LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);                /* swaps two axes; copy */
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
+/* up to 8 tensors of one shape, along a new axis */
+LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis);
+/* `before` and `after` more places along the axis, that hold `value` */
+LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value);
 /* [...] -> [count, ...], copies along a new axis 0 */
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count);
 /* These broadcast as in NumPy: aligned at the last axis, sizes are equal or one of them is 1 or missing, and repeats;
@@ -568,13 +575,17 @@ LUNA_API luna_tensor *luna_where(luna_tensor *condition, luna_tensor *a, luna_te
 LUNA_API luna_tensor *luna_clamp(luna_tensor *x, float low, float high);
 LUNA_API luna_tensor *luna_add_scalar(luna_tensor *x, float number);
 LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor);
+LUNA_API luna_tensor *luna_neg(luna_tensor *x);
 LUNA_API luna_tensor *luna_sum(luna_tensor *x, int axis);           /* removes the axis; [n] -> [1] */
 LUNA_API luna_tensor *luna_mean(luna_tensor *x, int axis);          /* likewise */
 LUNA_API luna_tensor *luna_sum_all(luna_tensor *x);                 /* of all elements -> [1] */
 LUNA_API luna_tensor *luna_mean_all(luna_tensor *x);                /* likewise */
 LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis);        /* y_i = x_0 + ... + x_i along the axis */
+/* the mean square of the differences from the mean along the axis, which it removes */
+LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis);
 /* the gradient goes to the first of equals; NaN wins */
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis);
+LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis);
 /* [...,m,k] x [...,k,n]; b's leading axes = a's last leading axes */
 LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose_a, bool transpose_b);
 /* [...,in] W^T + b; weight [out,in], bias [out] or null */
@@ -602,6 +613,7 @@ LUNA_API luna_tensor *luna_softplus2(luna_tensor *x);
 LUNA_API luna_tensor *luna_sigmoid(luna_tensor *x);
 LUNA_API luna_tensor *luna_silu(luna_tensor *x);
 LUNA_API luna_tensor *luna_tanh(luna_tensor *x);
+LUNA_API luna_tensor *luna_leaky_relu(luna_tensor *x);
 LUNA_API luna_tensor *luna_exp(luna_tensor *x);
 LUNA_API luna_tensor *luna_log(luna_tensor *x);
 LUNA_API luna_tensor *luna_sqrt(luna_tensor *x);
@@ -650,6 +662,10 @@ LUNA_API luna_tensor *luna_cross_entropy(luna_tensor *logits, const int32_t *lab
    more product in backward. */
 LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *weight, luna_tensor *bias,
                                                 const int32_t *labels, const luna_cross_entropy_config *config);
+
+/* Of a student and its teacher: the mean over the rows of logits [...,V] of the cross-entropy with the rows of
+   `probabilities` [...,V], a tensor, into which a gradient flows too: luna_detach the teacher's. */
+LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities);
 
 /* Losses of numbers: values of any shape and luna_count(values) targets in the same order -> [1], the mean over the
    targets that are not NaN (0 when all are). Of each: (x - t)^2; (x - t)^2 / 2 up to |x - t| = delta (0 = 1),
@@ -1763,6 +1779,8 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
    An entry runs one kind of op: it gets the op with its tensors (pointer, dtype, device, shape; contiguous) and returns
    a status. It takes and returns no host value that changes from step to step: those are in luna_step_state, in backend
    memory. Entries of tier 2 may be null: the op is then composed from tier 1.
+   This chapter is not frozen: ops, entries and structs may change with any version of luna.h, and luna_open takes no
+   backend that was compiled with another.
    ------------------------------------------------------------------------------------------------------------------ */
 /* Maps of single numbers: M(NAME, name, value, slope) is LUNA_ACTIVATION_NAME and luna_name, with its value at x and
    its derivative there, which may use y, the value; both in the kernels' vector functions (>>vector). */
@@ -1780,7 +1798,9 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   M(SIGMOID, sigmoid, vf_div(vf_of(1), vf_add(vf_of(1), vf_exp(vf_neg(x)))), vf_fnma(y, y, y)) \
   M(SILU, silu, vf_div(x, vf_add(vf_of(1), vf_exp(vf_neg(x)))), \
     vf_div(vf_add(vf_of(1), vf_div(x, vf_add(vf_of(1), vf_exp(x)))), vf_add(vf_of(1), vf_exp(vf_neg(x))))) \
-  M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1)))
+  M(TANH, tanh, vf_tanh(x), vf_fnma(y, y, vf_of(1))) \
+  M(LEAKY_RELU, leaky_relu, vf_select(vf_gt(x, vf_zero()), x, vf_mul(x, vf_of(0.01))), \
+    vf_select(vf_gt(x, vf_zero()), vf_of(1), vf_select(vf_le(x, vf_zero()), vf_of(0.01), x)))
 #define LUNA_MAPS(M) \
   LUNA_ACTIVATIONS(M) \
   M(EXP, exp, vf_exp(x), y) \
@@ -8119,7 +8139,7 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(SLICE_RANGE, "luna_slice: start %d + count %d exceeds axis %d of %t") \
   X(PERMUTE_AXES, "luna_permute: axis %d of %t occurs twice or does not exist") \
   X(CONCAT_SHAPES, "%s: %t and %t differ in an axis other than %d") \
-  X(EXPAND_RANK, "luna_expand: tensor %t has 4 axes already, which is the maximum") \
+  X(NEW_AXIS, "%s: tensor %t has 4 axes already, which is the maximum") \
   X(BROADCAST, "%s: %t and %t do not broadcast: from the last axis on, sizes must be equal, or one of " \
     "them 1") \
   X(CLAMP, "luna_clamp: low %f and high %f: low must not be larger, and neither NaN") \
@@ -12533,6 +12553,9 @@ LUNA_API luna_tensor *luna_tensor_new(luna_ctx *ctx, const float *values, int ra
       ctx->backend->zero(ctx, t->data, bytes);
   return status == LUNA_OK ? t : lunai_fail_backend(ctx, false, "luna_tensor_new", status);
 }
+LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, const int64_t *shape) {
+  return luna_add_scalar(luna_tensor_new(ctx, NULL, rank, shape), value);
+}
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
   if (!t || (t->ended && lunai_is_released(t, "luna_require_grad"))) return NULL;
@@ -14393,11 +14416,41 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return lunai_finish(&s, x[0]->rank, shape);
 }
 
+LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
+  luna_tensor *with[LUNA_MAX_INPUTS];
+  int64_t shape[LUNA_MAX_RANK + 1];
+  if (!lunai_all(x, count, "luna_stack")) return NULL;
+  const luna_scope scope = luna_scope_begin(x[0]->ctx);
+  for (int i = 0; i < count; i++) {
+    const int rank = x[i]->rank;
+    if (axis < 0 || axis > rank) return lunai_fail(x[0]->ctx, LUNA_ERROR_AXIS, "luna_stack", x[i], (int64_t)axis);
+    if (rank == LUNA_MAX_RANK) return lunai_fail(x[0]->ctx, LUNA_ERROR_NEW_AXIS, "luna_stack", x[i]);
+    for (int a = 0; a < rank + 1; a++) shape[a] = a == axis ? 1 : x[i]->shape[a - (a > axis)];
+    with[i] = luna_reshape(x[i], rank + 1, shape);
+  }
+  return lunai_result(scope, luna_concat(with, count, axis));
+}
+LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value) {
+  int64_t shape[LUNA_MAX_RANK];
+  if (!x) return NULL;
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_pad", x, (int64_t)axis);
+  if (before < 0 || after < 0)
+    return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_pad", before < 0 ? "before" : "after",
+                      before < 0 ? before : after, (int64_t)0, LUNAI_MAX_COUNT);
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = before;
+  luna_tensor *with[3] = { luna_tensor_full(x->ctx, value, x->rank, shape), x, NULL };
+  shape[axis] = after;
+  with[2] = luna_tensor_full(x->ctx, value, x->rank, shape);
+  return lunai_result(scope, luna_concat(with, 3, axis));
+}
+
 LUNA_API luna_tensor *luna_expand(luna_tensor *x, int64_t count) {
   int64_t shape[LUNA_MAX_RANK];
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_EXPAND, "luna_expand", &x, 1, 1)) return NULL;
-  if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_EXPAND_RANK, x);
+  if (x->rank == LUNA_MAX_RANK) return lunai_fail(x->ctx, LUNA_ERROR_NEW_AXIS, "luna_expand", x);
   if (count < 0)
     return lunai_fail(x->ctx, LUNA_ERROR_VALUE_RANGE, "luna_expand", "count", count, (int64_t)0, LUNAI_MAX_COUNT);
   shape[0] = count;
@@ -14464,6 +14517,7 @@ LUNA_API luna_tensor *luna_scale(luna_tensor *x, float factor) {
   s.op.arg.scale.factor = factor;
   return lunai_finish_like(&s, x);
 }
+LUNA_API luna_tensor *luna_neg(luna_tensor *x) { return luna_scale(x, -1); }
 
 LUNAI_FN luna_tensor *lunai_fail_activation(luna_ctx *ctx, const char *name, luna_activation activation, int64_t last) {
   return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "activation", (int64_t)activation, (int64_t)0, last);
@@ -14823,6 +14877,21 @@ LUNA_API luna_tensor *luna_mean_all(luna_tensor *x) {
 LUNA_API luna_tensor *luna_cumsum(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_CUMSUM, axis, false, "luna_cumsum");
 }
+LUNA_API luna_tensor *luna_var(luna_tensor *x, int axis) {
+  int64_t shape[LUNA_MAX_RANK];
+  if (!x) return NULL;
+  if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_var", x, (int64_t)axis);
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  memcpy(shape, x->shape, sizeof shape);
+  shape[axis] = 1;
+  luna_tensor *e = luna_sub(x, luna_reshape(luna_mean(x, axis), x->rank, shape));
+  return lunai_result(scope, luna_mean(luna_mul(e, e), axis));
+}
+LUNA_API luna_tensor *luna_min(luna_tensor *x, int axis) {
+  if (!x) return NULL;
+  const luna_scope scope = luna_scope_begin(x->ctx);
+  return lunai_result(scope, luna_neg(luna_max(luna_neg(x), axis)));
+}
 LUNA_API luna_tensor *luna_max(luna_tensor *x, int axis) {
   return lunai_reduce(x, LUNA_OP_MAX, axis, false, "luna_max");
 }
@@ -15162,6 +15231,17 @@ LUNAI_FN luna_tensor *lunai_mean_given(const lunai_targets *t, luna_tensor *loss
   return lunai_rank_loss(luna_scale(luna_sum(losses, 0), t->share));
 }
 
+LUNA_API luna_tensor *luna_soft_cross_entropy(luna_tensor *logits, luna_tensor *probabilities) {
+  if (!logits || !probabilities) return NULL;
+  const luna_scope scope = luna_scope_begin(logits->ctx);
+  for (int a = 0; a < LUNA_MAX_RANK; a++)
+    if (logits->rank != probabilities->rank || logits->shape[a] != probabilities->shape[a])
+      return lunai_fail(logits->ctx, LUNA_ERROR_BROADCAST, "luna_soft_cross_entropy", logits, probabilities);
+  int64_t counted = lunai_rows(logits);
+  if (!lunai_rank_count(logits->ctx, "luna_soft_cross_entropy", &counted)) return NULL;
+  luna_tensor *sum = luna_sum_all(luna_mul(probabilities, luna_log_softmax(logits)));
+  return lunai_result(scope, lunai_rank_loss(luna_scale(sum, counted ? (float)(-1.0 / (double)counted) : 0)));
+}
 LUNA_API luna_tensor *luna_mse(luna_tensor *values, const float *targets) {
   const luna_scope scope = luna_scope_begin(values ? values->ctx : NULL);
   lunai_targets t;

@@ -525,5 +525,7 @@ static const export_function export_functions[] = {
     "log1p_of(exponential2(x < 0.0f ? x : -x)) * 1.44269504f + (x < 0.0f ? 0.0f : x)" },
   { LUNA_ACTIVATION_SIGMOID, "1.0f / (1.0f + exponential(-x))" },
   { LUNA_ACTIVATION_SILU, "x / (1.0f + exponential(-x))" },
-  { LUNA_ACTIVATION_TANH, "1.0f - 2.0f / (exponential(x + x) + 1.0f)" }
+  { LUNA_ACTIVATION_TANH, "1.0f - 2.0f / (exponential(x + x) + 1.0f)" },
+  { LUNA_ACTIVATION_LEAKY_RELU, "x > 0.0f ? x : 0.01f * x" },
+  { LUNA_ACTIVATION_NONE, "x" }
 };

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 ACTIVATION = [None, F.relu, F.gelu, lambda x: F.elu(x) + 1, F.softplus, lambda x: F.softplus(x, math.log(2)),
-              torch.sigmoid, F.silu, torch.tanh]
+              torch.sigmoid, F.silu, torch.tanh, F.leaky_relu, lambda x: x]
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 TIED, FULL, NO_KEY, QK = range(4)                                  # luna_sharing
 CONSTANT, GATED = 1, 2                                             # luna_forget

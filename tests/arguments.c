@@ -816,6 +816,26 @@ static void reduction(luna_tensor *(*op)(luna_tensor *x, int axis)) {
 static void case_luna_sum(void) { reduction(luna_sum); }
 static void case_luna_mean(void) { reduction(luna_mean); }
 static void case_luna_max(void) { reduction(luna_max); }
+static void case_luna_min(void) { reduction(luna_min); }
+static void case_luna_var(void) { reduction(luna_var); }
+static void case_luna_tensor_full(void) {
+  const int64_t shape[2] = {size(3), size(4)};
+  got_tensor(luna_tensor_full(w->ctx, real(0.5f), 2, shape), true);
+}
+static void case_luna_pad(void) {
+  luna_tensor *x = tensor(3, small(), small(), small(), 1);
+  got_tensor(luna_pad(x, number((int)pick(3)), size(pick(3)), size(pick(3)), real(0)), x != NULL);
+}
+static void case_luna_stack(void) {
+  luna_tensor *const x[2] = {tensor(2, 2, 3, 1, 1), tensor(2, 2, 3, 1, 1)};
+  const int count = turn() ? number(2) : 2;
+  got_tensor(luna_stack(x, count > 2 ? 2 : count, number((int)pick(3))), x[0] && x[1] && count > 0);
+}
+static void case_luna_soft_cross_entropy(void) {
+  const int64_t s[2] = {small(), small()};
+  luna_tensor *x = tensor(2, s[0], s[1], 1, 1), *p = tensor(2, s[0], s[1], 1, 1);
+  got_tensor(luna_soft_cross_entropy(x, p), x && p);
+}
 static void case_luna_cumsum(void) { reduction(luna_cumsum); }
 static void map(luna_tensor *(*op)(luna_tensor *x));
 #define UNARY_CASE(name) static void case_luna_##name(void) { map(luna_##name); }
@@ -2033,7 +2053,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_open) F(luna_close) F(luna_begin_step) F(luna_begin_inference) \
   F(luna_error_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
-  F(luna_concat) F(luna_expand) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
+  F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_pad) F(luna_stack) \
+  F(luna_soft_cross_entropy) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
@@ -2078,8 +2099,7 @@ typedef struct row { const char *name; void (*run)(void); int times; } row;
 #define MAP_ROW(NAME, name, value, slope) ROW(luna_##name)
 #define UNARY_ROW(name) ROW(luna_##name)
 static row functions[] = {FUNCTIONS(ROW) COMMON_UNARY(UNARY_ROW) LUNA_BINARIES(BINARY_ROW) LUNA_MAPS(MAP_ROW)};
-#define ONE(...) + 1
-enum { COUNT = sizeof functions / sizeof functions[0], GENERATED = 0 LUNA_BINARIES(ONE) LUNA_MAPS(ONE) };
+enum { COUNT = sizeof functions / sizeof functions[0] };
 
 static bool heavy(const char *name) {
   return strstr(name, "_init") || strstr(name, "translate") || strstr(name, "load") || strstr(name, "save");
@@ -2458,8 +2478,7 @@ static void check_table(void) {
     CHECK(tested(name, (size_t)(end - name)), "%.*s has no case in tests/arguments.c", (int)(end - name), name);
   }
   fclose(in);
-  CHECK(declared == COUNT - GENERATED, "luna.h declares %d functions, the table has %d", declared,
-        (int)COUNT - GENERATED);
+  CHECK(declared == COUNT, "luna.h declares %d functions, the table has %d", declared, (int)COUNT);
 }
 
 int main(int argc, char **argv) {

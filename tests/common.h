@@ -105,7 +105,7 @@ TEST_UNUSED static void common_params(luna_params *params, uint64_t seed) {
 }
 
 /* ops of one tensor and nothing else: from a name here come the cases of op_cases.h and of arguments.c */
-#define COMMON_UNARY(U) U(sum_all) U(mean_all) U(log_softmax)
+#define COMMON_UNARY(U) U(sum_all) U(mean_all) U(log_softmax) U(neg)
 
 /* every parameter's values, one after the other, to be freed */
 TEST_UNUSED static float *common_parameters(const luna_params *params) {

@@ -105,6 +105,11 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
   OP(luna_feed_forward(x, axes(3, 5, d, -1, -1), NULL, axes(4, d, 5, -1, -1), NULL, NULL));
   OP(luna_feed_forward(x, axes(3, 0, d, -1, -1), NULL, axes(4, d, 0, -1, -1), NULL, NULL));
   OP(luna_gelu(x));
+  OP(luna_neg(x));
+  OP(luna_pad(x, 1, 0, 0, 1));
+  OP(luna_pad(x, 1, 2, 1, 1));
+  OP(luna_stack((luna_tensor *const[]){x, z}, 2, 1));
+  OP(luna_soft_cross_entropy(x, luna_softmax(z, NULL)));
   OP(luna_softmax(x, NULL));
   OP(luna_softmax(x, zeros));
   OP(luna_log_softmax(x));

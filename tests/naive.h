@@ -14,6 +14,7 @@ TEST_UNUSED static double naive_activation(int kind, double x) {
     case LUNA_ACTIVATION_SIGMOID: return 1 / (1 + exp(-x));
     case LUNA_ACTIVATION_SILU: return x / (1 + exp(-x));
     case LUNA_ACTIVATION_TANH: return tanh(x);
+    case LUNA_ACTIVATION_LEAKY_RELU: return x > 0 ? x : 0.01 * x;
     case LUNA_ACTIVATION_EXP: return exp(x);
     case LUNA_ACTIVATION_LOG: return log(x);
     case LUNA_ACTIVATION_SQRT: return sqrt(x);
@@ -32,6 +33,7 @@ TEST_UNUSED static double naive_slope(int kind, double x) {
     case LUNA_ACTIVATION_SIGMOID: return 1 / (1 + exp(-x)) / (1 + exp(x));
     case LUNA_ACTIVATION_SILU: return (1 + x / (1 + exp(x))) / (1 + exp(-x));
     case LUNA_ACTIVATION_TANH: return 1 - tanh(x) * tanh(x);
+    case LUNA_ACTIVATION_LEAKY_RELU: return x > 0 ? 1 : 0.01;
     case LUNA_ACTIVATION_EXP: return exp(x);
     case LUNA_ACTIVATION_LOG: return 1 / x;
     case LUNA_ACTIVATION_SQRT: return 0.5 / sqrt(x);

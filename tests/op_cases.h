@@ -230,6 +230,19 @@ static void op_sum(trial *t, int v) {
 static void op_mean(trial *t, int v) {
   give(t, luna_mean(v < 3 ? in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)) : in2(t, 1, 7), v < 3 ? v : 1));
 }
+static void op_min(trial *t, int v) { give(t, luna_min(in3(t, 3, SIZE(4, 33), 5), v)); }
+static void op_var(trial *t, int v) { give(t, luna_var(in3(t, SIZE(2, 9), SIZE(3, 130), SIZE(4, 67)), v)); }
+static void op_stack(trial *t, int v) {
+  luna_tensor *const x[3] = {in2(t, 3, SIZE(4, 67)), in2(t, 3, SIZE(4, 67)), in2(t, 3, SIZE(4, 67))};
+  give(t, luna_stack(x, 3, v));
+}
+static void op_pad(trial *t, int v) {
+  give(t, luna_gelu(luna_pad(in3(t, 2, 3, SIZE(4, 67)), v, v, 2, (float)0.5)));
+}
+static void op_soft_cross_entropy(trial *t, int v) {
+  luna_tensor *x = in3(t, 2, 3, SIZE(5, 67)), *teacher = in3(t, 2, 3, SIZE(5, 67));
+  give(t, luna_soft_cross_entropy(x, luna_softmax(v ? luna_detach(teacher) : teacher, NULL)));
+}
 #define UNARY_CASE(name) \
   static void op_##name(trial *t, int v) { \
     give(t, luna_##name(v == 0 ? in3(t, SIZE(2, 9), 3, SIZE(4, 67)) : \
@@ -886,6 +899,11 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"forgetting", op_forgetting, 6},
                                    {"custom_op", op_custom, 2},
                                    {"max", op_max, 3},
+                                   {"min", op_min, 3},
+                                   {"var", op_var, 3},
+                                   {"stack", op_stack, 3},
+                                   {"pad", op_pad, 3},
+                                   {"soft_cross_entropy", op_soft_cross_entropy, 2},
                                    {"mask", op_mask, 2},
                                    {"ratio", op_ratio, 2},
                                    {"recompute", op_recompute, 6},

@@ -177,6 +177,50 @@ static void check_values_maps(luna_ctx *ctx) {
   free(y);
 }
 
+/* ops made of others, beside loops; of a variance along the middle axis, and so of a minimum */
+static void check_values_composed(luna_ctx *ctx) {
+  enum { A = 3, B = 5, C = 4 };
+  const int64_t shape[3] = {A, B, C}, row[2] = {A, B};
+  float *x = common_random(A * B * C, 51, 1), *var = common_floats(A * C), *min = common_floats(A * C),
+      *pad = common_floats(A * (B + 3) * C), *stack = common_floats(2 * A * B * C), sum = 0;
+  luna_begin_inference(ctx);
+  luna_tensor *t = luna_tensor_new(ctx, x, 3, shape), *both[2];
+  for (int i = 0; i < A * C; i++) {
+    double mean = 0, square = 0;
+    min[i] = INFINITY;
+    for (int j = 0; j < B; j++) {
+      const float at = x[(i / C * B + j) * C + i % C];
+      mean += (double)at / B, square += (double)at * (double)at / B, min[i] = at < min[i] ? at : min[i];
+    }
+    var[i] = (float)(square - mean * mean);
+  }
+  for (int i = 0; i < A * (B + 3) * C; i++) {
+    const int j = i / C % (B + 3) - 1;
+    pad[i] = j >= 0 && j < B ? x[(i / C / (B + 3) * B + j) * C + i % C] : 7;
+  }
+  for (int i = 0; i < 2 * A * B * C; i++) {
+    const int from = (i / (2 * B * C) * B + i % (B * C) / C) * C + i % C;
+    stack[i] = i / (B * C) % 2 ? -x[from] : x[from];
+  }
+  expect(ctx, "the variance", luna_var(t, 1), var, A * C);
+  expect(ctx, "the minimum", luna_min(t, 1), min, A * C);
+  expect(ctx, "with more rows", luna_pad(t, 1, 1, 2, 7), pad, A * (B + 3) * C);
+  both[0] = t, both[1] = luna_neg(t);
+  expect(ctx, "stacked", luna_stack(both, 2, 1), stack, 2 * A * B * C);
+  for (int i = 0; i < A; i++) { /* of logits x and the teacher's of -x, both [A,B] */
+    double total = 0, teacher = 0;
+    for (int j = 0; j < B; j++) total += exp((double)x[i * B + j]), teacher += exp(-(double)x[i * B + j]);
+    for (int j = 0; j < B; j++)
+      sum += (float)(exp(-(double)x[i * B + j]) / teacher * (log(total) - (double)x[i * B + j]) / A);
+  }
+  luna_tensor *logits = luna_tensor_new(ctx, x, 2, row);
+  expect(ctx, "a teacher's cross-entropy", luna_soft_cross_entropy(logits, luna_softmax(luna_neg(logits), NULL)), &sum,
+         1);
+  min[0] = min[1] = 3;
+  expect(ctx, "one number", luna_tensor_full(ctx, 3, 1, (const int64_t[1]){2}), min, 2);
+  free(x), free(var), free(min), free(pad), free(stack);
+}
+
 /* LUNA_ACTIVATION_NONE is none also where the default is another */
 static void check_values_no_activation(luna_ctx *ctx) {
   enum { M = 3 };
@@ -486,6 +530,7 @@ static void check_values(luna_isa isa) {
   values_isa = luna_isa_name(isa);
   check_values_maps(ctx);
   check_values_no_activation(ctx);
+  check_values_composed(ctx);
   check_values_broadcast(ctx);
   check_host_results(ctx);
   check_values_rows(ctx);
