@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "test.h"
+#include "common.h"
 
 enum { BATCH = 2, ROWS = 150, VOCAB = 11, FEATURES = 3 };
 static int32_t tokens[BATCH * ROWS], labels[BATCH * ROWS];
@@ -269,7 +270,8 @@ static void horizon(int64_t asked, const char *wanted) {
     if (t == 0) memcpy(first, c, sizeof first);
   }
   test_close("a stream past its horizon", a, got + 99 * VOCAB, VOCAB, 2e-6);
-  test_close("a stream of bytes past its horizon", b, got + 99 * VOCAB, VOCAB, 2e-6);
+  if (common_little_endian()) /* files in place are read there alone */
+    test_close("a stream of bytes past its horizon", b, got + 99 * VOCAB, VOCAB, 2e-6);
   CHECK((test_error(c, a, VOCAB) > 1e-4) == (wanted != NULL), "horizon %d: as none: %g", (int)asked,
         test_error(c, a, VOCAB));
   luna_stream_close(of_model), luna_stream_close(none);
