@@ -213,7 +213,7 @@ async function takesTexts(page) {
   await page.run(`$('text-own').click(); $('dim').value = 1000; $('anew').click()`);
   await sleep(300);
   await set(page, 'layers', 9);
-  check(await page.until(`$('anew').click(), $('train-says').textContent.includes('from 1 to 8')`, 20),
+  check(await page.until(`$('anew').click(), $('train-says').textContent.includes('from 1 to 8')`, 90),
       'a size out of range, a sentence');   /* asked again until the wide model, which says its own, is there */
 }
 
@@ -226,6 +226,12 @@ async function streams(page) {
   check(hit, 'it finds its examples');
   await page.run(`$('play').click()`);
   check(await page.until('signal.at > 512 + 300', 60), 'the signal runs');
+  await page.run(`$('signal').focus()`);
+  for (let i = 0; i < 4; i++) await page.key('ArrowUp');
+  const held = await page.until('signal.values.slice(-40).every((v) => Math.abs(v - 0.6) < 1e-6)', 20);
+  check(held, 'the arrows hold it: ' + await page.run('signal.values.at(-1)'));
+  await page.key('Escape');
+  check(await page.until('signal.hand === null && Math.abs(signal.values.at(-1) - 0.6) > 1e-6', 20), 'and let it go');
   await page.run(`$('play').click()`);
   check((await page.run(paint('signal')))[1] !== before[1], 'and is drawn');
 }

@@ -115,7 +115,8 @@ int EXPORT(page_open)(void) {
   training t;
   const luna_lm_config config = { .layers = chosen.layers, .dim = chosen.dim, .heads = chosen.heads,
     .memory = chosen.memory, .layer = { .convolution = 4, .activation = LUNA_ACTIVATION_GELU,
-      .attention = chosen.softmax ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA } };
+      .attention = chosen.softmax ? LUNA_ATTENTION_SOFTMAX : LUNA_ATTENTION_LUNA,
+      .forget = chosen.softmax ? LUNA_FORGET_NONE : LUNA_FORGET_GATED } };
   if (begin_training(&t) && (luna_lm_init(&t.model, t.params, &config) != LUNA_OK || start_calm(&t.model) != LUNA_OK ||
                              (t.adam = optimizer(t.params)) == NULL)) failed(t.ctx);
   if (!t.adam) {
@@ -209,39 +210,96 @@ static luna_tensor *split(luna_tensor *x, int64_t n, int64_t heads, int64_t dim)
   const int axes[] = { 0, 2, 1, 3 };
   return luna_permute(luna_reshape(x, 4, shape), axes);
 }
-/* Causal Luna attention [section 3.3] up to its two matrices: the pack A = omega(k_p pq^T), and the unpack
-   W = softmax(f(q, k, A)), both [1,heads,n,l]. */
-static void look(const luna_causal_layer *layer, luna_tensor *x, int64_t n, luna_tensor **maps) {
+/* what a layer's attention reads, and its pack's scores [1,heads,n,l] */
+static luna_tensor *attended(const luna_causal_layer *layer, luna_tensor *x) {
+  if (layer->config.pre_norm) x = luna_norm_layer_forward(&layer->attention_norm, x);
+  return layer->kernel ? luna_short_convolution(x, layer->kernel, layer->kernel_bias) : x;
+}
+static luna_tensor *scores_of(const luna_causal_layer *layer, luna_tensor *x, int64_t n) {
   const luna_causal_attention_layer *a = &layer->attention;
   const int64_t heads = a->config.heads, dim = a->config.dim, l = layer->memory->shape[0];
+  luna_tensor *p = luna_linear_layer_forward(&a->pq, luna_expand(layer->memory, 1));
+  return luna_scale(luna_matmul(split(luna_linear_layer_forward(&a->pc, x), n, heads, dim), split(p, l, heads, dim),
+                                false, true), 1 / sqrtf((float)(dim / heads)));
+}
+/* Causal Luna attention [section 3.3] up to its two matrices: the pack A = omega(k_p pq^T), and the unpack
+   W = softmax(f(q, k, A)), both [1,heads,n,l]. */
+static bool look(const luna_causal_layer *layer, luna_tensor *x, int64_t n, float *out) {
+  const luna_causal_attention_layer *a = &layer->attention;
+  const int64_t heads = a->config.heads, l = layer->memory->shape[0];
   const int64_t by_token[] = { 1, n, heads * l }, by_slot[] = { 1, n, heads, l };
   const int axes[] = { 0, 2, 1, 3 };
-  const float scale = 1 / sqrtf((float)(dim / heads));
-  if (layer->config.pre_norm) x = luna_norm_layer_forward(&layer->attention_norm, x);
-  if (layer->kernel) x = luna_short_convolution(x, layer->kernel, layer->kernel_bias);
-  luna_tensor *p = luna_linear_layer_forward(&a->pq, luna_expand(layer->memory, 1));
-  luna_tensor *scores = luna_matmul(split(luna_linear_layer_forward(&a->pc, x), n, heads, dim),
-                                    split(p, l, heads, dim), false, true);
-  maps[0] = luna_activate(luna_scale(scores, scale), a->config.omega ? a->config.omega : LUNA_ACTIVATION_SOFTPLUS2);
+  luna_tensor *pack = luna_activate(scores_of(layer, x, n),
+                                    a->config.omega ? a->config.omega : LUNA_ACTIVATION_SOFTPLUS2);
   luna_tensor *u = luna_causal_product(luna_linear_layer_forward(&a->q, x), luna_linear_layer_forward(&a->k, x),
-                                       luna_reshape(luna_permute(maps[0], axes), 3, by_token), heads);
-  maps[1] = luna_softmax(luna_permute(luna_reshape(luna_scale(u, scale), 4, by_slot), axes), NULL);
+                                       luna_reshape(luna_permute(pack, axes), 3, by_token), heads);
+  u = luna_reshape(luna_scale(u, 1 / sqrtf((float)(a->config.dim / heads))), 4, by_slot);
+  luna_tensor *unpack = luna_softmax(luna_permute(u, axes), NULL);
+  return luna_read(pack, out) == LUNA_OK && luna_read(unpack, out + luna_count(pack)) == LUNA_OK;
+}
+
+/* A slot of a memory that forgets: pack becomes the shares that the tokens have of it at the end, unpack the logits of
+   the tokens' reading. scores, gates, pack and unpack are l floats apart from token to token, q and k d. */
+typedef struct slot_view { const float *scores, *gates, *q, *k; float *pack, *unpack; int64_t n, l, d; } slot_view;
+static void look_at_slot(const slot_view *s) {
+  double weights = 0;
+  for (int64_t t = 0; t < s->n; t++) {
+    const double own = exp(fmax(-15, fmin(15, (double)s->scores[t * s->l])));
+    weights = weights * exp(fmax(-log1p(exp(-(double)s->gates[t * s->l])) / 16, -1)) + own;
+    const double share = own / weights;
+    double u = 0;
+    for (int64_t j = 0; j <= t; j++) {
+      float *pack = s->pack + j * s->l, product = 0;
+      *pack = (float)(j < t ? (double)*pack * (1 - share) : share);
+      for (int64_t i = 0; i < s->d; i++) product += s->q[t * s->d + i] * s->k[j * s->d + i];
+      u += (double)*pack * (double)product;
+    }
+    s->unpack[t * s->l] = (float)(u / sqrt((double)s->d));
+  }
+}
+static bool look_forgetting(const luna_causal_layer *layer, luna_tensor *x, int64_t n, float *out) {
+  const luna_causal_attention_layer *a = &layer->attention;
+  const int64_t heads = a->config.heads, d = a->config.dim / heads, l = layer->memory->shape[0], all = heads * n * l;
+  luna_tensor *in[4] = { scores_of(layer, x, n), split(luna_linear_layer_forward(&a->forget, x), n, heads, heads * l),
+                         split(luna_linear_layer_forward(&a->q, x), n, heads, heads * d),
+                         split(luna_linear_layer_forward(&a->k, x), n, heads, heads * d) };
+  float *from[4] = { NULL, NULL, NULL, NULL };
+  bool good = true;
+  for (int i = 0; i < 4 && good; i++) {
+    from[i] = (float *)malloc((size_t)(luna_count(in[i]) + 1) * sizeof(float));
+    good = from[i] && luna_read(in[i], from[i]) == LUNA_OK;
+  }
+  for (int64_t h = 0; good && h < heads; h++) {
+    for (int64_t slot = 0; slot < l; slot++) {
+      const int64_t at = h * n * l + slot;
+      look_at_slot(&(slot_view){ from[0] + at, from[1] + at, from[2] + h * n * d, from[3] + h * n * d, out + at,
+                                 out + all + at, n, l, d });
+    }
+    for (float *row = out + all + h * n * l; row < out + all + (h + 1) * n * l; row += l) {
+      float sum = 0;
+      for (int64_t slot = 0; slot < l; slot++) sum += row[slot] = expf(row[slot]);
+      for (int64_t slot = 0; slot < l; slot++) row[slot] /= sum;
+    }
+  }
+  for (int i = 0; i < 4; i++) free(from[i]);
+  return good;
 }
 /* Both matrices of a layer, from 0, for a text: out [2,heads,n,l]. */
 int EXPORT(page_look)(const unsigned char *bytes, int32_t n, int32_t layer, float *out) {
   if (!lm.ctx || lm.set.softmax) return fail("Only a model with Luna attention has a memory to look at.");
-  if (lm.model.config.layer.forget) return fail("This model's memory forgets: drawn here is the published form.");
+  if (lm.model.config.layer.forget == LUNA_FORGET_CONSTANT)
+    return fail("This model's memory forgets at a constant rate: drawn here are the published form and the gated one.");
   if (n < 1 || layer < 0 || layer >= lm.model.config.layers) return fail("There is no such text or layer.");
   int32_t *tokens = (int32_t *)malloc((size_t)n * sizeof(int32_t));
-  luna_tensor *maps[2] = { NULL, NULL };
   for (int32_t i = 0; tokens && i < n; i++) tokens[i] = bytes[i];
   luna_begin_inference(lm.ctx);
   luna_tensor *x = luna_embedding(lm.model.embedding, tokens, 1, n);
   for (int32_t i = 0; i < layer; i++) x = luna_causal_layer_forward(&lm.model.layers[i], x);
-  if (x) look(&lm.model.layers[layer], x, n, maps);
+  const luna_causal_layer *own = &lm.model.layers[layer];
+  if (x) x = attended(own, x);
+  const bool good = x && (own->config.forget ? look_forgetting : look)(own, x, n, out);
   free(tokens);
-  return (luna_read(maps[0], out) == LUNA_OK && luna_read(maps[1], out + luna_count(maps[0])) == LUNA_OK) ||
-         failed(lm.ctx);
+  return good || failed(lm.ctx);
 }
 
 /* ---- checkpoints ------------------------------------------------------------------------------------------------- */

@@ -771,6 +771,14 @@ function signalPointer(event) {
   redraw('signal');
 }
 
+/* While it runs, the arrows hold the signal higher or lower, and Escape lets it go. */
+function signalKey(event) {
+  const move = { ArrowUp: 0.15, ArrowDown: -0.15 }[event.key];
+  if (!signal.running || (!move && event.key !== 'Escape')) return;
+  event.preventDefault();
+  signal.hand = move ? Math.max(-1.5, Math.min(1.5, (signal.hand || 0) + move)) : null;
+}
+
 /* ---- the beginning ----------------------------------------------------------------------------------------------- */
 
 function listen() {
@@ -822,6 +830,8 @@ function listen() {
   })));
   ['pointerdown', 'pointermove', 'pointerup', 'pointercancel'].forEach((kind) =>
     $('signal').addEventListener(kind, signalPointer));
+  $('signal').addEventListener('keydown', signalKey);
+  $('signal').addEventListener('blur', () => { signal.hand = null; });
   const all = () => redraw(...drawings.keys());
   new ResizeObserver(() => { see(), all(); }).observe($('picture'));
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', all);
