@@ -1007,13 +1007,14 @@ struct luna_layer_config {
   luna_attention_kind attention;     /* 0 = Luna; encoder and causal layers take the others too */
   luna_linformer_config linformer;
   const luna_attention_hook *hook;   /* or a user-defined attention; must outlive the layer */
-  int64_t own_memory;                /* encoder layer: slots of a learned P of its own in place of the incoming one
-                                        (the paper's non-contextual P); 0 = none */
+  bool own_memory;                   /* encoder layer: a learned P of its own in place of the incoming one (the paper's
+                                        non-contextual P) */
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
   bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
                                         gets silu(x W_g + b_g) as call->gate, and applies it */
   luna_forget forget;                /* causal Luna attention: whether its memory forgets */
-  int64_t memory;                    /* decoder layer with forget: the most slots of P; 0 = 16; of others unused */
+  int64_t memory;                    /* slots of an encoder layer's own P, the most of a decoder layer's with forget;
+                                        0 = 16; of others unused */
   /* T: the means of causal Luna attention that does not forget are exponential ones from token T on. The new token
      counts 1 / T, where the published form has 1 / t: it never counts less than in training. 0: of a model the longest
      sequence that its set of parameters was trained on, which is saved with it (none before training); of a layer by
@@ -1033,7 +1034,7 @@ typedef struct luna_encoder_layer {
   luna_nested_attention_layer attention;
   luna_attention_layer other_attention;        /* softmax, linear, Linformer; of a hook its gate alone */
   void *hook_state;                  /* the hook's */
-  luna_tensor *memory;               /* "projected_embeddings" [own_memory,d] */
+  luna_tensor *memory;               /* "projected_embeddings" [memory,d] */
   luna_norm_layer attention_norm, memory_norm; /* memory_norm: Luna only */
   luna_feed_forward_layer feed_forward;
 } luna_encoder_layer;
@@ -8175,7 +8176,7 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(FIELD_DIFFERS, "%s: %s is %d but %s is %d: set the first to 0 or make both equal") \
   X(FIELD_UNUSED, "%s: %s is %d; it must be 0 %s") \
   X(LUNA_ONLY, "%s: %s has Luna attention only, whose memory the layers pass on: attention and " \
-    "own_memory must be 0, hook null") \
+    "own_memory must be false, hook null") \
   X(HOOK_INIT, "%s: the attention hook's init returned null for '%s'") \
   X(HOOK_NULL, "%s: the attention hook's forward returned null") \
   X(HOOK_SHAPE, "%s: the attention hook's forward returned %t; it must be %t, as its x") \
@@ -16618,7 +16619,7 @@ static const lunai_field lunai_layer_fields[] = {
   LUNAI_LAYER_FIELD(dim, 1, 1 << 24) LUNAI_LAYER_FIELD(ffn, 1, 1 << 26) LUNAI_LAYER_FIELD(convolution, 0, 1024)
   LUNAI_LAYER_FIELD(activation, 0, LUNA_ACTIVATION_NONE) LUNAI_LAYER_FIELD(norm, 0, LUNA_NORM_RMS)
   LUNAI_LAYER_FIELD(attention, 0, LUNA_ATTENTION_LINFORMER)
-  LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1 << 20)
+  LUNAI_LAYER_FIELD(recompute, 0, LUNA_RECOMPUTE_LAYER) LUNAI_LAYER_FIELD(own_memory, 0, 1)
   LUNAI_LAYER_FIELD(forget, 0, LUNA_FORGET_GATED) LUNAI_LAYER_FIELD(memory, 0, 1 << 20)
   LUNAI_LAYER_FIELD(horizon, LUNA_HORIZON_NONE, INT32_MAX)
 #undef LUNAI_LAYER_FIELD
@@ -16629,6 +16630,7 @@ LUNAI_FN bool lunai_layer_defaults(luna_ctx *ctx, luna_layer_config *c, lunai_la
   lunai_default_sizes(&c->dim, &c->heads);
   if (c->pack_heads == 0) c->pack_heads = c->heads;
   if (c->ffn == 0) c->ffn = lunai_checked(4, c->dim);
+  if (c->own_memory && c->memory == 0) c->memory = 16;
   if (c->activation == LUNA_ACTIVATION_DEFAULT) c->activation = LUNA_ACTIVATION_RELU;
   if (c->omega == LUNA_ACTIVATION_DEFAULT) c->omega = LUNA_ACTIVATION_SOFTPLUS2;
   return lunai_fields_good(ctx, lunai_layer_fields, LUNAI_LENGTH(lunai_layer_fields), c) &&
@@ -16731,7 +16733,7 @@ LUNAI_FN bool lunai_encoder_layer_init(luna_encoder_layer *layer, luna_params *p
   const bool is_luna = lunai_is_luna(c);
   const luna_init init = lunai_embedding_init(c->dim, false);
   lunai_part parts[LUNAI_MAX_PARTS] = {
-    { is_luna && c->own_memory, LUNAI_ALONE(layer->memory), "projected_embeddings", c->own_memory, c->dim, init },
+    { is_luna && c->own_memory, LUNAI_ALONE(layer->memory), "projected_embeddings", c->memory, c->dim, init },
     lunai_norm_part(true, &layer->attention_norm, "self_attn_layer_norm.weight", c),
     lunai_norm_part(is_luna, &layer->memory_norm, "self_atten_proj_layer_norm.weight", c) };
   const int count = 3 + lunai_feed_forward_parts(&layer->feed_forward, c, parts + 3);
@@ -16773,7 +16775,7 @@ LUNAI_FN bool lunai_encoder_layer(const luna_encoder_layer *layer, luna_scope ou
     f->x = lunai_residual(c, f->x, y, &layer->attention_norm);
   } else {
     if (layer->memory) {
-      f->p = luna_slice(layer->memory, 0, 0, lunai_min(c->own_memory, lunai_max(1, lunai_whole_rows(f->x))));
+      f->p = luna_slice(layer->memory, 0, 0, lunai_min(c->memory, lunai_max(1, lunai_whole_rows(f->x))));
       f->p = luna_expand(f->p, f->x->shape[0]);
     }
     if (!lunai_nested_half(c, &layer->attention, &layer->attention_norm, &layer->memory_norm, f)) return false;
@@ -17338,13 +17340,14 @@ LUNAI_FN bool lunai_encoder_defaults(luna_ctx *ctx, lunai_model_config *m, luna_
       !LUNAI_SAME(ctx, c, "encoder.", dim) || !LUNAI_SAME(ctx, c, "encoder.", heads) ||
       !LUNAI_SAME(ctx, c, "encoder.", ffn) ||
       !(c->own_memory && lunai_is_luna(&c->layer) ?
-        lunai_same(ctx, "encoder.memory", &c->memory, "encoder.layer.own_memory", &c->layer.own_memory) :
+        lunai_same(ctx, "encoder.memory", &c->memory, "encoder.layer.memory", &c->layer.memory) :
         lunai_is_unused(ctx, "encoder.layer.own_memory", c->layer.own_memory, "without encoder.own_memory")) ||
       !lunai_same(ctx, "encoder.max_length", &c->max_length, "encoder.layer.linformer.max_length",
                   &c->layer.linformer.max_length) ||
       !lunai_layer_defaults(ctx, &c->layer, LUNAI_ENCODER_LAYER) ||
       (c->layer.attention == LUNA_ATTENTION_LINFORMER && !lunai_linformer_config(ctx, &c->layer.linformer)))
     return false;
+  c->layer.own_memory = c->own_memory && lunai_is_luna(&c->layer);
   c->dim = c->layer.dim;
   c->heads = c->layer.heads;
   c->ffn = c->layer.ffn;

@@ -1504,7 +1504,8 @@ static void case_luna_encoder_layer_init(void) {
   luna_encoder_layer layer;
   luna_layer_config c = layer_config(false, true);
   const luna_attention_hook hook = {0};
-  c.own_memory = size(coin() ? 0 : 3);
+  c.own_memory = coin();
+  c.memory = size(coin() ? 0 : 3);
   if (turn()) c.hook = &hook;
   const luna_status status = luna_encoder_layer_init(turn() ? NULL : &layer, new_set(), prefix(), turn() ? NULL : &c);
   got_status(status, true);

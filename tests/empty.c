@@ -228,7 +228,7 @@ static void check_layers(luna_form form) {
     c.dim = 8, c.heads = 2, c.ffn = 12;
     c.pre_norm = variant & 1, c.gated = variant == 3, c.norm = variant == 4 ? LUNA_NORM_RMS : LUNA_NORM_LAYER;
     c.attention = variant < 6 ? LUNA_ATTENTION_LUNA : (luna_attention_kind)(variant % 3 + 1);
-    c.recompute = (luna_recompute_kind)(variant % 3), c.own_memory = variant == 5 ? 4 : 0;
+    c.recompute = (luna_recompute_kind)(variant % 3), c.own_memory = variant == 5;
     c.dropout = c.attention_dropout = c.activation_dropout = variant == 2 ? 0.1f : 0;
     if (c.attention == LUNA_ATTENTION_LINFORMER) c.linformer.max_length = 6, c.linformer.k = 2,
         c.linformer.projection = (luna_linformer_projection)(variant % 4);
@@ -240,7 +240,7 @@ static void check_layers(luna_form form) {
     good(luna_encoder_layer_init(&encoder, params, "e", &c));
     const bool has_causal = c.attention != LUNA_ATTENTION_LINFORMER;
     luna_layer_config cc = c;
-    cc.own_memory = 0;
+    cc.own_memory = false;
     luna_layer_config conv = cc;
     conv.convolution = variant % 4;
     if (has_causal) good(luna_causal_layer_init(&causal, params, "c", 4, &conv));

@@ -713,7 +713,7 @@ static void check_contradictions(void) {
         if (i == 1) e.layer.heads = same ? 2 : 4;
         if (i == 2) e.layer.ffn = same ? 24 : 32;
         if (i == 3) e.layer.ffn = 32; /* in one place only */
-        if (i == 4) e.layer.own_memory = SLOTS;
+        if (i == 4) e.layer.own_memory = true, e.layer.memory = SLOTS;
         if (i == 5) e.layer.linformer.max_length = same ? 20 : 21;
         if (i == 6) e.layer.convolution = same ? 0 : 3;
         if (i == 7 && !same) e.layer.attention = LUNA_ATTENTION_SOFTMAX, e.layer.hook = &hook;
@@ -751,7 +751,7 @@ static void check_contradictions(void) {
   for (int i = 0; i < 5; i++) { /* what a layer would leave aside */
     luna_layer_config c = {.dim = DIM, .heads = 2};
     if (i == 0 || i == 1) c.convolution = 2;
-    if (i == 2 || i == 3) c.own_memory = 2;
+    if (i == 2 || i == 3) c.own_memory = true;
     if (i == 4) c.sharing = LUNA_SHARING_NO_KEY;
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
