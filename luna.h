@@ -105,17 +105,17 @@
      forward and luna_backward before one optimiser step accumulate.
 
    ERRORS
-     Nothing aborts or prints, and a failed call leaves every object as it was. A failed op returns null, and ops given
-     null return null. luna_error_status(ctx) is the status of the first failure since the last begin. luna_error(ctx)
-     is a sentence that names the call, the sizes and the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS, for
-     programs that act on one: those of the first failure, until a call that is not an op (luna_load, an init) fails,
-     which always leaves its own. One check a step is enough: after a failure luna_optimizer_step changes nothing and
-     returns it. An init that fails leaves a zeroed struct, and each begin fails with it until that init succeeds. A
-     forward of a zeroed model returns null; no context is known then, and no sentence: an empty one after an op that
-     has returned null says that an earlier call had failed. luna_optimizer_step then reports that there was no
-     luna_backward. What no call can see is an array that is too short: of tokens, labels or lengths. options.log gets
-     each failure as it happens. A step whose loss or gradients are not finite is skipped; max_skips of them in a row
-     are LUNA_NOT_FINITE.
+     Nothing aborts or prints, and a failed call leaves every object as it was. Where luna_open returns null,
+     options.error says why. A failed op returns null, and ops given null return null. luna_error_status(ctx) is the
+     status of the first failure since the last begin. luna_error(ctx) is a sentence that names the call, the sizes and
+     the remedy, and luna_error_id_of(ctx) its id in LUNA_ERRORS, for programs that act on one: those of the first
+     failure, until a call that is not an op (luna_load, an init) fails, which always leaves its own. One check a step
+     is enough: after a failure luna_optimizer_step changes nothing and returns it. An init that fails leaves a zeroed
+     struct, and each begin fails with it until that init succeeds. A forward of a zeroed model returns null; no context
+     is known then, and no sentence: an empty one after an op that has returned null says that an earlier call had
+     failed. luna_optimizer_step then reports that there was no luna_backward. What no call can see is an array that is
+     too short: of tokens, labels or lengths. options.log gets each failure as it happens. A step whose loss or
+     gradients are not finite is skipped; max_skips of them in a row are LUNA_NOT_FINITE.
 
    THREADS
      A context is for one thread at a time and uses a pool of its own, or options.parallel_for. Results are the same
@@ -153,13 +153,14 @@
        luna_attention_pattern window = {0};
        window.window = true, window.left = 255;
        config.patterns = &window, config.pattern_count = 1;
-     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, an op of two or three tensors that
-     broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE: from it come the function, its gradient, the kernels of all
-     instruction sets and of the device, and its tests. Any other op takes four places: a row of LUNA_OPS; the
-     declaration; in >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the
-     function that checks the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and
-     nothing else: a name in COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from
-     other ops, where a backend does not have it.
+     Into luna.h itself a map of single numbers goes as one row of LUNA_MAPS, with its name in luna_activation, an op of
+     two or three tensors that broadcast as one of LUNA_BINARIES or LUNA_ELEMENTWISE, each with a declaration: from the
+     row come the function, its gradient, the kernels of all instruction sets and of the device, and its tests, but for
+     a map's value and slope in tests/naive.h. Any other op takes four places: a row of LUNA_OPS; the declaration; in
+     >>ops, together, its query, forward and backward on the CPU, their LUNAI_CPU_<NAME>, and the function that checks
+     the shapes by a pattern and builds it; and a case in tests/op_cases.h (of one tensor and nothing else: a name in
+     COMMON_UNARY of tests/common.h). With tier 2 in its row the function also composes it from other ops, where a
+     backend does not have it.
 
    CHECKPOINTS
      safetensors, which opens in Python as it is; tensors have the names of the authors' code. __metadata__ holds
