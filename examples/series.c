@@ -38,6 +38,7 @@ static struct {
 
 #include "series_data.h"
 #include "series_score.h"
+#include "series_svg.h"
 
 static const flag flags[] = {
   FLAGS_TRAIN,
@@ -694,7 +695,6 @@ static void print_found(const series *s, int64_t row, const float *y) {
   else drawn[2 * row] = (float)found, drawn[2 * row + 1] = y[found];
 }
 
-static int draw_series(const char *title);
 static int predict(luna_ctx *ctx, const char **words) {
   if (load_both(ctx, words)) return 2;
   const int64_t size = own.forecast ? data.k * level_count : 2, count = (data.list[0].n + ahead[0]) * size;
@@ -708,74 +708,7 @@ static int predict(luna_ctx *ctx, const char **words) {
   if (own.forecast) printf("\n");
   if (find_all(ctx, 0, data.count, print_found)) return 2;
   if (ferror(stdout)) return fail("cannot write what is found: %s", strerror(errno));
-  return own.svg ? draw_series(words[1]) : 0;
-}
-
-/* ---- the picture ------------------------------------------------------------------------------------------------- */
-
-#define SHOWN 1500                   /* steps, at most: the last ones */
-#define LINES 6                      /* columns, at most */
-#define COLOUR(i) (int)((i) * 137 % 360)
-
-static void draw_line(FILE *f, const float *at, int64_t n, int64_t stride, double low, double high, int colour,
-                      bool dashed) {
-  bool on = false;
-  fprintf(f, "<path fill=\"none\" stroke=\"hsl(%d,70%%,40%%)\"%s d=\"", colour,
-          dashed ? " stroke-dasharray=\"3 2\" opacity=\"0.8\"" : "");
-  for (int64_t i = 0; i < n; i++) {
-    double y = (double)at[i * stride];
-    if (isfinite(y))
-      fprintf(f, "%c%.1f %.1f", on ? 'L' : 'M', 20 + 860 * (double)i / (double)(n > 1 ? n - 1 : 1),
-              290 - 240 * (fmin(fmax(y, low), high) - low) / (high - low));
-    on = isfinite(y);
-  }
-  fprintf(f, "\"/>\n");
-}
-static void draw_text(FILE *f, const char *text, int64_t size) {
-  for (int64_t i = 0; i < size; i++)
-    fputc(text[i] < 32 || text[i] > 126 || strchr("<>&\"", text[i]) ? '?' : text[i], f);
-}
-
-/* Columns as lines; forecasts, dashed, where they were for; a class at each step as a band below. */
-static int draw_series(const char *title) {
-  const int64_t k = data.k, all = data.list[0].n, skip = all > SHOWN ? all - SHOWN : 0, n = all - skip;
-  const float *rows = data.rows + (data.list[0].at + skip) * k;
-  FILE *f = fopen(own.svg, "wb");
-  if (!f) return fail("cannot write %s: %s", own.svg, strerror(errno));
-  fprintf(f, "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 900 360\" width=\"900\" height=\"360\" "
-             "font-family=\"sans-serif\" font-size=\"12\">\n"
-             "<rect width=\"900\" height=\"360\" fill=\"#fff\"/>\n<text x=\"20\" y=\"28\" font-size=\"15\">");
-  draw_text(f, title, (int64_t)strlen(title));
-  if (!own.forecast && !own.per_step)
-    fprintf(f, ": "), draw_text(f, (const char *)classes[(int)drawn[0]].at, classes[(int)drawn[0]].size);
-  fprintf(f, "</text>\n");
-  for (int64_t c = 0; c < k && c < LINES; c++) {
-    double low = HUGE_VAL, high = -HUGE_VAL;
-    for (int64_t i = 0; i < n; i++)
-      if (isfinite(rows[i * k + c]))
-        low = fmin(low, (double)rows[i * k + c]), high = fmax(high, (double)rows[i * k + c]);
-    if (low > high) continue;
-    if (low == high) high = low + 1;
-    draw_line(f, rows + c, n, k, low, high, COLOUR(c), false);
-    if (own.forecast) draw_line(f, drawn + (skip * k + c) * level_count + level_count / 2, n,
-                                k * level_count, low, high, COLOUR(c), true);
-  }
-  for (int64_t i = 0, from = 0; own.per_step && !own.forecast && i < n; i++) {
-    if (i + 1 < n && drawn[2 * (skip + i + 1)] == drawn[2 * (skip + i)]) continue;
-    const int32_t label = (int32_t)drawn[2 * (skip + i)];
-    const double x = 20 + 860 * (double)from / (double)n, width = 860 * (double)(i + 1 - from) / (double)n;
-    fprintf(f, "<rect x=\"%.1f\" y=\"305\" width=\"%.1f\" height=\"20\" fill=\"hsl(%d,60%%,70%%)\"/>", x, width,
-            COLOUR(label));
-    if (width > 40)
-      fprintf(f, "<text x=\"%.1f\" y=\"320\">", x + 3), draw_text(f, (const char *)classes[label].at,
-          classes[label].size < 12 ? classes[label].size : 12), fprintf(f, "</text>");
-    fputc('\n', f);
-    from = i + 1;
-  }
-  fprintf(f, "</svg>\n");
-  bool fine = !ferror(f);
-  fine = fclose(f) == 0 && fine;
-  return fine ? 0 : fail("cannot write %s: %s", own.svg, strerror(errno));
+  return own.svg ? draw_series(own.svg, words[1], drawn) : 0;
 }
 
 static const command commands[] = {

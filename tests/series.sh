@@ -49,7 +49,17 @@ check "cases eight times as long, with missing numbers" run eval a.safetensors l
 check "are measured" grep -q "$measured" out
 check "it predicts" run predict a.safetensors test.ts --svg cases.svg
 check "a line each" [ "$(grep -c '^\(up\|down\)	[01]\.[0-9]*$' out)" = 30 ]
-check "the first is drawn" [ "$(head -c 5 cases.svg)" = "<svg " ]
+# PICTURE WORDS...: a whole picture without numbers that are none, with these words as texts
+shows() {
+  picture=$1
+  shift
+  [ "$(head -c 5 "$picture")" = "<svg " ] && [ "$(tail -n 1 "$picture")" = "</svg>" ] || return 1
+  ! grep -q -i -E '[" ]-?(nan|inf)' "$picture" || return 1
+  ! command -v xmllint >/dev/null 2>&1 || xmllint --noout "$picture" || return 1
+  for text; do grep -q ">$text</text>" "$picture" || return 1; done
+}
+check "the first is drawn, with its axes" shows cases.svg measured step 1 2
+check "and its class" grep -q 'first series: \(up\|down\) with [0-9]*%; true: \(up\|down\)</text>' cases.svg
 # labels and columns that a terminal would obey
 escape=$(printf '\033')
 shown() { ! LC_ALL=C grep -q "$escape" "$1"; }
@@ -87,7 +97,11 @@ for causal in no yes; do
   check "and does well there" over 69
   check "it predicts each row" run predict w.safetensors waves.csv --svg steps.svg
   check "a line each" [ "$(grep -c '^\(fast\|slow\)	[01]\.[0-9]*$' out)" = 600 ]
-  check "the states are drawn" [ "$(tags steps.svg rect)" -ge 5 ]
+  check "the states are drawn, true and found" shows steps.svg wave other "true class" found slow fast
+  check "the end is drawn again, wider" shows steps.svg step "step, the last 200"
+  check "true classes are whole, what is found is the paler the less probable" \
+    awk '{ n = split($0, part, "fill-opacity=.") } n > 1 { shade[substr(part[2], 1, 4)] = 1 }
+      END { for (s in shade) n++; exit !("1.00" in shade && n > 3) }' steps.svg
 done
 check "a forecast" run train waves.csv --forecast --window 60 --out f.safetensors --steps 200 $small
 check "is measured" run eval f.safetensors waves.csv
@@ -97,7 +111,14 @@ check "of two numbers, each with bounds" [ "$(grep -c '^1,1,0.[159],-*[0-9.e-]*,
 check "under their columns' names" [ "$(head -n 1 out)" = "series,ahead,quantile,wave,other" ]
 check "which do not cross" awk -F, 'NR > 1 { if (NR > 2 && ($4 < a || $5 < b)) bad = 1; a = $4; b = $5 }
   END { exit bad || NR != 4 }' out
-check "drawn beside what came" [ "$(tags forecast.svg path)" = 4 ]
+check "drawn beside what came, with bounds" shows forecast.svg wave other measured "forecast, 1 ahead" "80% interval"
+check "each column twice: all, and the last 200 steps" \
+  [ "$(grep -c 'stroke="#0072B2" stroke-width="1.2"' forecast.svg)" = 4 ]
+check "with its bounds" [ "$(grep -c 'fill-opacity="0.3" d="M[0-9]' forecast.svg)" = 4 ]
+awk 'BEGIN { print "a<b&c,x"; for (t = 0; t < 40; t++) print t % 7 "," t % 3 }' >odd.csv
+run train odd.csv --forecast --steps 1 $small --out odd.safetensors
+run predict odd.safetensors odd.csv --svg odd.svg
+check "names are text, whatever is in them" shows odd.svg 'a&lt;b&amp;c' x
 
 # what it says of a model is true: three classes of 6, 3 and 1 cases, of which a model that says "a" always knows one
 awk 'BEGIN { print "@data"
