@@ -16,7 +16,7 @@
 #include "tokens.h"
 
 #define TOKENS 1024                  /* at most */
-#define COLUMNS 96                   /* tokens side by side; longer texts go on below */
+#define COLUMNS 96                   /* tokens side by side, at most; longer texts go on below */
 #define CELL 11                      /* pixels: width, and with SLOT height, of a weight */
 #define SLOT 8
 #define NAME 24                      /* bytes of a token that are written beside it */
@@ -241,8 +241,8 @@ static void draw_legend(FILE *f, int64_t y) {
 /* maps[0] pack, maps[1] unpack, without the second where it is not trained */
 static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t layers) {
   const int64_t heads = own.head ? shown : maps[0].heads + (shown > 1 ? maps[1].heads : 0),
-      bands = (count + COLUMNS - 1) / COLUMNS;
-  const int64_t width = 60 + (count < COLUMNS ? count < 50 ? 50 : count : COLUMNS) * CELL;
+      bands = 1 + (count - 1) / COLUMNS, across = (count + bands - 1) / bands; /* of even length */
+  const int64_t width = 60 + (across < 50 ? 50 : across) * CELL;
   const int64_t height = 60 + bands * (shown * (30 + label_height()) + heads * (slots * SLOT + 4) + 16);
   int64_t y = 50;
   const long long w = width, h = height;
@@ -253,8 +253,8 @@ static void picture(FILE *f, const map *maps, int shown, int64_t slots, int64_t 
           w, h, w, h, w, h, (long long)own.layer, (long long)layers, (long long)slots);
   fprintf(f, own.head ? "head %lld</text>\n" : "each head</text>\n", (long long)own.head);
   draw_legend(f, y);
-  for (int64_t from = 0; from < count; from += COLUMNS) {
-    const int64_t columns = count - from < COLUMNS ? count - from : COLUMNS;
+  for (int64_t from = 0; from < count; from += across) {
+    const int64_t columns = count - from < across ? count - from : across;
     for (int m = 0; m < shown; m++) {
       y = draw_labels(f, from, columns, y + 10);
       y = draw_map(f, &maps[m], slots, from, columns, y);

@@ -59,8 +59,8 @@ TOOL bool begins(word w, const char *text) { /* in capitals or small letters */
   return text[i] == 0;
 }
 TOOL word column_name(int64_t c) {                         /* or, of dimensions, the number */
-  static char number[24];
-  snprintf(number, sizeof number, "%lld", (long long)c + 1);
+  static char number[40];
+  snprintf(number, sizeof number, "dimension %lld", (long long)c + 1);
   return column_count ? columns[c] : (word){ (const unsigned char *)number, (int64_t)strlen(number) };
 }
 TOOL int shown_size(word w) { return (int)(w.size < 40 ? w.size : 40); } /* of a word in a sentence */

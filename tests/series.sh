@@ -58,7 +58,7 @@ shows() {
   ! command -v xmllint >/dev/null 2>&1 || xmllint --noout "$picture" || return 1
   for text; do grep -q ">$text</text>" "$picture" || return 1; done
 }
-check "the first is drawn, with its axes" shows cases.svg measured step 1 2
+check "the first is drawn, with its axes" shows cases.svg measured step "dimension 1" "dimension 2"
 check "and its class" grep -q 'first series: \(up\|down\) with [0-9]*%; true: \(up\|down\)</text>' cases.svg
 # labels and columns that a terminal would obey
 escape=$(printf '\033')
