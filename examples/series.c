@@ -286,7 +286,8 @@ static void place_readers(int64_t all) {                   /* evenly over all st
     readers[b] = r;
   }
 }
-static void next_windows(int64_t step) {
+static luna_status next_windows(int64_t step) {            /* after the step's begin, which lets go of the state */
+  luna_status status = LUNA_OK;
   const portion mine = rank_part(LUNA_PARALLEL_DATA, set.batch);
   int64_t all = 0, n = own.window;
   random_state = draw(1, step, 0);
@@ -300,11 +301,13 @@ static void next_windows(int64_t step) {
       r->list = (r->list + 1) % data.training;
       const int64_t room = data.list[r->list].n - n;
       r->at = below((room < n ? room : n) + 1);
-      if (sequence >= 0 && sequence < mine.count) luna_lm_state_restart(carried, &sequence, 1);
+      if (sequence >= 0 && sequence < mine.count && status == LUNA_OK)
+        status = luna_lm_state_restart(carried, &sequence, 1);
     }
     batch.lengths[b] = (int32_t)place_window(b, data.list[r->list], r->at, n);
     r->at += n;
   }
+  return status;
 }
 
 /* Of the batch this rank's sequences, or its rows of each; lengths stay those of whole sequences. */
@@ -376,7 +379,8 @@ static int find_all(luna_ctx *ctx, int64_t first, int64_t last, found_fn *found)
   int status = own.carry && !state ? failed(ctx) : 0;
   for (int64_t i = first; i < last && !status; i++) {
     const series s = data.list[i];
-    if (state) luna_lm_state_restart(state, NULL, 0);
+    luna_begin_inference(ctx);                             /* lets go of the state */
+    if (state && luna_lm_state_restart(state, NULL, 0) != LUNA_OK) status = failed(ctx);
     for (int64_t from = 0, next = 0; next < s.n && !status; from = next - overlap) {
       const int64_t n = whole || s.n - from < own.window ? s.n - from : own.window, skip = next - from;
       status = outputs_of(ctx, s, from, n, state, &y);
@@ -547,11 +551,13 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   progress_start(&bar, 0);
   while (!status && bar.step < set.steps && !interrupted && waits()) {
     if (progress_due(&bar) && (status = validate(params)) != 0) break;
-    if (own.carry) next_windows(bar.step);
-    else training_batch(bar.step, order);
-    own_part();
     luna_begin_step(ctx);
-    luna_lm_state_continue(carried);
+    if (!own.carry) training_batch(bar.step, order);
+    else if (next_windows(bar.step) != LUNA_OK || luna_lm_state_continue(carried) != LUNA_OK) {
+      status = failed(ctx);
+      break;
+    }
+    own_part();
     luna_input input = batch_input();
     luna_tensor *loss = loss_of(run(&input));
     luna_backward(loss);
