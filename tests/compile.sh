@@ -1,6 +1,6 @@
 #!/bin/sh
 # compile.sh: compiles luna.h strictly in every language, mode and build switch, looks at the symbols of the objects,
-# and compiles the README's programs. Only $CC is needed; other compilers are used where they are there. Without
+# and compiles the programs of README and of the guide. Only $CC is needed; other compilers are used where they are there. Without
 # TEST_FULL it compiles the six cases that find most, by $CC and g++ alone.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
@@ -36,7 +36,7 @@ awk '/^```(c|cpp)$/ { kind = substr($0, 4); text = ""; next }
        if (kind != "" && text ~ /int main\(/) { printf "%s", text > ("readme" ++count "." kind) }
        kind = ""; next
      }
-     kind != "" { text = text $0 "\n" }' "$root/README.md"
+     kind != "" { text = text $0 "\n" }' "$root/README.md" "$root/examples/guide.md"
 
 # ---- cases: one a line, "name<TAB>command"; `few` are those that run without TEST_FULL
 : >cases
