@@ -81,8 +81,8 @@
      asked, and no bit within that length changes (layer.horizon; LUNA_HORIZON_NONE is the published form).
      A memory that forgets (layer.forget = LUNA_FORGET_GATED): each slot's weights are a causal softmax's, and each
      token decides how much a slot forgets. It learns language and signals far better, and runs on for ever as in
-     training; examples/guide.md has the figures. A model for new data should have it. layer.output_gate is a smaller gain.
-     luna_lm_state carries the memory from one window of a long text to the next, in training too.
+     training; examples/guide.md has the figures. A model for new data should have it. layer.output_gate is a smaller
+     gain. luna_lm_state carries the memory from one window of a long text to the next, in training too.
 
    MEMORY
      Parameters, gradients and optimisers stay until luna_close. Activations live in an arena that the next begin
