@@ -789,6 +789,10 @@ typedef enum luna_init_kind {
    constants of 8 to 1024 tokens. */
 typedef struct luna_init { luna_init_kind kind; float scale; } luna_init;
 
+/* Like luna_tensor_new, of random numbers: LUNA_INIT_NORMAL or LUNA_INIT_UNIFORM, by their scale. They depend on the
+   seed and the place in the tensor alone: give another seed each time. */
+LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape);
+
 LUNA_API luna_params *luna_params_open(luna_ctx *ctx);               /* freed by luna_close(ctx) */
 LUNA_API luna_ctx *luna_params_ctx(const luna_params *params);       /* its context; null for null */
 /* A set that reads another's values in place (not trained here): what lets several contexts, each in its own thread,
@@ -13902,6 +13906,26 @@ LUNAI_FN void lunai_first_values(const lunai_first *f, float *out, int64_t first
       if (kind == LUNA_INIT_IDENTITY && (first + i + 1) % f->width == 0) out[i] += 1.0f;
     }
   }
+}
+LUNA_API luna_tensor *luna_tensor_random(luna_ctx *ctx, luna_init init, uint64_t seed, int rank, const int64_t *shape) {
+  static const char name[] = "luna_tensor_random";
+  const int64_t kind = (int64_t)init.kind, low = LUNA_INIT_NORMAL, high = LUNA_INIT_UNIFORM;
+  if (ctx && (kind < low || kind > high))
+    return lunai_fail(ctx, LUNA_ERROR_VALUE_RANGE, name, "init.kind", kind, low, high);
+  if (ctx && !lunai_is_finite(init.scale))
+    return lunai_fail(ctx, LUNA_ERROR_NOT_FINITE_ARGUMENT, name, "init.scale", (double)init.scale);
+  luna_tensor *t = luna_tensor_new(ctx, NULL, rank, shape);
+  if (!t || !lunai_computes(ctx) || luna_count(t) == 0) return t;
+  const uint64_t use = 0x52616E64u;    /* distinct from other uses of the seed */
+  const lunai_first f = { init, init.scale == 0 ? 1.0f : init.scale, 1, use, seed };
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t bytes = (size_t)luna_count(t) * sizeof(float);
+  float *values = (float *)lunai_step_host(ctx, name, true, bytes);
+  if (!values) return NULL;
+  lunai_first_values(&f, values, 0, luna_count(t));
+  const luna_status status = ctx->backend->copy(ctx, t->data, values, bytes, 1);
+  lunai_step_rewind(ctx, mark);
+  return status == LUNA_OK ? t : lunai_fail_backend(ctx, false, name, status);
 }
 LUNAI_FN luna_status lunai_param_fill(luna_ctx *ctx, lunai_param *p, luna_init init) {
   const int64_t count = luna_count(&p->tensor);

@@ -822,6 +822,11 @@ static void case_luna_tensor_full(void) {
   const int64_t shape[2] = {size(3), size(4)};
   got_tensor(luna_tensor_full(w->ctx, real(0.5f), 2, shape), true);
 }
+static void case_luna_tensor_random(void) {
+  const int64_t shape[2] = {size(3), size(4)};
+  const luna_init init = {turn() ? (luna_init_kind)pick(9) : LUNA_INIT_NORMAL, real(0.5f)};
+  got_tensor(luna_tensor_random(w->ctx, init, 7, 2, shape), true);
+}
 static void case_luna_pad(void) {
   luna_tensor *x = tensor(3, small(), small(), small(), 1);
   got_tensor(luna_pad(x, number((int)pick(3)), size(pick(3)), size(pick(3)), real(0)), x != NULL);
@@ -2054,7 +2059,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_open) F(luna_close) F(luna_begin_step) F(luna_begin_inference) \
   F(luna_error_status) F(luna_error) F(luna_memory) F(luna_count) F(luna_tensor_new) F(luna_require_grad) F(luna_item) \
   F(luna_read) F(luna_read_grad) F(luna_write) F(luna_backward) F(luna_reshape) F(luna_slice) F(luna_permute) \
-  F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_pad) F(luna_stack) \
+  F(luna_concat) F(luna_expand) F(luna_min) F(luna_var) F(luna_tensor_full) F(luna_tensor_random) \
+  F(luna_pad) F(luna_stack) \
   F(luna_soft_cross_entropy) F(luna_cumsum) F(luna_transpose) F(luna_gather_rows) F(luna_scatter_add_rows) \
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \

@@ -216,6 +216,21 @@ static void check_values_composed(luna_ctx *ctx) {
   luna_tensor *logits = luna_tensor_new(ctx, x, 2, row);
   expect(ctx, "a teacher's cross-entropy", luna_soft_cross_entropy(logits, luna_softmax(luna_neg(logits), NULL)), &sum,
          1);
+  const int64_t many = 4000;
+  const luna_init normal = {LUNA_INIT_NORMAL, 2}, uniform = {LUNA_INIT_UNIFORM, 3};
+  float *drawn = common_floats(many), *again = common_floats(many);
+  for (int k = 0; k < 2; k++) { /* a normal's variance is 4, a uniform's 3; the same seed, and another */
+    double mean = 0, square = 0;
+    luna_read(luna_tensor_random(ctx, k ? uniform : normal, 1, 1, &many), drawn);
+    for (int64_t i = 0; i < many; i++) mean += (double)drawn[i] / 4000,
+        square += (double)drawn[i] * (double)drawn[i] / 4000;
+    CHECK(fabs(mean) < 0.15 && fabs(square - (k ? 3 : 4)) < 0.4, "random numbers of mean %g, square %g", mean, square);
+    luna_read(luna_tensor_random(ctx, k ? uniform : normal, 1, 1, &many), again);
+    CHECK(memcmp(drawn, again, (size_t)many * sizeof(float)) == 0, "one seed gives two tensors");
+    luna_read(luna_tensor_random(ctx, k ? uniform : normal, 2, 1, &many), again);
+    CHECK(memcmp(drawn, again, 8 * sizeof(float)) != 0, "two seeds give one tensor");
+  }
+  free(drawn), free(again);
   min[0] = min[1] = 3;
   expect(ctx, "one number", luna_tensor_full(ctx, 3, 1, (const int64_t[1]){2}), min, 2);
   free(x), free(var), free(min), free(pad), free(stack);
