@@ -6417,18 +6417,16 @@ LUNAI_FN double lunai_decay(double x) {
   for (int i = 0; i < 9; i++) y *= y;
   return y;
 }
-/* A stream's rows that are not finite would stay in the means for ever: they have no result, and are not remembered. */
-LUNAI_FN bool lunai_luna_skips(const lunai_causal_luna *a, int64_t item) {
-  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item);
-  bool finite = true;
-  for (int64_t t = 0; a->mean_ka && !a->positions && t < a->rows && finite; t++) {
-    const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
-    finite = lunai_are_finite(d, a->k + wide) && lunai_are_finite(d, a->v + wide) &&
-             lunai_are_finite(l, a->s + narrow) && (!a->forgets || lunai_are_finite(l, a->gates + narrow));
-  }
-  for (int64_t t = 0; t < a->rows && !finite; t++)
-    for (int64_t i = 0; i < d; i++) a->out[lunai_luna_row(a, item, t) * d + i] = (float)NAN;
-  return !finite;
+/* A stream's row t that is not finite would stay in the means for ever: from it on rows have no result, and are not
+   remembered. skipping: there was one before. */
+LUNAI_FN bool lunai_luna_skips(const lunai_causal_luna *a, int64_t item, int64_t t, bool skipping) {
+  const int64_t d = a->head_dim, l = lunai_luna_slots(a, item), row = lunai_luna_row(a, item, t);
+  const int64_t wide = row * d, narrow = row * a->slots;
+  if (!a->mean_ka || a->positions) return false;
+  if (!skipping && lunai_are_finite(d, a->k + wide) && lunai_are_finite(d, a->v + wide) &&
+      lunai_are_finite(l, a->s + narrow) && (!a->forgets || lunai_are_finite(l, a->gates + narrow))) return false;
+  for (int64_t i = 0; i < d; i++) a->out[wide + i] = (float)NAN;
+  return true;
 }
 /* a forget gate out of its logit, and a weight out of its score */
 LUNAI_FN double lunai_gate_reference(float x) {
@@ -6448,10 +6446,11 @@ LUNAI_FN void lunai_forget_reference(const lunai_causal_luna *a, double *means) 
     const int64_t real = lunai_luna_slots(a, item);
     double *k = a->mean_ka ? a->mean_ka + item * state : means, *v = a->mean_ka ? a->mean_av + item * state : k + state;
     double *weight = a->mean_ka ? a->weights + item * l : means + 2 * state;
+    bool skips = false;
     for (int64_t i = 0; a->position == 0 && i < l; i++) weight[i] = 0;
-    if (lunai_luna_skips(a, item)) continue;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * l;
+      if ((skips = lunai_luna_skips(a, item, t, skips))) continue;
       for (int64_t i = 0; i < real; i++) {
         const double new_weight = lunai_weight_reference(a->s[narrow + i]) * LUNA_FORGET_SCALE;
         weight[i] = weight[i] * lunai_gate_reference(a->gates[narrow + i]) + new_weight;
@@ -6490,11 +6489,12 @@ LUNAI_FN void lunai_causal_luna_reference(const lunai_causal_luna *a, const luna
     const int64_t real = lunai_luna_slots(a, item);
     double *ka = a->mean_ka ? a->mean_ka + item * state : means;
     double *av = a->mean_ka ? a->mean_av + item * state : means + state;
+    bool skips = false;
     for (int64_t l = 0; a->position == 0 && l < state; l++) ka[l] = av[l] = 0;
-    if (lunai_luna_skips(a, item)) continue;
     for (int64_t t = 0; t < a->rows; t++) {
       const int64_t row = lunai_luna_row(a, item, t), wide = row * d, narrow = row * a->slots;
       const int64_t now = lunai_within(a->position + t + 1, a->horizon);
+      if ((skips = lunai_luna_skips(a, item, t, skips))) continue;
       lunai_activate_reference(a->activation, real, a->s + narrow, omega);
       lunai_mean_step(lunai_mean_of(ka, d, real, a->slots, now), a->k + wide, omega, a->q + wide, (double)a->scale, w);
       lunai_softmax_reference(1, real, w, w);
@@ -7414,7 +7414,7 @@ LUNAI_FN void lunai_luna_step(void *work, int64_t thread, int64_t threads) {
       memset(av, 0, (size_t)(l * d) * sizeof(double));
       if (a->forgets) memset(a->weights + narrow, 0, (size_t)l * sizeof(double));
     }
-    if (lunai_luna_skips(a, item)) continue;
+    if (lunai_luna_skips(a, item, 0, false)) continue;
     if (a->forgets) {
       lunai_forget_step(s->kernels, a, item, omega, sum);
       continue;
