@@ -248,7 +248,7 @@ static void check_to_buffer(luna_params *params, luna_ctx *ctx) {
     CHECK(written == whole.size && (room < whole.size ? status == LUNA_CANNOT_WRITE &&
           luna_error_id_of(ctx) == LUNA_ERROR_SAVE_BUFFER : status == LUNA_OK && memcmp(at, whole.at, written) == 0),
           "a file of %zu bytes into %zu: %s", whole.size, room, luna_error(ctx));
-    CHECK(at[room] == 77 || room > whole.size, "%zu bytes are not enough", room);
+    CHECK(room > whole.size || at[room] == 77, "%zu bytes are not enough", room);
   }
   size_t written = 0;
   CHECK(luna_save(params, luna_buffer(NULL, 0, &written)) == LUNA_CANNOT_WRITE && written == whole.size, "its size");

@@ -176,7 +176,7 @@ static bool same(const float *a, const float *b, int64_t n) { return memcmp(a, b
 enum { MSE, HUBER, BINARY, QUANTILE, LOSSES };
 static luna_tensor *loss_of(int kind, luna_tensor *x, const float *targets) {
   static const float level = 0.3f;
-  int64_t shape[3] = {0, 0, 1};
+  int64_t shape[LUNA_MAX_RANK + 1];
   for (int i = 0; x && i < x->rank; i++) shape[i] = x->shape[i];
   if (x) shape[x->rank] = 1;
   return kind == MSE ? luna_mse(x, targets) : kind == HUBER ? luna_huber(x, targets, 0.5f) :
