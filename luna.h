@@ -14286,7 +14286,7 @@ LUNAI_FN char lunai_axes_wrong(lunai_pattern *p, const luna_tensor *t, const cha
 LUNAI_FN void lunai_pattern_name(const char *pattern, char letter, char *name, size_t room) {
   const char *start = pattern, *at = pattern;
   for (bool inside = false; *at && !(inside && *at == letter); at++) {
-    if (*at == ' ') start = at + 1;
+    if (*at == ' ' && at[1] != '[') start = at + 1;
     if (*at == '[' || *at == ']') inside = *at == '[';
   }
   for (; room > 1 && *start != ' ' && *start != '?'; room--) *name++ = *start++;

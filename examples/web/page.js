@@ -839,6 +839,7 @@ function listen() {
 
 async function begin() {
   const own = () => setText($('own').textContent.slice(1), 'The piece of luna.h');
+  await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));      /* after the first layout */
   for (const part of [see, makeMatrices, clearTimes, firstSignal, own, listen]) {
     part();
     await new Promise((done) => setTimeout(done));         /* each a task of its own: none is long */
