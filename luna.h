@@ -170,7 +170,8 @@
        luna.dropout, luna.attention_dropout, luna.activation_dropout    in units of 10^-9
        luna.horizon               the longest sequence of training, or the config's; absent: none
        luna.fixed_horizon         there where it is the config's, which training does not change
-       luna.format                2 where the model has luna.forget or luna.output_gate, which luna.h 0.1 does not know
+       luna.format                2 where the model has luna.forget, luna.output_gate or luna.rotary, which luna.h 0.1
+                                  does not know
        any other key              the caller's, by luna_params_set
      luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.state where
      a luna_lm_state is carried, and, as 16 hexadecimal digits each,
@@ -281,6 +282,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESHAPE, BAD_ARGUMENT) X(SLICE_RANGE, BAD_ARGUMENT) X(PERMUTE_AXES, BAD_ARGUMENT) X(CONCAT_SHAPES, BAD_ARGUMENT) \
   X(NEW_AXIS, BAD_ARGUMENT) X(BROADCAST, BAD_ARGUMENT) X(CLAMP, BAD_ARGUMENT) X(MATMUL_AXES, BAD_ARGUMENT) \
   X(MATMUL_INNER, BAD_ARGUMENT) X(LABEL_RANGE, BAD_ARGUMENT) X(SMOOTHING, BAD_ARGUMENT) X(TARGET_RANGE, BAD_ARGUMENT) \
+  X(ROTARY_ODD, BAD_ARGUMENT) X(ROTARY_BASE, BAD_ARGUMENT) \
   X(LEVEL, BAD_ARGUMENT) X(LEVELS, BAD_ARGUMENT) X(PATTERNS, BAD_ARGUMENT) X(RAGGED_LENGTHS, BAD_ARGUMENT) \
   X(OFFSETS, BAD_ARGUMENT) X(OMEGA, BAD_ARGUMENT) X(NAME_LENGTH, BAD_ARGUMENT) X(NAME_RESERVED, BAD_ARGUMENT) \
   X(PARAM_EXISTS, BAD_ARGUMENT) X(SET_BORROWED, BAD_ARGUMENT) X(BORROW_DEVICE, MISMATCH) X(BORROW_ON_DEVICE, MISMATCH) \
@@ -640,6 +642,10 @@ LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
 LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
 /* over the last axis, eps 1e-5; weight, bias [last] or null */
 LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+/* Rotary positions [arXiv 2104.09864], for queries and keys: x [batch,n,heads d_h] -> the same shape. Row t has
+   position first + t, and in each head the pair (x_i, x_(i + d_h/2)) is turned by the angle position base^(-2i / d_h).
+   d_h is even; base 0 is 10000. A sequence in pieces, each with its `first`, gives the bits of the whole. */
+LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base);
 /* table [V,d] -> [batch,n,d] */
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n);
 /* x [n,...] -> [count,...], row i is x[indices[i]]; each in 0..n - 1, and each as often as wanted */
@@ -945,7 +951,7 @@ typedef struct luna_attention_layer_config {
   float dropout;                     /* on the attention matrix (softmax attention, Linformer) */
   bool bert_init;
   luna_linformer_config linformer;
-  bool output_gate;                  /* as of luna_layer_config */
+  bool output_gate, rotary;          /* as of luna_layer_config */
 } luna_attention_layer_config;
 typedef struct luna_attention_layer {
   luna_attention_layer_config config;
@@ -1017,6 +1023,7 @@ struct luna_layer_config {
   luna_recompute_kind recompute;     /* training: what backward computes again instead of keeping it */
   bool output_gate;                  /* out = Wo (y silu(x W_g + b_g)), y what the heads give; not in the paper. A hook
                                         gets silu(x W_g + b_g) as call->gate, and applies it */
+  bool rotary;                       /* softmax attention of x on itself: queries and keys go through luna_rotary */
   luna_forget forget;                /* causal Luna attention: whether its memory forgets */
   int64_t memory;                    /* slots of an encoder layer's own P, the most of a decoder layer's with forget;
                                         0 = 16; of others unused */
@@ -1868,6 +1875,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   R(EMBEDDING, 1, 0, true) \
   R(SCATTER_ADD, 1, 0, false) \
   R(SINUSOIDS, 1, 0, true) \
+  R(ROTARY, 1, 0, false) \
   R(CROSS_ENTROPY, 1, LUNA_READS_IN(0), false) \
   R(SOFTMAX_ATTENTION, 1, \
     LUNA_READS_IN(0) | LUNA_READS_IN(1) | LUNA_READS_IN(2) | LUNA_READS_OUT(0) | LUNA_READS_OUT(1), false) \
@@ -1921,6 +1929,7 @@ typedef struct luna_op {
     } reduce;
     struct { bool rms; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
+    struct { int64_t heads, first; float base; } rotary;
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
     /* a: outer * inner matrices, b: inner */
     struct { int64_t outer, inner, m, n, k; bool transpose_a, transpose_b; } matmul;
@@ -2678,10 +2687,11 @@ LUNAI_FN void lunai_sine(double x, double *sine, double *cosine) {
   if (quarter & 2) *sine = -*sine;
   if (quarter == 1 || quarter == 2) *cosine = -*cosine;
 }
-/* Sinusoidal positions in tensor2tensor's form: position t has sin(t w_i) in the first half, cos(t w_i) in the second,
-   w_i = 10000^(-i / (d/2 - 1)) rounded to float; an odd last is 0 */
-LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
-  return (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
+/* Positions turn by the angles t w_i, w_i = e^(-i rate) rounded to float. Sinusoidal ones, in tensor2tensor's form,
+   have sin(t w_i) in the first half, cos(t w_i) in the second, w_i = 10000^(-i / (d/2 - 1)); an odd last is 0. */
+LUNAI_FN double lunai_frequency(int64_t i, double rate) { return (double)(float)exp(-(double)i * rate); }
+LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
+  return half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0;
 }
 #endif /* !LUNAI_PASS */
 
@@ -8155,6 +8165,8 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(LABEL_RANGE, "%s: labels[%d] is %d; there are %d classes (a negative label is ignored)") \
   X(SMOOTHING, "%s: smoothing is %f, outside 0..1") \
   X(TARGET_RANGE, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
+  X(ROTARY_ODD, "%s: a head has %d numbers, which rotary positions turn in pairs: its size must be even") \
+  X(ROTARY_BASE, "luna_rotary: base is %f; it is positive, or 0 for 10000") \
   X(LEVEL, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
   X(LEVELS, "%s: the last axis of values %t must have the size of levels, %d") \
   X(PATTERNS, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
@@ -11334,44 +11346,118 @@ LUNAI_FN luna_status lunai_scatter_add_backward(luna_op *op) {
 #define LUNAI_CPU_SCATTER_ADD \
   LUNAI_CPU_REST(query_nothing, scatter_add_forward, scatter_add_backward, LUNA_GRAD_IN_PLACE(0))
 
-/* --- sinusoidal positions, of no inputs: [n, d] from arg.sinusoids.first on. By blocks of rows: an angle is the sum of
-   its block's and its place's in the block; workspace: sine and cosine of the places' [min(n, block), d/2, 2] --- */
+/* --- angles of positions: sinusoidal positions [n, d], of no inputs; rotary positions, which turn pairs of x --- */
+/* Of rows first, first + 1, .. the sines, then the cosines, in rows of d. By blocks of positions: an angle is the sum
+   of its block's and its place's in the block, so that a row's bits do not depend on the first. */
 #define LUNAI_ANGLES 64
-LUNAI_FN int64_t lunai_angle_rows(const luna_op *op) { return lunai_min(op->out[0]->shape[0], LUNAI_ANGLES); }
-LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
-  op->workspace_size = (size_t)(lunai_angle_rows(op) * (lunai_last(op->out[0]) / 2)) * 2 * sizeof(double);
+typedef struct lunai_angles {
+  int64_t first, rows, d;
+  double rate;
+  double *places;                    /* sine and cosine of the places' [lunai_angles_places, d/2, 2] */
+  float *out;                        /* [rows, d] */
+} lunai_angles;
+LUNAI_FN int64_t lunai_angles_places(const lunai_angles *a) {
+  return lunai_min(a->first % LUNAI_ANGLES + a->rows, LUNAI_ANGLES);
 }
-LUNAI_FN void lunai_sinusoids_places(luna_op *op, int64_t first, int64_t last) {
-  const int64_t half = lunai_last(op->out[0]) / 2;
-  double *table = (double *)op->workspace;
+LUNAI_FN size_t lunai_angles_room(const lunai_angles *a) {
+  return lunai_round((size_t)(lunai_angles_places(a) * (a->d / 2)) * 2 * sizeof(double));
+}
+/* of an op, in its workspace */
+LUNAI_FN lunai_angles lunai_angles_of(const luna_op *op) {
+  const bool rotary = op->kind == LUNA_OP_ROTARY;
+  const luna_tensor *y = op->out[0];
+  const int64_t d = rotary ? lunai_last(y) / op->arg.rotary.heads : lunai_last(y);
+  const double rate = rotary ? log((double)op->arg.rotary.base) / (double)(d / 2) : lunai_sinusoid_rate(d / 2);
+  lunai_angles a = { rotary ? op->arg.rotary.first : op->arg.sinusoids.first, y->shape[rotary], d, rate,
+                     (double *)op->workspace, NULL };
+  a.out = rotary && op->workspace ? (float *)(void *)((char *)op->workspace + lunai_angles_room(&a)) : y->data;
+  return a;
+}
+LUNAI_FN void lunai_angles_place(luna_op *op, int64_t first, int64_t last) {
+  const lunai_angles a = lunai_angles_of(op);
+  const int64_t half = a.d / 2;
   for (int64_t t = first; t < last; t++)
-    for (int64_t i = 0; i < half; i++)
-      lunai_sine((double)t * lunai_frequency(i, half), &table[(t * half + i) * 2], &table[(t * half + i) * 2 + 1]);
+    for (int64_t i = 0; i < half; i++) {
+      double *at = a.places + (t * half + i) * 2;
+      lunai_sine((double)t * lunai_frequency(i, a.rate), &at[0], &at[1]);
+    }
 }
-LUNAI_FN void lunai_sinusoids_block(luna_op *op, int64_t first, int64_t last) {
-  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]), half = d / 2;
-  for (int64_t t = first * LUNAI_ANGLES; first < last; first++, t += LUNAI_ANGLES) {
-    const int64_t rows = lunai_min(LUNAI_ANGLES, n - t);
-    float *row = op->out[0]->data + t * d;
+LUNAI_FN void lunai_angles_block(luna_op *op, int64_t first, int64_t last) {
+  const lunai_angles a = lunai_angles_of(op);
+  const int64_t half = a.d / 2;
+  for (int64_t block = a.first / LUNAI_ANGLES + first; first < last; first++, block++) {
+    const int64_t start = block * LUNAI_ANGLES, from = lunai_max(a.first - start, 0);
+    const int64_t to = lunai_min(a.first + a.rows - start, LUNAI_ANGLES);
+    float *rows = a.out + (start - a.first) * a.d;
     for (int64_t i = 0; i < half; i++) {
       double s, c;
-      lunai_sine((double)(op->arg.sinusoids.first + t) * lunai_frequency(i, half), &s, &c);
-      for (int64_t j = 0; j < rows; j++) {
-        const double *angle = (const double *)op->workspace + (j * half + i) * 2;
-        row[j * d + i] = (float)(s * angle[1] + c * angle[0]);
-        row[j * d + half + i] = (float)(c * angle[1] - s * angle[0]);
+      lunai_sine((double)start * lunai_frequency(i, a.rate), &s, &c);
+      for (int64_t j = from; j < to; j++) {
+        const double *place = a.places + (j * half + i) * 2;
+        rows[j * a.d + i] = (float)(s * place[1] + c * place[0]);
+        rows[j * a.d + half + i] = (float)(c * place[1] - s * place[0]);
       }
     }
-    for (int64_t j = 0; j < rows && d % 2; j++) row[j * d + d - 1] = 0;
+    for (int64_t j = from; j < to && a.d % 2; j++) rows[j * a.d + a.d - 1] = 0;
   }
 }
-LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) {
-  const int64_t n = op->out[0]->shape[0], d = lunai_last(op->out[0]);
-  lunai_split(op, lunai_angle_rows(op), d, lunai_sinusoids_places);
-  return lunai_split(op, lunai_divide_up(n, LUNAI_ANGLES), LUNAI_ANGLES * d, lunai_sinusoids_block);
+LUNAI_FN luna_status lunai_angles_make(luna_op *op) {
+  const lunai_angles a = lunai_angles_of(op);
+  const int64_t blocks = lunai_divide_up(a.first % LUNAI_ANGLES + a.rows, LUNAI_ANGLES);
+  if (a.rows == 0) return LUNA_OK;
+  lunai_split(op, lunai_angles_places(&a), a.d, lunai_angles_place);
+  return lunai_split(op, blocks, LUNAI_ANGLES * a.d, lunai_angles_block);
 }
+
+LUNAI_FN void lunai_sinusoids_query(luna_op *op) {
+  const lunai_angles a = lunai_angles_of(op);
+  op->workspace_size = lunai_angles_room(&a);
+}
+LUNAI_FN luna_status lunai_sinusoids_forward(luna_op *op) { return lunai_angles_make(op); }
 LUNAI_FN luna_status lunai_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; } /* no gradient: never called */
 #define LUNAI_CPU_SINUSOIDS LUNAI_CPU_REST(sinusoids_query, sinusoids_forward, sinusoids_backward, 0)
+
+/* in x [b, n, heads d]: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, in backward back */
+LUNAI_FN void lunai_rotary_query(luna_op *op) {
+  const lunai_angles a = lunai_angles_of(op);
+  op->workspace_size = lunai_angles_room(&a) + (size_t)(a.rows * a.d) * sizeof(float);
+  op->backward_workspace_size = op->workspace_size;
+}
+LUNAI_FN void lunai_rotary_body(luna_op *op, int64_t first, int64_t last) {
+  const lunai_angles a = lunai_angles_of(op);
+  const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
+  for (int64_t head = first * heads; head < last * heads; head++) {
+    const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
+    const float *x = op->in[0]->data + head * a.d;
+    float *y = op->out[0]->data + head * a.d;
+    for (int64_t i = 0; i < half; i++) {
+      y[i] = x[i] * c[i] - x[half + i] * s[i];
+      y[half + i] = x[half + i] * c[i] + x[i] * s[i];
+    }
+  }
+}
+LUNAI_FN void lunai_rotary_back(luna_op *op, int64_t first, int64_t last) {
+  const lunai_angles a = lunai_angles_of(op);
+  const int64_t heads = op->arg.rotary.heads, half = a.d / 2;
+  for (int64_t head = first * heads; head < last * heads; head++) {
+    const float *s = a.out + head / heads % a.rows * a.d, *c = s + half;
+    const float *dy = op->out[0]->grad + head * a.d;
+    float *dx = op->in[0]->grad + head * a.d;
+    for (int64_t i = 0; i < half; i++) {
+      dx[i] += dy[i] * c[i] + dy[half + i] * s[i];
+      dx[half + i] += dy[half + i] * c[i] - dy[i] * s[i];
+    }
+  }
+}
+LUNAI_FN luna_status lunai_rotary_forward(luna_op *op) {
+  lunai_angles_make(op);
+  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_rotary_body);
+}
+LUNAI_FN luna_status lunai_rotary_backward(luna_op *op) {
+  lunai_angles_make(op);
+  return lunai_split(op, lunai_rows(op->in[0]), lunai_last(op->in[0]), lunai_rotary_back);
+}
+#define LUNAI_CPU_ROTARY LUNAI_CPU_REST(rotary_query, rotary_forward, rotary_backward, 0)
 
 /* --- cross-entropy: in logits; index: labels (-1: ignored). kept: log-sum-exp of each row --- */
 /* of logits [rows, classes], by the op that has the labels */
@@ -15071,6 +15157,18 @@ LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
   return lunai_norm(x, weight, NULL, true, "luna_rms_norm");
 }
 
+LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_ROTARY, "luna_rotary", &x, 1, 1) || !lunai_fits(&s, "x [b,n,D]") ||
+      !lunai_heads_fit(&s, heads) || !lunai_in(x->ctx, s.name, "first", first, 0, INT32_MAX)) return NULL;
+  if (x->shape[2] / heads % 2 != 0) return lunai_fail(x->ctx, LUNA_ERROR_ROTARY_ODD, s.name, x->shape[2] / heads);
+  if (!(base >= 0 && lunai_is_finite(base))) return lunai_fail(x->ctx, LUNA_ERROR_ROTARY_BASE, (double)base);
+  s.op.arg.rotary.heads = heads;
+  s.op.arg.rotary.first = first + (lunai_rows_cut(x) ? x->part->first : 0);
+  s.op.arg.rotary.base = base > 0 ? base : 10000;
+  return lunai_finish_like(&s, x);
+}
+
 LUNA_API luna_tensor *luna_embedding(luna_tensor *table, const int32_t *tokens, int64_t batch, int64_t n) {
   int64_t shape[3];
   lunai_build s;
@@ -16493,6 +16591,8 @@ LUNAI_FN bool lunai_attention_defaults(luna_ctx *ctx, luna_attention_layer_confi
   if (!lunai_attention_good(ctx, c->dim, c->heads, c->dropout) ||
       !lunai_in(ctx, ctx->call, "kind", (int64_t)c->kind, LUNA_ATTENTION_SOFTMAX, LUNA_ATTENTION_LINFORMER))
     return false;
+  if (c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && c->dim / c->heads % 2 != 0)
+    return lunai_fail_status(ctx, LUNA_ERROR_ROTARY_ODD, ctx->call, c->dim / c->heads) == LUNA_OK;
   if (c->kind != LUNA_ATTENTION_LINFORMER) return true;
   if (c->causal) return lunai_fail_status(ctx, LUNA_ERROR_LINFORMER_CAUSAL, ctx->call) == LUNA_OK;
   return lunai_linformer_config(ctx, &c->linformer);
@@ -16597,6 +16697,8 @@ LUNA_API luna_tensor *luna_attention_layer_forward(const luna_attention_layer *l
   qkv[0] = luna_linear_layer_forward(&layer->q, x);
   qkv[1] = luna_linear_layer_forward(&layer->k, context);
   qkv[2] = luna_linear_layer_forward(&layer->v, context);
+  for (int i = 0; i < 2 && c->rotary && c->kind == LUNA_ATTENTION_SOFTMAX && context == x; i++)
+    qkv[i] = luna_rotary(qkv[i], c->heads, 0, 0);
   luna_attention_config a = lunai_attention_config(c->heads, c->dropout, lengths);
   a.causal = c->causal;
   luna_tensor *y = c->kind == LUNA_ATTENTION_SOFTMAX ? luna_softmax_attention(qkv[0], qkv[1], qkv[2], &a) :
@@ -16716,7 +16818,7 @@ LUNAI_FN luna_tensor *lunai_ffn_half(luna_scope scope, const luna_layer_config *
 LUNAI_FN bool lunai_other_init(luna_attention_layer *other_attention, void **hook_state, luna_params *params,
                                const char *prefix, const luna_layer_config *c, bool causal) {
   const luna_attention_layer_config a = { c->attention, c->dim, c->heads, causal, c->attention_dropout, c->bert_init,
-                                          c->linformer, c->output_gate };
+                                          c->linformer, c->output_gate, c->rotary };
   if (c->hook) {
     const lunai_part gate = lunai_gate_part(c->output_gate, &other_attention->gate, c->dim, c->bert_init);
     if (!lunai_parts_init(params, prefix, &gate, 1)) return false;
@@ -16955,6 +17057,7 @@ LUNA_API luna_tensor *luna_causal_layer_forward(const luna_causal_layer *layer, 
   F(positions, positions, 0, 3) F(max_length, max_length, 0, 1 << 26) \
   F(features, features, 0, 1 << 20) F(outputs, outputs, 0, 1 << 24) F(norm, layer.norm, 0, LUNA_NORM_RMS) \
   F(forget, layer.forget, 0, LUNA_FORGET_GATED) F(output_gate, layer.output_gate, 0, 1) \
+  F(rotary, layer.rotary, 0, 1) \
   F(output_norm, output_norm, 0, 1)
 #define LUNAI_LM_KIND "causal_lm"
 #define LUNAI_LM_BEFORE 5              /* of lunai_lm_parts: those made before the layers */
@@ -17107,7 +17210,7 @@ LUNAI_FN void lunai_sinusoid(int64_t position, int64_t d, float *out) {
   const int64_t half = d / 2;
   double s, c;
   for (int64_t i = 0; i < half; i++) {
-    lunai_sine((double)position * lunai_frequency(i, half), &s, &c);
+    lunai_sine((double)position * lunai_frequency(i, lunai_sinusoid_rate(half)), &s, &c);
     out[i] = (float)s;
     out[half + i] = (float)c;
   }
@@ -17151,7 +17254,7 @@ LUNAI_FN bool lunai_fields_describe(luna_params *params, const char *kind, const
   const bool described = layer->hook ||
       (lunai_params_put(params, "luna.kind", kind) == LUNA_OK && lunai_fields_put(params, fields, count, config) &&
        lunai_fields_put(params, lunai_layer_fields, LUNAI_DROPOUTS, layer) &&
-       (!(layer->forget || layer->output_gate) ||
+       (!(layer->forget || layer->output_gate || layer->rotary) ||
         lunai_params_put(params, "luna.format", LUNAI_QUOTED(LUNAI_FORMAT)) == LUNA_OK));
   if (described) lunai_params_fix_horizon(params, layer->horizon);
   return described;
@@ -17196,6 +17299,7 @@ static const lunai_field lunai_model_fields[] = {
   LUNAI_F(max_target_length, seq2seq.max_target_length, 0, 1 << 26) LUNAI_F(features, encoder.features, 0, 1 << 20)
   LUNAI_F(per_step, classifier.per_step, 0, 1) LUNAI_F(norm, encoder.layer.norm, 0, LUNA_NORM_RMS)
   LUNAI_F(forget, encoder.layer.forget, 0, LUNA_FORGET_GATED) LUNAI_F(output_gate, encoder.layer.output_gate, 0, 1)
+  LUNAI_F(rotary, encoder.layer.rotary, 0, 1)
 #undef LUNAI_F
 };
 /* A model's public init. `name`: its kind in metadata, `layer`: its layers' config, `described`: whose `fields` are

@@ -2120,32 +2120,70 @@ static luna_status lunacu_scatter_add_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- sinusoidal positions, of no inputs: a thread turns one angle over some rows --- */
+/* --- angles of positions: a thread turns one angle over some rows, from a multiple of them on --- */
 #define LUNACU_TURNS 16
-__global__ void lunacu_sinusoids_kernel(int64_t first, int64_t n, int64_t d, float *y) {
-  const int64_t half = d / 2, columns = half + d % 2, tiles = (n + LUNACU_TURNS - 1) / LUNACU_TURNS;
+__global__ void lunacu_angles_kernel(int64_t first, int64_t n, int64_t d, double rate, float *y) {
+  const int64_t half = d / 2, columns = half + d % 2, start = first / LUNACU_TURNS * LUNACU_TURNS;
+  const int64_t tiles = (first - start + n + LUNACU_TURNS - 1) / LUNACU_TURNS;
   for (int64_t u = lunacu_index(); u < columns * tiles; u += lunacu_stride()) {
-    const int64_t i = u % columns, row = u / columns * LUNACU_TURNS, end = min(row + LUNACU_TURNS, n);
-    const double w = (double)(float)exp(-(double)i * (half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0));
-    const double sine = sin(w), cosine = cos(w);
-    double s = sin((double)(first + row) * w), c = cos((double)(first + row) * w);
+    const int64_t i = u % columns, row = start + u / columns * LUNACU_TURNS, end = min(row + LUNACU_TURNS, first + n);
+    const double w = (double)(float)exp(-(double)i * rate), sine = sin(w), cosine = cos(w);
+    double s = sin((double)row * w), c = cos((double)row * w);
     for (int64_t t = row; t < end; t++) {
       const double next = s * cosine + c * sine;
-      y[t * d + i] = i < half ? (float)s : 0.0f;
-      if (i < half) y[t * d + half + i] = (float)c;
+      float *to = y + (t - first) * d + i;
+      if (t >= first) *to = i < half ? (float)s : 0.0f;
+      if (t >= first && i < half) to[half] = (float)c;
       c = c * cosine - s * sine;
       s = next;
     }
   }
 }
+static void lunacu_angles(luna_op *op, int64_t first, int64_t n, int64_t d, double rate, float *y) {
+  const int64_t tiles = lunacu_divide_up(first % LUNACU_TURNS + n, LUNACU_TURNS);
+  if (n > 0)
+    LUNACU_LAUNCH(lunacu_angles_kernel, lunacu_blocks(tiles * (d / 2 + d % 2), LUNACU_BLOCK), LUNACU_BLOCK, 0,
+                  lunacu_stream(op), first, n, d, rate, y);
+}
+/* sinusoidal positions, of no inputs */
 static luna_status lunacu_sinusoids_forward(luna_op *op) {
-  const int64_t n = op->out[0]->shape[0], d = lunacu_last(op->out[0]);
-  const unsigned blocks = lunacu_blocks(lunacu_divide_up(n, LUNACU_TURNS) * (d / 2 + d % 2), LUNACU_BLOCK);
-  LUNACU_LAUNCH(lunacu_sinusoids_kernel, blocks, LUNACU_BLOCK, 0, lunacu_stream(op), op->arg.sinusoids.first, n, d,
+  const int64_t n = op->out[0]->shape[0], d = lunacu_last(op->out[0]), half = d / 2;
+  lunacu_angles(op, op->arg.sinusoids.first, n, d, half > 1 ? 9.21034037197618273608 / (double)(half - 1) : 0,
                 op->out[0]->data);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_sinusoids_backward(luna_op *op) { (void)op; return LUNA_OK; }
+/* rotary positions: each pair (x_i, x_(i + d/2)) of a head is turned by its angle, or back; workspace: the angles */
+struct lunacu_turned {
+  const float *x, *angles;           /* [b, rows, heads d]; [rows, d]: sines, cosines */
+  int64_t rows, heads, d;
+  float way;                         /* 1, or -1: back */
+  __device__ void at(int64_t i, float (&v)[1]) const {
+    const int64_t half = d / 2, j = i % d;
+    const float *angle = angles + i / (heads * d) % rows * d + j % half, s = way * angle[0];
+    v[0] = j < half ? x[i] * angle[half] - x[i + half] * s : x[i] * angle[half] + x[i - half] * s;
+  }
+};
+static void lunacu_rotary_query(luna_op *op) {
+  const luna_tensor *y = op->out[0];
+  op->workspace_size = (size_t)(y->shape[1] * (lunacu_last(y) / op->arg.rotary.heads)) * sizeof(float);
+  op->backward_workspace_size = op->workspace_size;
+}
+static void lunacu_rotary(luna_op *op, const float *x, float way, float *y, bool add) {
+  const int64_t heads = op->arg.rotary.heads, n = op->out[0]->shape[1], d = lunacu_last(op->out[0]) / heads;
+  const lunacu_turned f = {x, (const float *)op->workspace, n, heads, d, way};
+  lunacu_angles(op, op->arg.rotary.first, n, d, log((double)op->arg.rotary.base) / (double)(d / 2),
+                (float *)op->workspace);
+  lunacu_map<1>(op, luna_count(op->out[0]), y, add, false, f);
+}
+static luna_status lunacu_rotary_forward(luna_op *op) {
+  lunacu_rotary(op, op->in[0]->data, 1, op->out[0]->data, false);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_rotary_backward(luna_op *op) {
+  lunacu_rotary(op, op->out[0]->grad, -1, op->in[0]->grad, !lunacu_sets(op, 0));
+  return lunacu_row_done(op);
+}
 
 /* --- cross-entropy: loss = -sum_j target_j log softmax(logits)_j, target = (1 - smoothing) onehot + smoothing / n;
    index: labels (-1: ignored); number: smoothing, factor. kept: log-sum-exp of each row. One pass: each thread rescales
@@ -5180,6 +5218,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(EMBEDDING, embedding, embedding, 0)
         LUNACU_OP(SCATTER_ADD, scatter_add, scatter_add, LUNA_SETS_GRAD(0) | LUNA_SETS_GRAD(1) | LUNA_GRAD_IN_PLACE(0))
         LUNACU_OP(SINUSOIDS, nothing, sinusoids, 0)
+        LUNACU_OP(ROTARY, rotary, rotary, LUNA_SETS_GRAD(0))
         LUNACU_OP(CROSS_ENTROPY, cross_entropy, cross_entropy, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX_ATTENTION, attention, attention, 0)
         LUNACU_OP(CAUSAL_PRODUCT, causal_product, causal_product,

@@ -967,6 +967,11 @@ static void case_luna_rms_norm(void) {
   luna_tensor *x = tensor(3, small(), small(), n, 1);
   got_tensor(luna_rms_norm(x, optional(1, n, 1, 1, 1)), x != NULL);
 }
+static void case_luna_rotary(void) {
+  const int64_t h = size(1 + pick(2));
+  luna_tensor *x = tensor(3, small(), small(), product(2, product(h, small())), 1);
+  got_tensor(luna_rotary(x, h, size(pick(99)), real(500)), x != NULL);
+}
 static void case_luna_embedding(void) {
   luna_tensor *table = tensor(2, size(VOCAB), small(), 1, 1);
   const int64_t batch = small(), n = small();
@@ -2065,8 +2070,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
-  F(luna_mask) F(luna_ratio) F(luna_rank_part) F(luna_rank_sum) F(luna_detach) F(luna_dropout) F(luna_layer_norm) \
-  F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
+  F(luna_mask) F(luna_ratio) F(luna_rotary) F(luna_rank_part) F(luna_rank_sum) F(luna_detach) F(luna_dropout) \
+  F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
   F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) F(luna_scope_begin_as) F(luna_profile_begin) F(luna_profile_end) \
   F(luna_profile_resume) F(luna_profile_write) F(luna_params_open) F(luna_params_share) F(luna_param) \

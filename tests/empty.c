@@ -115,6 +115,7 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
   OP(luna_log_softmax(x));
   OP(luna_mask(x, zeros));
   OP(luna_ratio(x));
+  OP(luna_rotary(axes(3, b, n, 4, -1), 2, 3, 0));
   OP(luna_detach(x));
   OP(luna_dropout(x, 0.5f));
   OP(luna_rms_norm(x, axes(3, d, -1, -1, -1)));

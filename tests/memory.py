@@ -172,11 +172,22 @@ def softmax_attention(c, q, k, v):
     return merge(p / p.sum(-1)[..., None] @ v)
 
 
+def rotary(x, heads):  # pairs (x_i, x_(i + d_h/2)) turned by t 10000^(-2i / d_h)
+    np, half = lib(x), x.shape[-1] // heads // 2
+    turns = numpy.exp(numpy.arange(half) * -math.log(10000) / half).astype(numpy.float32)
+    angles = numpy.arange(x.shape[1])[:, None] * turns
+    cos, sin = ((f(angles) if np is numpy else torch.tensor(f(angles))) for f in (numpy.cos, numpy.sin))
+    a, b = split(x, heads)[..., :half], split(x, heads)[..., half:]
+    return merge(np.concatenate([a * cos - b * sin, b * cos + a * sin], -1))
+
+
 def attention(c, x, t, name, memory, core, before):
     np = lib(x)
     q, tied = linear(x, t, name + "q_proj"), name + "c_proj.weight" in t
     k = linear(x, t, name + ("c_proj" if tied else "k_proj"))
     v = k if tied else linear(x, t, name + "v_proj")
+    if c.get("rotary"):
+        q, k = (rotary(x, c["heads"]) for x in (q, k))
     if c["attention"] == SOFTMAX:
         y, after = softmax_attention(c, q, k, v), None
     else:
@@ -336,6 +347,7 @@ MODELS = [
     ("model_constant", dict(COMMON, sharing=1, heads=4, convolution=3, pre_norm=1, forget=CONSTANT, output_gate=1)),
     ("model_horizon", dict(COMMON, omega=ELU1, horizon=CUT, output_gate=1)),
     ("model_softmax", dict(COMMON, attention=SOFTMAX, pre_norm=1, output_gate=1)),
+    ("model_rotary", dict(COMMON, attention=SOFTMAX, rotary=1, layers=2)),
 ]
 CARRIED = "model_gated"
 

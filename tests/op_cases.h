@@ -574,6 +574,10 @@ static void op_ratio(trial *t, int v) {
   luna_tensor *x = v ? in2(t, SIZE(4, 60), SIZE(5, 33)) : in4(t, 2, 2, SIZE(3, 30), SIZE(4, 18));
   give(t, luna_ratio(luna_activate(x, LUNA_ACTIVATION_SOFTPLUS))); /* away from division by 0 */
 }
+static void op_rotary(trial *t, int v) {
+  luna_tensor *x = in3(t, 2, SIZE(4, 70), v ? SIZE(4, 36) : SIZE(6, 96));
+  give(t, luna_rotary(x, v ? 1 : x ? x->shape[2] / (SIZE(2, 32)) : 1, v ? 61 : 0, v ? 300 : 0));
+}
 static void op_recompute(trial *t, int v) { /* dropout or not; one result, two, a view; a scope inside */
   luna_tensor *in[3] = {in3(t, 2, SIZE(3, 20), SIZE(4, 33)), in2(t, SIZE(5, 40), SIZE(4, 33)),
                         in2(t, SIZE(2, 8), SIZE(5, 40))};
@@ -908,6 +912,7 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"soft_cross_entropy", op_soft_cross_entropy, 2},
                                    {"mask", op_mask, 2},
                                    {"ratio", op_ratio, 2},
+                                   {"rotary", op_rotary, 2},
                                    {"recompute", op_recompute, 6},
                                    {"linear_layer", op_linear_layer, 1},
                                    {"norm_layer", op_norm_layer, 2},

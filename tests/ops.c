@@ -540,6 +540,28 @@ static void check_values_shapes(luna_ctx *ctx) {
   expect(ctx, "embedding", luna_embedding(luna_reshape(t, 2, (const int64_t[2]){2, 12}), tokens, 2, 2), y, 48);
 }
 
+/* by the equation, in double; and a sequence in two pieces has the bits of the whole */
+static void check_rotary(luna_ctx *ctx) {
+  enum { B = 2, N = 150, H = 3, D = 6, WIDTH = H * D, FIRST = 90 };
+  const int64_t shape[3] = {B, N, WIDTH};
+  float *values = (float *)malloc(B * N * WIDTH * sizeof(float));
+  for (int i = 0; i < B * N * WIDTH; i++) values[i] = sinf(0.37f * (float)i);
+  luna_tensor *x = luna_tensor_new(ctx, values, 3, shape), *y = luna_rotary(x, H, FIRST, 500);
+  luna_tensor *parts[2] = {luna_rotary(luna_slice(x, 1, 0, 47), H, FIRST, 500),
+                           luna_rotary(luna_slice(x, 1, 47, N - 47), H, FIRST + 47, 500)};
+  luna_tensor *whole = luna_concat(parts, 2, 1);
+  double worst = 0;
+  for (int i = 0; y && i < B * N * WIDTH; i++) {
+    const int pair = i % D % (D / 2), t = FIRST + i / WIDTH % N, first = i - i % D + pair;
+    const double angle = t * pow(500, -2.0 * pair / D), re = values[first], im = values[first + D / 2];
+    const double want = i % D < D / 2 ? re * cos(angle) - im * sin(angle) : re * sin(angle) + im * cos(angle);
+    worst = fmax(worst, fabs(y->data[i] - want));
+  }
+  CHECK(y && worst < 2e-5, "rotary positions: %g off: %s", worst, luna_error(ctx)); /* frequencies are floats */
+  CHECK(y && whole && memcmp(y->data, whole->data, B * N * WIDTH * sizeof(float)) == 0, "rotary positions in pieces");
+  free(values);
+}
+
 static void check_values(luna_isa isa) {
   luna_ctx *ctx = open_plain(isa);
   values_isa = luna_isa_name(isa);
@@ -547,6 +569,7 @@ static void check_values(luna_isa isa) {
   check_values_no_activation(ctx);
   check_values_composed(ctx);
   check_values_broadcast(ctx);
+  check_rotary(ctx);
   check_host_results(ctx);
   check_values_rows(ctx);
   check_values_products(ctx);
@@ -840,6 +863,10 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_matmul(a, a, true, true), MATMUL_INNER);
   REFUSED(luna_matmul(v, a, false, false), MATMUL_AXES);
   REFUSED(luna_matmul(b, cube, true, false), MATMUL_AXES);
+  REFUSED(luna_rotary(a, 1, 0, 0), SHAPES);
+  REFUSED(luna_rotary(cube, 1, -1, 0), VALUE_RANGE);
+  REFUSED(luna_rotary(cube, 1, 0, -1), ROTARY_BASE);
+  REFUSED(luna_rotary(cube, 1, 0, INFINITY), ROTARY_BASE);
   REFUSED(luna_linear(a, b, NULL), SHAPES);
   REFUSED(luna_linear(a, a, v), SHAPES);
   REFUSED(luna_linear(a, v, NULL), SHAPES);
