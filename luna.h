@@ -466,18 +466,7 @@ typedef struct luna_tensor {
   luna_ctx *ctx;
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
-  struct luna_op *maker;             /* the rest is luna.h's own: the op of the tape whose result this is, */
-  struct luna_op *last_reader;       /* the newest op of the tape that reads it, */
-  struct luna_tensor *older;         /* the tensor made before this one in the step, */
-  struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
-  struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free; */
-  bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
-  bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
-  bool ended;                        /* its step is over: it is released, and points to nothing */
-  bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
-  /* the next of the parameters whose first gradient luna_backward has just allocated */
-  struct luna_tensor *reserved;
-  const struct lunai_cut *part;     /* of which whole it is this rank's part; null: it is whole */
+  struct lunai_tensor_state *own;    /* luna.h's */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -1465,8 +1454,8 @@ typedef struct luna_stream_config {
 } luna_stream_config;
 /* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
    allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory.
-   Of stack these two take about 21 KB on 64-bit machines, a step or a prefill 11 KB, and less with
-   LUNA_NO_SIMD. */
+   Of stack these two take about 13 KB on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; on a
+   Cortex-M4 no function has more than 4 KB. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
 LUNA_API luna_stream *luna_stream_open_bytes(const void *bytes, size_t size, const luna_stream_config *config,
                                              void *memory, size_t memory_size, const char **error);
@@ -9369,6 +9358,21 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
+/* What the tape and the step's memory know of a tensor */
+typedef struct lunai_tensor_state {
+  luna_op *maker;                    /* the op of the tape whose result this is */
+  luna_op *last_reader;              /* the newest op of the tape that reads it */
+  luna_tensor *older;                /* the tensor made before this one in the step */
+  struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends */
+  struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free */
+  bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
+  bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
+  bool ended;                        /* its step is over: it is released, and points to nothing */
+  bool internal;                     /* its scope has ended: data are released once backward no longer reads them */
+  /* the next of the parameters whose first gradient luna_backward has just allocated */
+  luna_tensor *reserved;
+  const struct lunai_cut *part;      /* of which whole it is this rank's part; null: it is whole */
+} lunai_tensor_state;
 /* The step's tensors, without their data, lie in slabs that stay until close, and those of two steps in a row in other
    places: a tensor that a begin has ended stays one, which says so and points to nothing, until another one is made in
    its place, and none is in the step after it. */
@@ -9376,6 +9380,7 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
 typedef struct lunai_slab {
   struct lunai_slab *next;
   luna_tensor of_step[2][LUNAI_SLAB];
+  lunai_tensor_state state[2][LUNAI_SLAB];
 } lunai_slab;
 typedef struct lunai_mark {          /* how far a step has come */
   lunai_chunk *chunk[2];             /* allocator mode: the step block in use, of the host and of the device, */
@@ -9415,6 +9420,7 @@ typedef struct lunai_profile {
 
 struct luna_ctx {
   luna_options options;
+  lunai_tensor_state none;           /* of shapes and of a stream's tensors, which have nothing in it */
   const lunai_kernels *kernels;
   const luna_backend *backend;
   lunai_parallel parallel;
@@ -9764,7 +9770,7 @@ LUNAI_FN void lunai_step_rewind(luna_ctx *ctx, lunai_mark mark) {
   for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) ctx->bump->part[i].used = mark.bytes[i];
   if (LUNAI_BUMPS(ctx)) return;
   const size_t end = mark.bytes[lunai_on_device(ctx)] + mark.gaps[lunai_on_device(ctx)];
-  for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->older) lunai_tensor_end(t, end);
+  for (luna_tensor *t = ctx->step.made; t != mark.made; t = t->own->older) lunai_tensor_end(t, end);
   if (ctx->step.pieces_made != mark.pieces_made) lunai_pieces_rewind(ctx, end);
   for (int i = 0; i < 2; i++) {
     lunai_chunk *after = mark.chunk[i] ? mark.chunk[i]->next : ctx->arena[i].steps;
@@ -10183,10 +10189,12 @@ typedef struct lunai_cut {
 #define lunai_rows_cut(t) ((void)(t), false)
 #else
 LUNAI_INLINE const luna_collective *lunai_ranks(const luna_ctx *ctx) { return ctx->options.collective; }
-LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->part && t->part->rows; }
+LUNAI_INLINE bool lunai_rows_cut(const luna_tensor *t) { return t && t->own->part && t->own->part->rows; }
 #endif
 /* the rows of t's whole sequences, [batch,n,...] */
-LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) { return lunai_rows_cut(t) ? t->part->whole : t->shape[1]; }
+LUNAI_FN int64_t lunai_whole_rows(const luna_tensor *t) {
+  return lunai_rows_cut(t) ? t->own->part->whole : t->shape[1];
+}
 
 /* Calls of the collective: false with a sentence. Where nothing is computed all ranks count as like this one. */
 LUNAI_FN bool lunai_rank_called(luna_ctx *ctx, const char *name, const char *what, bool good) {
@@ -10646,7 +10654,8 @@ LUNAI_FN lunai_dropout lunai_dropout_in(const luna_op *op, float probability, ui
   const luna_step_state *state = op->ctx->state;
   lunai_dropout d = lunai_dropout_of(probability, state->seed, number, (uint32_t)state->step);
 #ifndef LUNA_ONLY_STREAM
-  const lunai_cut *part = op->out[0]->part ? op->out[0]->part : op->inputs > 1 && op->in[1] ? op->in[1]->part : NULL;
+  const lunai_cut *part = op->out[0]->own->part;
+  if (!part && op->inputs > 1 && op->in[1]) part = op->in[1]->own->part;
   if (part && part->own > 0) d.first = (uint64_t)part->first * (uint64_t)(part->rows ? width : count / part->own);
   if (part && part->rows) {
     d.run = part->own * width;
@@ -11714,7 +11723,7 @@ LUNAI_FN void lunai_attention_args(const luna_op *op, lunai_attention *a) {
   a->step = (uint32_t)op->ctx->state->step;
   /* of keys that are cut over ranks a row is a key, of queries all its keys */
   lunai_dropout part = lunai_op_dropout(op, lunai_times(a->batch * a->heads * a->queries, a->keys),
-                                        op->out[0]->part ? a->keys : 1);
+                                        op->out[0]->own->part ? a->keys : 1);
   a->dropout_first = (int64_t)part.first;
   a->dropout_run = part.run;
   a->dropout_skip = (int64_t)part.skip;
@@ -12391,6 +12400,7 @@ LUNAI_FN void lunai_tensor_set(luna_tensor *t, luna_ctx *ctx, int rank, const in
   for (int a = 0; a < LUNA_MAX_RANK; a++) t->shape[a] = a < rank ? shape[a] : 1;
   t->device = ctx->backend->device;
   t->ctx = ctx;
+  t->own = &ctx->none;
 }
 /* a tensor of the step, without data; null: no memory */
 LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *shape) {
@@ -12412,9 +12422,11 @@ LUNAI_FN luna_tensor *lunai_tensor_take(luna_ctx *ctx, int rank, const int64_t *
     step->slab = *next;
     step->slab_used = 0;
   }
-  t = &step->slab->of_step[ctx->begins % 2][step->slab_used++];
+  t = &step->slab->of_step[ctx->begins % 2][step->slab_used];
   lunai_tensor_set(t, ctx, rank, shape);
-  t->older = step->made;
+  t->own = &step->slab->state[ctx->begins % 2][step->slab_used++];
+  lunai_clear(t->own, sizeof *t->own);
+  t->own->older = step->made;
   return step->made = t;
 }
 
@@ -12433,9 +12445,9 @@ LUNAI_FN luna_tensor *lunai_fail_shape(luna_ctx *ctx, const char *name, int rank
 
 /* memory for a tensor's data, values not set */
 LUNAI_FN bool lunai_data_take(luna_tensor *t) {
-  t->data_piece = lunai_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
-  if (t->data_piece) t->data = (float *)lunai_piece_at(t->ctx, t->data_piece);
-  return t->data_piece != NULL;
+  t->own->data_piece = lunai_piece_take(t->ctx, (size_t)luna_count(t) * sizeof(float));
+  if (t->own->data_piece) t->data = (float *)lunai_piece_at(t->ctx, t->own->data_piece);
+  return t->own->data_piece != NULL;
 }
 /* a tensor of the step, values not set; null without a sentence when there is no memory or no such shape */
 LUNAI_FN luna_tensor *lunai_tensor_make(luna_ctx *ctx, int rank, const int64_t *shape) {
@@ -12458,21 +12470,21 @@ LUNAI_FN luna_tensor *lunai_base(luna_tensor *t) { return t && t->base ? t->base
 
 /* --- scopes --- */
 LUNAI_FN void lunai_release(luna_tensor *t) {
-  if (!t->data_piece) return;
-  lunai_piece_give(t->ctx, &t->data_piece);
+  if (!t->own->data_piece) return;
+  lunai_piece_give(t->ctx, &t->own->data_piece);
   t->data = NULL;
-  t->released = true;
+  t->own->released = true;
 }
 /* its step is over, or has gone back to where memory ended at `end` */
 LUNAI_FN void lunai_tensor_end(luna_tensor *t, size_t end) {
-  if (t->data_piece && t->data_piece->place < end) lunai_release(t);
+  if (t->own->data_piece && t->own->data_piece->place < end) lunai_release(t);
   t->data = t->grad = NULL;
   t->base = NULL;
-  t->maker = NULL;
-  t->part = NULL;
-  t->data_piece = NULL;
+  t->own->maker = NULL;
+  t->own->part = NULL;
+  t->own->data_piece = NULL;
   t->needs_grad = false;
-  t->released = t->ended = true;
+  t->own->released = t->own->ended = true;
 }
 
 /* What an op of the tape will read in backward. A cheap op's small inputs are among it, so that its result can be
@@ -12481,12 +12493,13 @@ LUNAI_FN void lunai_op_saves(luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
     luna_tensor *in = lunai_base(op->in[i]);
     if (!in) continue;
-    in->last_reader = op;
-    in->saved = in->saved || (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) ||
-                (lunai_ops[op->kind].cheap && !(in->maker && in->maker->inputs == 0) &&
+    in->own->last_reader = op;
+    in->own->saved = in->own->saved || (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) ||
+                (lunai_ops[op->kind].cheap && !(in->own->maker && in->own->maker->inputs == 0) &&
                  luna_count(op->in[i]) <= luna_count(op->out[0]) / 2);
   }
-  for (int i = 0; i < op->outputs; i++) if (lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->saved = true;
+  for (int i = 0; i < op->outputs; i++)
+    if (lunai_ops[op->kind].reads & LUNA_READS_OUT(i)) op->out[i]->own->saved = true;
 }
 /* How many cheap ops, one after another, compute an op's result again, in backward, from data that are there; 0: none
    do, or too many, so that backward takes a time that grows with the tape, and little stack. */
@@ -12496,13 +12509,13 @@ LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
   if (!lunai_ops[op->kind].cheap) return 0;
   for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *in = lunai_base(op->in[i]);
-    if (!in || in->parameter || (in->saved && !in->released)) continue;
-    if (!in->maker || in->maker->depth == 0) return 0;
-    if (depth <= in->maker->depth) depth = in->maker->depth + 1;
+    if (!in || in->parameter || (in->own->saved && !in->own->released)) continue;
+    if (!in->own->maker || in->own->maker->depth == 0) return 0;
+    if (depth <= in->own->maker->depth) depth = in->own->maker->depth + 1;
   }
   return (uint8_t)(depth <= LUNAI_MAX_DEPTH ? depth : 0);
 }
-LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->maker && t->maker->depth > 0; }
+LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->own->maker && t->own->maker->depth > 0; }
 
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
@@ -12527,7 +12540,7 @@ LUNAI_FN luna_op *lunai_scope_first(luna_scope scope) {
 /* whether a scope's end leaves a tensor that was made inside as it is */
 LUNAI_FN bool lunai_scope_leaves(const luna_tensor *t, luna_tensor *const *results, int count) {
   while (count > 0 && lunai_base(results[count - 1]) != t) count--;
-  return count > 0 || t->keep_data;
+  return count > 0 || t->own->keep_data;
 }
 /* Finds which of the results since the scope's beginning can be computed again, the oldest first, and releases them, so
    that the next one counts what is needed for that too. */
@@ -12549,7 +12562,7 @@ LUNAI_FN void lunai_scope_forget(luna_scope scope) {
     op->kept = NULL;
     for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = lunai_base(op->in[i]);
-      if (in && (!in->maker || in->maker->number < first->number)) in->saved = true;
+      if (in && (!in->own->maker || in->own->maker->number < first->number)) in->own->saved = true;
     }
   }
   if (first) scope.ctx->tape->recompute_from = first;
@@ -12591,11 +12604,11 @@ LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *resul
   if (scope.begins != ctx->begins) return results[0]; /* a begin has ended it */
   if (taped && scope.recompute) lunai_scope_forget(scope);
   else if (taped) lunai_scope_depths(scope, results, count);
-  for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->older) {
-    const bool again = scope.recompute && t->maker;              /* its op is run again */
-    const bool given = ctx->recomputing && !t->maker && t->last_reader; /* to an op that may be run again */
-    if (!t->data_piece || lunai_scope_leaves(t, results, count)) continue;
-    if (taped && (t->saved || given) && !again && !lunai_is_recomputable(t)) t->internal = true;
+  for (luna_tensor *t = ctx->step.made; t && t != scope.made; t = t->own->older) {
+    const bool again = scope.recompute && t->own->maker;              /* its op is run again */
+    const bool given = ctx->recomputing && !t->own->maker && t->own->last_reader; /* to an op that may be run again */
+    if (!t->own->data_piece || lunai_scope_leaves(t, results, count)) continue;
+    if (taped && (t->own->saved || given) && !again && !lunai_is_recomputable(t)) t->own->internal = true;
     else lunai_release(t);
   }
   if (taped && scope.recompute) lunai_scope_depths(scope, results, count);
@@ -12618,14 +12631,14 @@ LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
 }
 /* whether a tensor's data were released, as all are that belong to an earlier step: then that is the failure */
 LUNAI_FN bool lunai_is_released(const luna_tensor *t, const char *name) {
-  if (!t || !lunai_owner(t)->released) return false;
+  if (!t || !lunai_owner(t)->own->released) return false;
   lunai_fail(t->ctx, LUNA_ERROR_RELEASED, name, t);
   return true;
 }
 LUNA_API luna_tensor *luna_keep(luna_tensor *t) {
   if (!t) return NULL;
   if (lunai_is_released(t, "luna_keep")) return NULL;
-  lunai_base(t)->keep_data = true;
+  lunai_base(t)->own->keep_data = true;
   return t;
 }
 
@@ -12650,8 +12663,8 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
 }
 
 LUNA_API luna_tensor *luna_require_grad(luna_tensor *t) {
-  if (!t || (t->ended && lunai_is_released(t, "luna_require_grad"))) return NULL;
-  t->needs_grad = t->keep_grad = lunai_base(t)->keep_grad = true;
+  if (!t || (t->own->ended && lunai_is_released(t, "luna_require_grad"))) return NULL;
+  t->needs_grad = t->own->keep_grad = lunai_base(t)->own->keep_grad = true;
   return t;
 }
 
@@ -12679,7 +12692,8 @@ LUNAI_FN luna_status lunai_read_floats(const luna_tensor *t, const float *from, 
                                        bool grad) {
   const size_t bytes = (size_t)luna_count(t) * sizeof(float);
   if (!t) return LUNA_BAD_ARGUMENT;
-  if (grad ? t->ended : lunai_owner(t)->released) return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
+  if (grad ? t->own->ended : lunai_owner(t)->own->released)
+    return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, name, t);
   if (!out) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, name, "out");
   if (!lunai_computes(t->ctx)) {
     memset(out, 0, bytes);
@@ -12711,7 +12725,7 @@ LUNAI_FN luna_status lunai_host_values(const luna_tensor *t, const char *name, l
   void *memory = NULL;
   *mark = lunai_step_mark(t->ctx);
   *values = t->data;
-  if (lunai_owner(t)->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx,
+  if (lunai_owner(t)->own->released || (lunai_computes(t->ctx) && !t->data && bytes)) return lunai_fail_status(t->ctx,
       LUNA_ERROR_RELEASED, name, t);
   if (!lunai_on_device(t->ctx)) return LUNA_OK;
   if (!lunai_step(t->ctx, bytes, false, &memory)) return lunai_fail_memory(t->ctx, name, bytes);
@@ -12819,7 +12833,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   if (t->borrowed) return lunai_fail_status(t->ctx, LUNA_ERROR_WRITE_BORROWED, t);
   if (!values && bytes) return lunai_fail_status(t->ctx, LUNA_ERROR_NULL_ARGUMENT, "luna_write", "values");
   if (!lunai_computes(t->ctx)) return LUNA_OK;
-  if (lunai_owner(t)->released || (!t->data && bytes))
+  if (lunai_owner(t)->own->released || (!t->data && bytes))
     return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
@@ -13002,8 +13016,10 @@ LUNAI_FN const struct lunai_cut *lunai_cut_made(const luna_op *op) {
   const bool attends = op->kind == LUNA_OP_PACK || op->kind == LUNA_OP_SOFTMAX_ATTENTION ||
                        op->kind == LUNA_OP_SPARSE_ATTENTION;
   if (op->kind == LUNA_OP_EMBEDDING) return NULL; /* rows in any order */
-  for (int i = 0; i < op->inputs; i++)
-    if (op->in[i] && op->in[i]->part && !(i > 0 && attends && lunai_rows_cut(op->in[i]))) return op->in[i]->part;
+  for (int i = 0; i < op->inputs; i++) {
+    const luna_tensor *in = op->in[i];
+    if (in && in->own->part && !(i > 0 && attends && lunai_rows_cut(in))) return in->own->part;
+  }
   return NULL;
 }
 /* whether an op may be run; if not, the failure is reported */
@@ -13020,7 +13036,7 @@ LUNAI_FN void lunai_tape(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_op_saves(op);
   op->depth = lunai_op_depth(op);
-  for (int i = 0; i < op->outputs; i++) op->out[i]->maker = op;
+  for (int i = 0; i < op->outputs; i++) op->out[i]->own->maker = op;
   op->previous = ctx->tape;
   if (op->previous) op->previous->next = op;
   op->number = op->previous ? op->previous->number + 1 : 0;
@@ -13051,7 +13067,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   if (op->out[0] && extra) op->out[op->outputs++] = lunai_tensor_make(ctx, extra_rank, extra_shape);
   if (!op->out[op->outputs - 1])
     return lunai_op_no_memory(s, (size_t)lunai_shape_count(rank, shape) * sizeof(float));
-  for (int i = 0; i < op->outputs; i++) op->out[i]->part = lunai_cut_made(op);
+  for (int i = 0; i < op->outputs; i++) op->out[i]->own->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
     lunai_piece_give(ctx, &op->kept_piece);
@@ -13086,15 +13102,15 @@ LUNAI_FN bool lunai_grad_take(luna_ctx *ctx, luna_tensor *t, bool set) {
   const size_t bytes = (size_t)luna_count(owner) * sizeof(float);
   void *memory = NULL;
   if (!owner->has_grad) {
-    if (owner->maker && !owner->keep_grad && !t->keep_grad) {
-      if ((owner->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
-      memory = lunai_piece_at(ctx, owner->grad_piece);
+    if (owner->own->maker && !owner->own->keep_grad && !t->own->keep_grad) {
+      if ((owner->own->grad_piece = lunai_piece_take(ctx, bytes)) == NULL) return false;
+      memory = lunai_piece_at(ctx, owner->own->grad_piece);
     } else if (!(owner->parameter ? lunai_persist(ctx, bytes, true, &memory) :
                  lunai_step(ctx, bytes, true, &memory))) return false;
     owner->grad = (float *)memory;
     owner->has_grad = true;
     if (owner->parameter) {
-      owner->reserved = ctx->reserved;
+      owner->own->reserved = ctx->reserved;
       ctx->reserved = owner;
     }
     if (memory && !set && !ctx->reserving && ctx->backend->zero(ctx, memory, bytes) != LUNA_OK) return false;
@@ -13118,18 +13134,18 @@ LUNAI_FN bool lunai_is_single(const luna_op *op, int at) { return lunai_same_inp
 LUNAI_FN bool lunai_outputs_take(luna_op *op) {
   for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
-    if (!out->released) continue;
-    if (!out->data_piece && !lunai_data_take(out)) return false;
-    out->released = false;
-    out->recomputed = true;
+    if (!out->own->released) continue;
+    if (!out->own->data_piece && !lunai_data_take(out)) return false;
+    out->own->released = false;
+    out->own->recomputed = true;
   }
   return true;
 }
 /* Counts, for all that must be computed for a tensor's data to be there again, who reads it. */
 LUNAI_FN bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
   const luna_tensor *owner = lunai_base(t);
-  luna_op *op = owner->maker;
-  if (!owner->released) return true;
+  luna_op *op = owner->own->maker;
+  if (!owner->own->released) return true;
   if (!op) {                         /* scopes did not end in order */
     *status = lunai_fail_status(owner->ctx, LUNA_ERROR_RELEASED, "luna_backward", owner);
     return false;
@@ -13140,22 +13156,22 @@ LUNAI_FN bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
 }
 /* one that has been computed again for an op is released after its last reader */
 LUNAI_FN void lunai_recompute_read(luna_tensor *t) {
-  if (!t || !t->maker || t->maker->readers == 0 || --t->maker->readers > 0) return;
-  if (t->data_piece) lunai_release(t);
+  if (!t || !t->own->maker || t->own->maker->readers == 0 || --t->own->maker->readers > 0) return;
+  if (t->own->data_piece) lunai_release(t);
   t->data = NULL;                    /* or its data have become the result's */
-  t->released = true;
+  t->own->released = true;
 }
 LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
   luna_tensor *owner = lunai_base(t), *first;
-  luna_op *op = owner->maker;
-  if (owner->released) {
+  luna_op *op = owner->own->maker;
+  if (owner->own->released) {
     for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute(op->in[i], status)) return false;
     first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
-    if (first && first->maker && first->maker->readers == 1 && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
+    if (first && first->own->maker && first->own->maker->readers == 1 && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
         luna_count(first) == luna_count(owner) && lunai_is_single(op, 0)) {
-      owner->data_piece = first->data_piece;
+      owner->own->data_piece = first->own->data_piece;
       owner->data = first->data;
-      first->data_piece = NULL;
+      first->own->data_piece = NULL;
     }
     if (!lunai_outputs_take(op) || !lunai_op_run(op, status)) return false;
     for (int i = 0; i < op->inputs; i++) lunai_recompute_read(lunai_base(op->in[i]));
@@ -13166,7 +13182,7 @@ LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
 /* The data of an input, computed again by cheap ops, each once, when they were released; what those needed is released
    at once. */
 LUNAI_FN bool lunai_recompute_data(luna_tensor *t, luna_status *status) {
-  luna_op *op = lunai_base(t)->maker;
+  luna_op *op = lunai_base(t)->own->maker;
   const bool good = lunai_recompute_count(t, status) && lunai_recompute(t, status);
   if (op) op->readers = 0;
   return good;
@@ -13181,7 +13197,7 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
     if (!lunai_outputs_take(op) || !lunai_op_run(op, status)) return false;
     for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = lunai_base(op->in[i]);
-      if (in && in->recomputed && in->last_reader == op && !in->saved) lunai_release(in);
+      if (in && in->own->recomputed && in->own->last_reader == op && !in->own->saved) lunai_release(in);
     }
     if (op == newest) return true;
   }
@@ -13198,18 +13214,20 @@ LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
 }
 
 /* an op's result whose gradient nothing has reached yet, and nobody keeps */
-LUNAI_FN bool lunai_is_new(const luna_tensor *t) { return t->needs_grad && !t->has_grad && t->maker && !t->keep_grad; }
+LUNAI_FN bool lunai_is_new(const luna_tensor *t) {
+  return t->needs_grad && !t->has_grad && t->own->maker && !t->own->keep_grad;
+}
 
 /* Releases a result's data when all that read it have run their backward, unless somebody else may want them. The walk
    that only counts memory gives back what it did not compute again itself, and takes it again when it is over. */
 LUNAI_FN void lunai_result_done(luna_tensor *t) {
-  if (t->keep_data || !t->data_piece || !(t->recomputed || t->internal)) return;
-  if (t->recomputed || !t->ctx->reserving) {
+  if (t->own->keep_data || !t->own->data_piece || !(t->own->recomputed || t->own->internal)) return;
+  if (t->own->recomputed || !t->ctx->reserving) {
     lunai_release(t);
     return;
   }
-  t->given_piece = t->data_piece;
-  lunai_piece_give(t->ctx, &t->data_piece);
+  t->own->given_piece = t->own->data_piece;
+  lunai_piece_give(t->ctx, &t->own->data_piece);
 }
 /* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
    the walk that only counts memory leaves to the next. */
@@ -13221,8 +13239,8 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
   for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
     lunai_result_done(out);
-    if (out->maker == op && !out->keep_grad) {
-      lunai_piece_give(ctx, &out->grad_piece);
+    if (out->own->maker == op && !out->own->keep_grad) {
+      lunai_piece_give(ctx, &out->own->grad_piece);
       out->grad = NULL;
       out->has_grad = false;
     }
@@ -13234,12 +13252,12 @@ LUNAI_FN void lunai_op_done(luna_op *op) {
    op between the two reads the logits and still may. */
 LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   const luna_tensor *logits = lunai_owner(loss->in[0]);
-  luna_op *maker = logits->maker;
+  luna_op *maker = logits->own->maker;
   const luna_op *op;
   if (loss->kind != LUNA_OP_CROSS_ENTROPY || !maker || maker->kind != LUNA_OP_LINEAR) return false;
   if (!(lunai_op_can(maker) & LUNA_TAKES_LOSS) || lunai_linear_changes(maker) || maker->in[3]) return false;
   if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
-  if (!lunai_is_new(logits) || loss->in[0]->keep_grad || logits->released) return false;
+  if (!lunai_is_new(logits) || loss->in[0]->own->keep_grad || logits->own->released) return false;
   if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
   for (op = loss->previous; op && op != maker; op = op->previous)
     for (int i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
@@ -13252,7 +13270,7 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
 /* whether the gradient of an op's result becomes that of its input in place */
 LUNAI_FN bool lunai_grad_in_place(const luna_op *op, int i) {
   const int can = lunai_op_can(op), others = lunai_same_inputs(op, i) & ~(1 << i);
-  return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->grad_piece && lunai_is_new(op->in[i]) &&
+  return (can & LUNA_GRAD_IN_PLACE(i)) && op->in[i] && op->out[0]->own->grad_piece && lunai_is_new(op->in[i]) &&
          luna_count(op->in[i]) == luna_count(op->out[0]) &&
          (others & ~(can / LUNA_ADDS_IN_PLACE(0))) == 0;
 }
@@ -13274,14 +13292,14 @@ LUNAI_FN bool lunai_op_backward(luna_op *op, luna_status *status) {
   for (int i = 0; i < op->inputs; i++)
     if (op->in[i] && (lunai_ops[op->kind].reads & LUNA_READS_IN(i)) && !lunai_recompute_data(op->in[i], status))
       return false;
-  op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->grad_piece && lunai_is_new(op->in[0]) &&
+  op->sets = (can & LUNA_SETS_IN_PLACE) && op->in[0] && op->out[0]->own->grad_piece && lunai_is_new(op->in[0]) &&
              lunai_is_single(op, 0);
   for (int i = 0; i < op->inputs; i++)
     if (op->sets >> i || lunai_grad_in_place(op, i)) {
       op->in[i]->grad = op->out[0]->grad;
-      op->in[i]->grad_piece = op->out[0]->grad_piece;
+      op->in[i]->own->grad_piece = op->out[0]->own->grad_piece;
       op->in[i]->has_grad = true;
-      op->out[0]->grad_piece = NULL;
+      op->out[0]->own->grad_piece = NULL;
     }
   for (int i = 0; i < op->inputs; i++) {
     const bool set = (can & LUNA_SETS_GRAD(i)) && op->in[i] && lunai_is_new(op->in[i]) && lunai_is_single(op, i);
@@ -13331,15 +13349,15 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   if (!t || t->parameter) return;
   lunai_unwalk(t->base);
   t->grad = NULL;
-  t->grad_piece = NULL;
+  t->own->grad_piece = NULL;
   t->has_grad = false;
-  if (t->given_piece) t->data_piece = t->given_piece;
-  t->given_piece = NULL;
-  if (!t->recomputed) return;
+  if (t->own->given_piece) t->own->data_piece = t->own->given_piece;
+  t->own->given_piece = NULL;
+  if (!t->own->recomputed) return;
   t->data = NULL;
-  t->data_piece = NULL;
-  t->released = true;
-  t->recomputed = false;
+  t->own->data_piece = NULL;
+  t->own->released = true;
+  t->own->recomputed = false;
 }
 
 /* Walks the tape once without computing, to take all the memory that the walk which computes will need, first gradients
@@ -13381,7 +13399,7 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   if (status == LUNA_OK && !(lunai_step_reserve(ctx, false, need[0]) && lunai_step_reserve(ctx, true, need[1])))
     status = lunai_fail_memory(ctx, "luna_backward", need[0] + need[1]);
   if (status == LUNA_OK) return LUNA_OK;
-  for (; ctx->reserved; ctx->reserved = ctx->reserved->reserved) {
+  for (; ctx->reserved; ctx->reserved = ctx->reserved->own->reserved) {
     ctx->reserved->grad = NULL;
     ctx->reserved->has_grad = false;
   }
@@ -13395,7 +13413,7 @@ LUNA_API luna_status luna_backward(luna_tensor *loss) {
   if (ctx->status != LUNA_OK) return ctx->status;
   if (luna_count(loss) != 1)
     return lunai_fail_status(ctx, LUNA_ERROR_NOT_ONE_ELEMENT, "luna_backward", loss, luna_count(loss));
-  if (lunai_owner(loss)->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
+  if (lunai_owner(loss)->own->released) return lunai_fail_status(ctx, LUNA_ERROR_RELEASED, "luna_backward", loss);
   if (ctx->differentiated) return lunai_fail_status(ctx, LUNA_ERROR_SECOND_BACKWARD);
   if (!ctx->tape || !loss->needs_grad) return lunai_fail_status(ctx, LUNA_ERROR_NO_TAPE);
   luna_status status = lunai_reserve_backward(loss);
@@ -13793,6 +13811,7 @@ typedef struct lunai_param {
   const char *name;
   uint64_t hash;
   luna_tensor tensor;
+  lunai_tensor_state state;          /* the tensor's */
   float *frozen_grad;                /* the tensor's gradient and has_grad while it is frozen */
   bool had_grad;
 } lunai_param;
@@ -14152,6 +14171,7 @@ LUNAI_FN luna_tensor *lunai_param_make(luna_params *params, const char *name, in
   }
   p->hash = lunai_hash(name);
   lunai_tensor_set(&p->tensor, ctx, rank, shape);
+  p->tensor.own = &p->state;
   p->tensor.parameter = true;
   p->tensor.needs_grad = true;
   p->tensor.data = (float *)data;
@@ -14428,7 +14448,7 @@ LUNAI_FN luna_tensor *lunai_view(lunai_build *s, luna_tensor *x, int rank, const
   t->offset = x->offset + offset;
   t->data = x->data ? x->data + offset : NULL;
   t->needs_grad = x->needs_grad;
-  t->part = x->part;
+  t->own->part = x->own->part;
   return t;
 }
 
@@ -14734,7 +14754,7 @@ LUNAI_FN bool lunai_cut_input(luna_ctx *ctx, const char *name, const luna_input 
 /* x as a part */
 LUNAI_FN luna_tensor *lunai_cut_of(luna_tensor *x, const lunai_cut *part) {
   x = x && part ? luna_reshape(x, x->rank, x->shape) : x;
-  if (x && part) x->part = part;
+  if (x && part) x->own->part = part;
   return x;
 }
 LUNA_API luna_tensor *luna_rank_part(luna_tensor *x) {
@@ -14788,7 +14808,7 @@ LUNAI_FN luna_tensor *lunai_rank_op_of(lunai_rank_op *op, luna_tensor *const *in
   op->custom.state_size = sizeof *op;
   luna_tensor *y = luna_custom_op(in, count, rank, shape, &op->custom);
   if (!y || ctx->status != LUNA_OK) return NULL;
-  y->part = NULL;
+  y->own->part = NULL;
   return y;
 }
 LUNAI_FN luna_tensor *lunai_rank_sum(luna_tensor *x, const char *name, bool alone) {
@@ -14924,7 +14944,7 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   lunai_rank_op op;
   memset(&op, 0, sizeof op);
   op.name = "luna_short_convolution";
-  op.part = x->part;
+  op.part = x->own->part;
   op.custom.forward = lunai_rank_border_forward;
   op.custom.backward = lunai_rank_border_backward;
   const int64_t shape[3] = { x->shape[0], rows, x->shape[2] };
@@ -14932,7 +14952,7 @@ LUNAI_FN luna_tensor *lunai_rank_border(luna_tensor *x, int64_t rows) {
   luna_tensor *last = luna_slice(x, 1, x->shape[1] - own, own);
   luna_tensor *const with[] = { last ? lunai_rank_op_of(&op, &last, 1, 3, shape) : NULL, x };
   x = luna_concat(with, 2, 1);
-  if (x) x->part = NULL;
+  if (x) x->own->part = NULL;
   return x;
 }
 LUNAI_FN luna_tensor *lunai_cannot_cut(luna_tensor *x, const char *name, const char *what) {
@@ -14961,7 +14981,7 @@ LUNAI_FN luna_tensor *lunai_reduce(luna_tensor *x, luna_op_kind kind, int axis, 
   if (!lunai_start(&s, kind, name, &x, 1, 1)) return NULL;
   if (axis < 0 || axis >= x->rank) return lunai_fail(x->ctx, LUNA_ERROR_AXIS, name, x, (int64_t)axis);
   if (cut && kind != LUNA_OP_REDUCE) return lunai_cannot_cut(x, name, "what goes over all rows but a sum");
-  const int64_t size = cut ? x->part->whole : x->shape[axis];
+  const int64_t size = cut ? x->own->part->whole : x->shape[axis];
   s.op.arg.reduce.outer = s.op.arg.reduce.inner = 1;
   for (int a = 0; a < x->rank; a++) {
     if (a != axis) shape[to++] = x->shape[a];
@@ -15113,7 +15133,7 @@ LUNAI_FN luna_tensor *lunai_mask(luna_tensor *x, const int32_t *lengths, float f
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_MASK, "luna_mask", &x, 1, 1)) return NULL;
   if (lengths && !lunai_fits(&s, "x [...,m,n]")) return NULL;
-  lengths = lunai_cut_lengths(x->ctx, x->part, lengths, "luna_mask", &failed);
+  lengths = lunai_cut_lengths(x->ctx, x->own->part, lengths, "luna_mask", &failed);
   if (failed) return NULL;
   for (int64_t b = 0; lengths && b < x->shape[0]; b++) full = full && lengths[b] >= x->shape[1];
   if (full) return x;
@@ -15164,7 +15184,7 @@ LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, 
   if (x->shape[2] / heads % 2 != 0) return lunai_fail(x->ctx, LUNA_ERROR_ROTARY_ODD, s.name, x->shape[2] / heads);
   if (!(base >= 0 && lunai_is_finite(base))) return lunai_fail(x->ctx, LUNA_ERROR_ROTARY_BASE, (double)base);
   s.op.arg.rotary.heads = heads;
-  s.op.arg.rotary.first = first + (lunai_rows_cut(x) ? x->part->first : 0);
+  s.op.arg.rotary.first = first + (lunai_rows_cut(x) ? x->own->part->first : 0);
   s.op.arg.rotary.base = base > 0 ? base : 10000;
   return lunai_finish_like(&s, x);
 }
@@ -15555,7 +15575,7 @@ LUNAI_FN luna_tensor *lunai_attention_part(luna_tensor *q, luna_tensor *k, luna_
                                            const int32_t **lengths) {
   luna_attention_config own = *config;
   bool failed = false;
-  own.lengths = *lengths = lunai_cut_lengths(k->ctx, k->part, own.lengths, "luna_softmax_attention", &failed);
+  own.lengths = *lengths = lunai_cut_lengths(k->ctx, k->own->part, own.lengths, "luna_softmax_attention", &failed);
   own.log_sum_exp = lse;
   if (failed) return NULL;
   if (lunai_rows_cut(q) || own.causal || own.patterns || own.sums || own.sequences)
@@ -15571,7 +15591,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
   if (config) c = *config;
   if (!q || !lunai_rows_cut(k)) return lunai_softmax_attention(q, k, v, &c);
   luna_tensor *y = lunai_attention_part(q, k, v, &c, &lse, &lengths);
-  return lunai_rank_merge(y, lse, k->part, lengths, c.heads ? c.heads : 1);
+  return lunai_rank_merge(y, lse, k->own->part, lengths, c.heads ? c.heads : 1);
 }
 
 /* For a causal op of rows that are cut: states of `size` doubles a sequence, unit as in lunai_outside where states fade
@@ -15579,7 +15599,7 @@ LUNA_API luna_tensor *luna_softmax_attention(luna_tensor *q, luna_tensor *k, lun
 LUNAI_FN bool lunai_outside_make(lunai_build *s, luna_tensor *x, int64_t size, int64_t unit) {
   const int64_t horizon = s->op.arg.causal.horizon;
   luna_ctx *ctx = x->ctx;
-  const lunai_cut *part = x->part;
+  const lunai_cut *part = x->own->part;
   if (ctx->options.isa == LUNA_ISA_REFERENCE) return lunai_cannot_cut(x, s->name, "LUNA_ISA_REFERENCE") != NULL;
   if (lunai_on_device(ctx))
     return lunai_fail(ctx, LUNA_ERROR_NO_OP, s->name, "of rows that are cut over ranks") != NULL;
@@ -15620,7 +15640,7 @@ LUNAI_FN luna_tensor *lunai_short_convolution(luna_tensor *x, luna_tensor *weigh
       !lunai_fits(&s, "x [b,n,d] weight [d,W] bias? [d]")) return NULL;
   if (lunai_rows_cut(x) && weight->shape[1] > 1) {
     luna_tensor *y = lunai_short_convolution(lunai_rank_border(x, weight->shape[1] - 1), weight, bias, NULL);
-    return lunai_cut_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->part);
+    return lunai_cut_of(y ? luna_slice(y, 1, weight->shape[1] - 1, x->shape[1]) : NULL, x->own->part);
   }
   if (past) s.op.history = past->history;
   return lunai_finish_like(&s, x);
@@ -16274,7 +16294,7 @@ LUNAI_FN luna_tensor *lunai_pack_folded_cut(const luna_nested_attention_layer *l
   z = luna_matmul(lunai_reshape(z, 4, b, h, l, d), lunai_weight_heads(g->ctx, &layer->pv, d, h), false, true);
   z = lunai_merge_heads(luna_add(z, lunai_reshape(layer->pv.bias, 3, h, 1, d / h, 1)));
   lse = lunai_permute(lunai_reshape(lse, 3, b, h, l, 1), 0, 2, 1, 3);
-  return lunai_rank_merge(z, lse, context->part, own, h);
+  return lunai_rank_merge(z, lse, context->own->part, own, h);
 }
 /* Folded pack: weights G_h = scale pq_h Wpk_h (the key bias cancels), Z = softmax(G C^T) C, Y_P,h = Z_h Wpv_h^T + r_h
    bpv_h */
@@ -17230,7 +17250,7 @@ LUNAI_FN luna_tensor *lunai_sinusoids(luna_ctx *ctx, int64_t first, int64_t n, i
 /* x + positions: sinusoids, or rows of a learned table, from `first` on */
 LUNAI_FN luna_tensor *lunai_add_positions(luna_tensor *x, luna_positions positions, luna_tensor *table, int64_t first) {
   if (!x || positions == LUNA_POSITIONS_NONE || positions == LUNA_POSITIONS_DEFAULT) return x;
-  if (lunai_rows_cut(x)) first += x->part->first;
+  if (lunai_rows_cut(x)) first += x->own->part->first;
   if (positions == LUNA_POSITIONS_SINUSOIDAL)
     return luna_add(x, lunai_sinusoids(x->ctx, first, x->shape[1], x->shape[2]));
   if (first + x->shape[1] > table->shape[0])

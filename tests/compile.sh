@@ -91,8 +91,8 @@ if have arm-none-eabi-gcc; then
   arm="arm-none-eabi-gcc -std=c99 -Os $c_strict -DLUNA_ONLY_STREAM -c implementation.c"
   add "arm-none-eabi-gcc, Cortex-M4: LUNA_ONLY_STREAM" "$arm $m4 -o arm-stream.o"
   add "arm-none-eabi-gcc, Cortex-M4: as make size" "$arm ${m4% -ff*} -DLUNA_NO_SIMD -o arm-size.o"
-  shallow="awk '\$2 > 4352 { print; deep = 1 } END { exit deep }' arm-stack.su"
-  add "arm-none-eabi-gcc, Cortex-M4: at most 4352 bytes of stack in any function" \
+  shallow="awk '\$2 > 4096 { print; deep = 1 } END { exit deep }' arm-stack.su"
+  add "arm-none-eabi-gcc, Cortex-M4: at most 4096 bytes of stack in any function" \
     "$arm ${m4% -ff*} -DLUNA_NO_SIMD -fstack-usage -o arm-stack.o && $shallow"
 else
   skipped arm-none-eabi-gcc
