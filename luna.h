@@ -488,10 +488,7 @@ LUNA_API luna_tensor *luna_tensor_full(luna_ctx *ctx, float value, int rank, con
    ops. Scopes nest. Ended again, as in a loop over layers, a scope releases the results of its earlier ends.
    luna_scope_end returns results[0]; any entry may be null. Null for results, or a count below 1: null is returned and
    nothing is released. */
-typedef struct luna_scope {
-  luna_ctx *ctx; luna_tensor *made; struct luna_op *tape; bool recompute; uint32_t begins; size_t used[2];
-  int outer, self;                   /* of a profile */
-} luna_scope;
+typedef struct luna_scope { luna_ctx *ctx; uint64_t own[6]; } luna_scope; /* own: luna.h's */
 /* name: of the scope in a profile; it stays valid. luna_scope_begin(ctx) gives the function's that calls it. */
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute);
 #ifdef LUNA_ONLY_STREAM
@@ -1896,7 +1893,6 @@ typedef enum luna_op_kind {
 typedef struct luna_op {
   luna_op_kind kind;
   int inputs, outputs;
-  int readers;                       /* of its result, among the ops that are now computed again */
   luna_tensor *in[LUNA_MAX_INPUTS];  /* null where an optional input is absent */
   luna_tensor *out[2];
   const int32_t *index;              /* tokens or labels, in backend memory */
@@ -1941,11 +1937,8 @@ typedef struct luna_op {
   uint32_t last_dropout_op;          /* with a number of its own */
   luna_activation activation;        /* 0 = none */
   bool training;                     /* keep what backward needs: this op is on the tape */
-  bool kept_again;                   /* kept was taken while luna_backward only counted memory */
   bool dots;                         /* a stream's single rows: products by the decoding kernels */
-  uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
   int sets;                          /* backward: bits of the inputs whose gradient is to be set, not added to */
-  int scope;                         /* of a profile */
   /* LINEAR, backward: the CROSS_ENTROPY op that alone reads out[0] (or a reshape), whose gradient is not stored; query
      is asked again; or null */
   struct luna_op *loss;
@@ -1964,10 +1957,7 @@ typedef struct luna_op {
   void *workspace;                   /* during one call */
   size_t kept_size, workspace_size, backward_workspace_size;
   luna_ctx *ctx;
-  struct luna_op *previous, *next;   /* the tape */
-  int64_t number;                    /* on the tape */
-  struct luna_op *recompute_from;    /* of the newest op of a recomputed scope: its oldest */
-  struct lunai_piece *kept_piece;    /* where kept lies */
+  struct lunai_op_state *own;        /* luna.h's */
 } luna_op;
 
 /* What an op's functions can do (luna_op_functions.can); of inputs that are one tensor only ADDS_IN_PLACE is asked. */
@@ -9358,7 +9348,18 @@ typedef struct lunai_failure {       /* of a call that makes something: set and 
   luna_error_id id;
   char error[320];
 } lunai_failure;
-/* What the tape and the step's memory know of a tensor */
+/* What the tape and the step's memory know of an op */
+typedef struct lunai_op_state {
+  luna_op *previous, *next;          /* the tape */
+  int64_t number;                    /* on the tape */
+  luna_op *recompute_from;           /* of the newest op of a recomputed scope: its oldest */
+  struct lunai_piece *kept_piece;    /* where kept lies */
+  bool kept_again;                   /* kept was taken while luna_backward only counted memory */
+  uint8_t depth;                     /* of the cheap ops that compute its result again: lunai_op_depth */
+  int readers;                       /* of its result, among the ops that are now computed again */
+  int scope;                         /* of a profile */
+} lunai_op_state;
+/* What they know of a tensor */
 typedef struct lunai_tensor_state {
   luna_op *maker;                    /* the op of the tape whose result this is */
   luna_op *last_reader;              /* the newest op of the tape that reads it */
@@ -12143,7 +12144,7 @@ LUNAI_FN luna_status lunai_op_call(luna_op *op, bool backward) {
   const luna_op_functions *functions = &ctx->backend->op[op->kind];
   luna_status (*const call)(luna_op *op) = backward ? functions->backward : functions->forward;
   if (!ctx->profile) return call(op);
-  lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->scope, backward, op->in[0],
+  lunai_profile_row *row = lunai_profile_find(ctx->profile, luna_op_name(op->kind), op->own->scope, backward, op->in[0],
                                               op->out[0]);
   const double start = lunai_profile_clock(ctx);
   const luna_status status = call(op);
@@ -12510,31 +12511,53 @@ LUNAI_FN uint8_t lunai_op_depth(const luna_op *op) {
   for (int i = 0; i < op->inputs; i++) {
     const luna_tensor *in = lunai_base(op->in[i]);
     if (!in || in->parameter || (in->own->saved && !in->own->released)) continue;
-    if (!in->own->maker || in->own->maker->depth == 0) return 0;
-    if (depth <= in->own->maker->depth) depth = in->own->maker->depth + 1;
+    if (!in->own->maker || in->own->maker->own->depth == 0) return 0;
+    if (depth <= in->own->maker->own->depth) depth = in->own->maker->own->depth + 1;
   }
   return (uint8_t)(depth <= LUNAI_MAX_DEPTH ? depth : 0);
 }
-LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->own->maker && t->own->maker->depth > 0; }
+LUNAI_FN bool lunai_is_recomputable(const luna_tensor *t) { return t->own->maker && t->own->maker->own->depth > 0; }
 
+/* what a luna_scope holds: how far its context had come when it began */
+typedef struct lunai_scope {
+  luna_ctx *ctx;
+  luna_tensor *made;
+  luna_op *tape;
+  size_t used[2];                    /* of a stream's memory */
+  uint32_t begins;
+  int outer, self;                   /* of a profile */
+  bool recompute;
+} lunai_scope;
+typedef char lunai_scope_size[sizeof(lunai_scope) <= sizeof(luna_scope) ? 1 : -1];
+LUNAI_FN lunai_scope lunai_scope_of(const luna_scope *scope) {
+  lunai_scope s;
+  memcpy(&s, scope, sizeof s);
+  return s;
+}
 LUNA_API luna_scope luna_scope_begin_as(luna_ctx *ctx, const char *name, bool recompute) {
   luna_scope scope;
-  scope.ctx = ctx;
-  scope.made = ctx ? ctx->step.made : NULL;
-  scope.tape = ctx ? ctx->tape : NULL;
-  scope.recompute = recompute;
-  scope.begins = ctx ? ctx->begins : 0;
-  if (ctx && recompute) ctx->recomputing = true;
-  for (int i = 0; i < 2; i++) scope.used[i] = ctx && LUNAI_BUMPS(ctx) ? ctx->bump->part[i].used : 0;
-  scope.outer = ctx ? lunai_profile_scope(ctx) : 0;
-  if (ctx) lunai_profile_enter(ctx, name ? name : "scope");
-  scope.self = ctx ? lunai_profile_scope(ctx) : 0;
+  lunai_scope s;
+  memset(&s, 0, sizeof s);
+  s.recompute = recompute;
+  if (ctx) {
+    s.ctx = ctx;
+    s.made = ctx->step.made;
+    s.tape = ctx->tape;
+    s.begins = ctx->begins;
+    ctx->recomputing = ctx->recomputing || recompute;
+    for (int i = 0; i < 2 && LUNAI_BUMPS(ctx); i++) s.used[i] = ctx->bump->part[i].used;
+    s.outer = lunai_profile_scope(ctx);
+    lunai_profile_enter(ctx, name ? name : "scope");
+    s.self = lunai_profile_scope(ctx);
+  }
+  memset(&scope, 0, sizeof scope);
+  memcpy(&scope, &s, sizeof s);
   return scope;
 }
 /* the oldest op since the scope's beginning */
-LUNAI_FN luna_op *lunai_scope_first(luna_scope scope) {
+LUNAI_FN luna_op *lunai_scope_first(lunai_scope scope) {
   luna_op *first = NULL;
-  for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->previous) first = op;
+  for (luna_op *op = scope.ctx->tape; op && op != scope.tape; op = op->own->previous) first = op;
   return first;
 }
 /* whether a scope's end leaves a tensor that was made inside as it is */
@@ -12544,32 +12567,33 @@ LUNAI_FN bool lunai_scope_leaves(const luna_tensor *t, luna_tensor *const *resul
 }
 /* Finds which of the results since the scope's beginning can be computed again, the oldest first, and releases them, so
    that the next one counts what is needed for that too. */
-LUNAI_FN void lunai_scope_depths(luna_scope scope, luna_tensor *const *results, int count) {
-  for (luna_op *op = lunai_scope_first(scope); op; op = op->next) {
-    op->depth = lunai_op_depth(op);
-    for (int i = 0; i < op->outputs && op->depth > 0 && !scope.recompute; i++)
+LUNAI_FN void lunai_scope_depths(lunai_scope scope, luna_tensor *const *results, int count) {
+  for (luna_op *op = lunai_scope_first(scope); op; op = op->own->next) {
+    op->own->depth = lunai_op_depth(op);
+    for (int i = 0; i < op->outputs && op->own->depth > 0 && !scope.recompute; i++)
       if (!lunai_scope_leaves(op->out[i], results, count)) lunai_release(op->out[i]);
   }
 }
 /* The ops since the scope's beginning are to be run again, with those of scopes that ended inside and began before it:
    what they kept goes, what they read from outside stays. */
-LUNAI_FN void lunai_scope_forget(luna_scope scope) {
+LUNAI_FN void lunai_scope_forget(lunai_scope scope) {
   luna_op *first = lunai_scope_first(scope);
-  for (luna_op *op = scope.ctx->tape; op && first && op->number >= first->number; op = op->previous)
-    if (op->recompute_from && op->recompute_from->number < first->number) first = op->recompute_from;
-  for (luna_op *op = first; op; op = op->next) {
-    lunai_piece_give(scope.ctx, &op->kept_piece);
+  for (luna_op *op = scope.ctx->tape; op && first && op->own->number >= first->own->number; op = op->own->previous)
+    if (op->own->recompute_from && op->own->recompute_from->own->number < first->own->number)
+      first = op->own->recompute_from;
+  for (luna_op *op = first; op; op = op->own->next) {
+    lunai_piece_give(scope.ctx, &op->own->kept_piece);
     op->kept = NULL;
     for (int i = 0; i < op->inputs; i++) {
       luna_tensor *in = lunai_base(op->in[i]);
-      if (in && (!in->own->maker || in->own->maker->number < first->number)) in->own->saved = true;
+      if (in && (!in->own->maker || in->own->maker->own->number < first->own->number)) in->own->saved = true;
     }
   }
-  if (first) scope.ctx->tape->recompute_from = first;
+  if (first) scope.ctx->tape->own->recompute_from = first;
 }
 /* Of a stream. What runs on a device or is recorded moves only at the ends of scopes from the step's beginning on.
    Its recorded op, the newest, makes it at its new place from then on, and reads nothing there or is elementwise. */
-LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
+LUNAI_FN luna_tensor *lunai_bump_end(lunai_scope scope, luna_tensor *x) {
   lunai_bump *b = scope.ctx->bump;
   char *start = b->part[0].start + scope.used[0];
   const size_t bytes = (size_t)luna_count(x) * sizeof(float);
@@ -12594,7 +12618,8 @@ LUNAI_FN luna_tensor *lunai_bump_end(luna_scope scope, luna_tensor *x) {
   memmove(memory, data, bytes);
   return x;
 }
-LUNA_API luna_tensor *luna_scope_end(luna_scope scope, luna_tensor *const *results, int count) {
+LUNA_API luna_tensor *luna_scope_end(luna_scope began, luna_tensor *const *results, int count) {
+  const lunai_scope scope = lunai_scope_of(&began);
   luna_ctx *ctx = scope.ctx;
   const bool taped = ctx && ctx->training && !ctx->paused && !ctx->differentiated;
   if (ctx) lunai_profile_return(ctx, scope.outer);
@@ -12623,7 +12648,7 @@ LUNAI_FN luna_tensor *lunai_results(luna_scope scope, luna_tensor *x, luna_tenso
 /* the same of scopes that go on */
 LUNAI_FN luna_tensor *lunai_results_so_far(luna_scope scope, luna_tensor *x, luna_tensor *p) {
   x = lunai_results(scope, x, p);
-  if (scope.ctx) lunai_profile_return(scope.ctx, scope.self);
+  if (scope.ctx) lunai_profile_return(scope.ctx, lunai_scope_of(&scope).self);
   return x;
 }
 LUNAI_FN luna_tensor *lunai_result_so_far(luna_scope scope, luna_tensor *x) {
@@ -12852,6 +12877,7 @@ LUNAI_FN luna_status lunai_write_made(luna_tensor *t, const char *name, bool op,
 /* --- building an op --- */
 typedef struct lunai_build {
   luna_op op;
+  lunai_op_state state;
   lunai_mark mark;
   const char *name;
   bool failed;                       /* integers did not fit, which is reported: lunai_finish gives null */
@@ -12865,10 +12891,12 @@ LUNAI_FN void lunai_start_in(lunai_build *s, luna_ctx *ctx, luna_op_kind kind, c
     s->mark.bytes[0] = ctx->bump->part[0].used;
     s->mark.bytes[1] = ctx->bump->part[1].used;
   } else s->mark = lunai_step_mark(ctx);
+  lunai_clear(&s->state, sizeof s->state);
+  s->op.own = &s->state;
   s->op.kind = kind;
   s->op.ctx = ctx;
   s->op.outputs = 1;
-  s->op.scope = lunai_profile_scope(ctx);
+  s->state.scope = lunai_profile_scope(ctx);
 }
 /* `count` inputs, of which the first `required` must not be null */
 LUNAI_FN bool lunai_start(lunai_build *s, luna_op_kind kind, const char *name, luna_tensor *const *in, int required,
@@ -12966,10 +12994,10 @@ LUNAI_FN bool lunai_op_run(luna_op *op, luna_status *status) {
   luna_ctx *ctx = op->ctx;
   lunai_piece *workspace = NULL;
   *status = LUNA_OK;
-  if (op->kept_size > 0 && !op->kept_piece) {
-    if ((op->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
-    op->kept = lunai_piece_at(ctx, op->kept_piece);
-    op->kept_again = ctx->reserving;
+  if (op->kept_size > 0 && !op->own->kept_piece) {
+    if ((op->own->kept_piece = lunai_piece_take(ctx, op->kept_size)) == NULL) return false;
+    op->kept = lunai_piece_at(ctx, op->own->kept_piece);
+    op->own->kept_again = ctx->reserving;
   }
   if (op->workspace_size > 0 && !lunai_pieces_split(ctx))
     return lunai_op_run_in_step(op, false, status) && *status == LUNA_OK;
@@ -13035,11 +13063,11 @@ LUNAI_FN bool lunai_is_buildable(const lunai_build *s, int rank, const int64_t *
 LUNAI_FN void lunai_tape(luna_op *op) {
   luna_ctx *ctx = op->ctx;
   lunai_op_saves(op);
-  op->depth = lunai_op_depth(op);
+  op->own->depth = lunai_op_depth(op);
   for (int i = 0; i < op->outputs; i++) op->out[i]->own->maker = op;
-  op->previous = ctx->tape;
-  if (op->previous) op->previous->next = op;
-  op->number = op->previous ? op->previous->number + 1 : 0;
+  op->own->previous = ctx->tape;
+  if (op->own->previous) op->own->previous->own->next = op;
+  op->own->number = op->own->previous ? op->own->previous->own->number + 1 : 0;
   ctx->tape = op;
 }
 /* Takes the output (and `extra`, a second one, when asked), runs the op, puts it on the tape. */
@@ -13056,8 +13084,10 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   for (int i = 0; i < op->inputs && tapes; i++) wanted = wanted || (op->in[i] && op->in[i]->needs_grad);
   const bool record = wanted || (tapes && op->inputs == 0); /* without inputs too: it may be run again */
   if (record) {
-    if (!lunai_step_small(ctx, sizeof(luna_op), &memory)) return lunai_op_no_memory(s, sizeof(luna_op));
+    const size_t size = sizeof *op + sizeof *op->own;
+    if (!lunai_step_small(ctx, size, &memory)) return lunai_op_no_memory(s, size);
     op = (luna_op *)memcpy(memory, op, sizeof *op);
+    op->own = (lunai_op_state *)memcpy(op + 1, &s->state, sizeof s->state);
   }
   op->training = record;
   if (!LUNAI_TRAINS || !ctx->training) op->dropout = op->last_dropout = 0;
@@ -13070,7 +13100,7 @@ LUNAI_FN luna_tensor *lunai_finish_two(lunai_build *s, int rank, const int64_t *
   for (int i = 0; i < op->outputs; i++) op->out[i]->own->part = lunai_cut_made(op);
   if (!lunai_is_empty(op)) ctx->backend->op[op->kind].query(op);
   if (!lunai_op_run(op, &status)) {
-    lunai_piece_give(ctx, &op->kept_piece);
+    lunai_piece_give(ctx, &op->own->kept_piece);
     if (status == LUNA_OK) return lunai_op_no_memory(s, op->kept_size + op->workspace_size);
     lunai_fail_backend(ctx, false, s->name, status);
     return lunai_abandon(s);
@@ -13150,24 +13180,25 @@ LUNAI_FN bool lunai_recompute_count(luna_tensor *t, luna_status *status) {
     *status = lunai_fail_status(owner->ctx, LUNA_ERROR_RELEASED, "luna_backward", owner);
     return false;
   }
-  if (op->readers++ > 0) return true;
+  if (op->own->readers++ > 0) return true;
   for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_count(op->in[i], status)) return false;
   return true;
 }
 /* one that has been computed again for an op is released after its last reader */
 LUNAI_FN void lunai_recompute_read(luna_tensor *t) {
-  if (!t || !t->own->maker || t->own->maker->readers == 0 || --t->own->maker->readers > 0) return;
+  if (!t || !t->own->maker || t->own->maker->own->readers == 0 || --t->own->maker->own->readers > 0) return;
   if (t->own->data_piece) lunai_release(t);
   t->data = NULL;                    /* or its data have become the result's */
   t->own->released = true;
 }
 LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
   luna_tensor *owner = lunai_base(t), *first;
-  luna_op *op = owner->own->maker;
+  luna_op *op = owner->own->maker, *maker;
   if (owner->own->released) {
     for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute(op->in[i], status)) return false;
     first = op->inputs > 0 ? lunai_base(op->in[0]) : NULL;
-    if (first && first->own->maker && first->own->maker->readers == 1 && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
+    maker = first ? first->own->maker : NULL;
+    if (maker && maker->own->readers == 1 && (lunai_op_can(op) & LUNA_FORWARD_IN_PLACE) &&
         luna_count(first) == luna_count(owner) && lunai_is_single(op, 0)) {
       owner->own->data_piece = first->own->data_piece;
       owner->data = first->data;
@@ -13184,15 +13215,15 @@ LUNAI_FN bool lunai_recompute(luna_tensor *t, luna_status *status) {
 LUNAI_FN bool lunai_recompute_data(luna_tensor *t, luna_status *status) {
   luna_op *op = lunai_base(t)->own->maker;
   const bool good = lunai_recompute_count(t, status) && lunai_recompute(t, status);
-  if (op) op->readers = 0;
+  if (op) op->own->readers = 0;
   return good;
 }
 
 /* Runs the ops of a recomputed scope again, of which `newest` is the newest. What no later op of them reads and
    backward does not need is released at once. */
 LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
-  luna_op *op = newest->recompute_from;
-  for (;; op = op->next) {
+  luna_op *op = newest->own->recompute_from;
+  for (;; op = op->own->next) {
     for (int i = 0; i < op->inputs; i++) if (op->in[i] && !lunai_recompute_data(op->in[i], status)) return false;
     if (!lunai_outputs_take(op) || !lunai_op_run(op, status)) return false;
     for (int i = 0; i < op->inputs; i++) {
@@ -13205,8 +13236,8 @@ LUNAI_FN bool lunai_scope_again(luna_op *newest, luna_status *status) {
 
 /* whether an op is the newest of a recomputed scope, to which backward has come */
 LUNAI_FN bool lunai_scope_is_reached(const luna_op *op) {
-  const luna_op *first = op->recompute_from;
-  for (; first; op = op->previous) {
+  const luna_op *first = op->own->recompute_from;
+  for (; first; op = op->own->previous) {
     for (int i = 0; i < op->outputs; i++) if (op->out[i]->has_grad) return true;
     if (op == first) return false;
   }
@@ -13233,9 +13264,9 @@ LUNAI_FN void lunai_result_done(luna_tensor *t) {
    the walk that only counts memory leaves to the next. */
 LUNAI_FN void lunai_op_done(luna_op *op) {
   luna_ctx *ctx = op->ctx;
-  lunai_piece *kept = op->kept_piece;
+  lunai_piece *kept = op->own->kept_piece;
   lunai_piece_give(ctx, &kept);
-  if (!ctx->reserving) op->kept_piece = NULL;
+  if (!ctx->reserving) op->own->kept_piece = NULL;
   for (int i = 0; i < op->outputs; i++) {
     luna_tensor *out = op->out[i];
     lunai_result_done(out);
@@ -13259,7 +13290,7 @@ LUNAI_FN bool lunai_leave_gradient(luna_op *loss) {
   if (lunai_last(logits) <= LUNAI_LOGIT_COLUMNS) return false;
   if (!lunai_is_new(logits) || loss->in[0]->own->keep_grad || logits->own->released) return false;
   if (luna_count(loss->in[0]) != luna_count(logits) || lunai_last(loss->in[0]) != lunai_last(logits)) return false;
-  for (op = loss->previous; op && op != maker; op = op->previous)
+  for (op = loss->own->previous; op && op != maker; op = op->own->previous)
     for (int i = 0; i < op->inputs; i++) if (lunai_owner(op->in[i]) == logits) return false;
   if (!op) return false;
   maker->loss = loss;
@@ -13333,9 +13364,9 @@ LUNAI_FN luna_status lunai_walk_back(luna_tensor *loss) {
   if (lunai_computes(ctx)) status = ctx->backend->copy(ctx, loss->grad, &one, sizeof one, 1);
   if (lunai_computes(ctx) && status == LUNA_OK) status = ctx->backend->check(ctx, loss, ctx->state);
   if (status != LUNA_OK) return lunai_backend_result(ctx, "luna_backward", status);
-  for (luna_op *op = ctx->tape; op; op = op->previous) {
+  for (luna_op *op = ctx->tape; op; op = op->own->previous) {
     if (!again && lunai_scope_is_reached(op)) {
-      again = op->recompute_from;
+      again = op->own->recompute_from;
       if (!lunai_scope_again(op, &status)) return lunai_walk_failed(ctx, op, status);
     }
     if (!lunai_op_backward(op, &status)) return lunai_walk_failed(ctx, op, status);
@@ -13387,14 +13418,14 @@ LUNAI_FN luna_status lunai_reserve_backward(luna_tensor *loss) {
   lunai_step_rewind(ctx, mark);
   for (piece = pieces; piece; piece = piece->below) lunai_piece_insert(ctx, piece);
   lunai_unwalk(loss);
-  for (luna_op *op = ctx->tape; op; op = op->previous) {
+  for (luna_op *op = ctx->tape; op; op = op->own->previous) {
     for (int i = 0; i < op->inputs; i++) lunai_unwalk(op->in[i]);
     for (int i = 0; i < op->outputs; i++) lunai_unwalk(op->out[i]);
-    op->readers = 0;
-    if (!op->kept_again) continue;
+    op->own->readers = 0;
+    if (!op->own->kept_again) continue;
     op->kept = NULL;
-    op->kept_piece = NULL;
-    op->kept_again = false;
+    op->own->kept_piece = NULL;
+    op->own->kept_again = false;
   }
   if (status == LUNA_OK && !(lunai_step_reserve(ctx, false, need[0]) && lunai_step_reserve(ctx, true, need[1])))
     status = lunai_fail_memory(ctx, "luna_backward", need[0] + need[1]);
