@@ -1,5 +1,5 @@
 #!/bin/sh
-# torch.sh: examples/luna_torch.py beside luna.h. Models of every kind made here give the same logits there, and models
+# torch.sh: examples/luna_torch.py beside luna.h, and examples/lesson.ipynb where Jupyter is. Models of every kind made here give the same logits there, and models
 # trained there give the same logits here, to 1e-5 of their norm. PYTHON: the interpreter; without torch the script says
 # so and checks nothing.
 cd "$(dirname "$0")/.." || exit 1
@@ -73,7 +73,8 @@ static int make(luna_ctx *ctx, int number, const char *path) {
                .layer = { .convolution = 4, .forget = LUNA_FORGET_GATED, .output_gate = true } }); break;
     case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 1,
                .layer = { .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL, .pre_norm = true } }); break;
-    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .layer = { .horizon = 7 } }); break;
+    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24,
+               .layer = { .horizon = 7 } }); break;
     case 13: e.layer.forget = LUNA_FORGET_GATED, e.layer.output_gate = true;
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
@@ -95,7 +96,8 @@ static int make(luna_ctx *ctx, int number, const char *path) {
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5,
                         .separate_output = true, .decoder_layers = 3, .encoder = e });
   }
-  m.kind = number < 3 || (number > 9 && number < 13) ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM
+  m.kind = number < 3 || (number > 9 && number < 13) ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER :
+      number < 8 ? LUNA_MODEL_MASKED_LM
                                                                                          : LUNA_MODEL_SEQ2SEQ;
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
@@ -187,6 +189,17 @@ for name, model in fresh.items():                                  # made there
     luna_torch.save(model, path)
     check("luna.h opens a new " + name, subprocess.run([work + "/peer", "run", path]).returncode == 0)
     compare("a new " + name, model, path)
+
+try:                                                               # examples/lesson.ipynb asserts what it shows
+    import ipykernel, nbclient, nbformat
+    notebook = nbformat.read("examples/lesson.ipynb", 4)
+    shows = [c for c in notebook.cells[4:] if c.cell_type == "code" and "print(" in c.source]
+    check("the notebook was saved with what it prints", shows and all(c.outputs for c in shows))
+    try:
+        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+        check("the notebook runs to its end", True)
+    except nbclient.exceptions.CellExecutionError as error: check("the notebook: %s" % error, False)
+except ImportError: print("no Jupyter here: examples/lesson.ipynb is not run (pip install nbclient ipykernel)")
 print("torch: %d passed, %d failed" % (passed, failed))
 sys.exit(failed != 0)
 END
