@@ -1,7 +1,7 @@
 #!/bin/sh
-# torch.sh: examples/luna_torch.py beside luna.h, and examples/lesson.ipynb where Jupyter is. Models of every kind made here give the same logits there, and models
-# trained there give the same logits here, to 1e-5 of their norm. PYTHON: the interpreter; without torch the script says
-# so and checks nothing.
+# torch.sh: examples/luna_torch.py beside luna.h. Models of every kind made here give the same logits there, and models
+# trained there give the same logits here, to 1e-5 of their norm. examples/lesson.ipynb runs to its end, where Jupyter
+# is. PYTHON: the interpreter; without torch the script says so and checks nothing.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
