@@ -71,7 +71,7 @@ static void print_bytes(double bytes) {
 
 static void measure_tensor(void *user, const luna_file_tensor *t) {
   totals *sum = (totals *)user;
-  if (starts(t->name, "luna.moment")) {
+  if (starts(t->name, "luna.")) {
     sum->moments++, sum->moment_bytes += (double)t->bytes;
     return;
   }
@@ -83,7 +83,7 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
   char shape[160] = "";
   double low = HUGE_VAL, high = -HUGE_VAL, mean = 0, squares = 0;
   int64_t count = 0;
-  if (starts(t->name, "luna.moment")) return;
+  if (starts(t->name, "luna.")) return;
   for (int i = 0; i < t->rank; i++)
     snprintf(shape + strlen(shape), sizeof shape - strlen(shape), i ? " x %lld" : "%lld", (long long)t->shape[i]);
   printf("  ");
