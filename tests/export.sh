@@ -86,6 +86,7 @@ vocab=37 forget=2 output_gate=1 pre_norm=1 convolution=4
 features=3 outputs=2 forget=2 sharing=1 memory=16
 features=3 outputs=2 forget=1 sharing=1
 vocab=37 output_gate=1 forget=1
+features=3 outputs=4 output_norm=1 pre_norm=1
 END
 
 # --- steps that are refused, learning, and two models in one program
@@ -192,6 +193,8 @@ refuses "is no name for C" float/model.safetensors --out folder/
 refuses "called string.h" float/model.safetensors --out string
 refuses "--out" float/model.safetensors
 refuses "cannot write" float/model.safetensors --out nowhere/x
+check "a model whose outputs are scaled" $models write scaled 0 features=2 outputs=2 output_norm=1
+refuses "cannot learn on the device" scaled.safetensors --out x --learn values
 sed 's/luna.kind/Luna.kind/' float/model.safetensors >hook.safetensors
 refuses "attention hook" hook.safetensors --out x
 sed 's/luna.horizon/luna.horizen/' m10/model.safetensors >option.safetensors
