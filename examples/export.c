@@ -430,7 +430,7 @@ static void look_at_pair(void *user, const char *key, const char *value) {
   static const char known[] = " kind vocab layers memory dim heads ffn convolution sharing activation gated omega"
       " pre_norm attention positions max_length features outputs norm dropout attention_dropout activation_dropout"
       " optimizer attempts updates skipped skipped_in_row lr step seed horizon fixed_horizon forget output_gate"
-      " format output_norm ";
+      " format output_norm rotary ";                       /* rotary: of softmax attention alone */
   unknown *found = (unknown *)user;
   char word[80];
   if (strncmp(key, "luna.", 5) != 0) return;
