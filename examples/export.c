@@ -405,8 +405,23 @@ static void write_about(const char *suffix) {
           (long long)(c->features ? c->features : c->vocab), c->features ? "features" : "tokens", (long long)outputs(),
           (long long)c->layers, own.floats ? "float" : "8 bits");
 }
+/* What series knows of features and outputs: a line of names in a comment, of the characters that can do no harm. */
+static void write_names(const char *what, const char *key) {
+  char of[40];
+  const char *text;
+  snprintf(of, sizeof of, "series.%s0", key);
+  if (!luna_params_get(params, of)) return;
+  fprintf(out, "/* %s:", what);
+  for (int i = 0; (snprintf(of, sizeof of, "series.%s%d", key, i), text = luna_params_get(params, of)) != NULL; i++) {
+    fprintf(out, "%s%d is ", i ? ", " : " ", i);
+    for (; *text; text++) fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
+  }
+  fputs(" */\n", out);
+}
 static void write_h(void) {
   write_about(".h");
+  write_names("x[i]", "column");
+  write_names("y[i], of which the largest is found", "class");
   write_code(export_header);
 }
 static void write_c(void) {
