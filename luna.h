@@ -66,9 +66,9 @@
             luna_close(ctx);
      5. Resume. luna_save_training writes parameters, moments, counters, learning rate and seed; after
         luna_load_training into a model and an optimiser made with the same config (schedule, betas, decay, clip,
-        groups), training goes on with the bits of a run that never stopped. The position in the data is yours to
-        keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its file
-        says, except one with an attention hook: init that with its config and hook, then luna_load.
+        average, groups), training goes on with the bits of a run that never stopped. The position in the data is
+        yours to keep: luna_params_set before, luna_params_get after. luna_load_model opens any saved model by what its
+        file says, except one with an attention hook: init that with its config and hook, then luna_load.
      6. Stream, with Luna attention alone: luna_stream_open, then luna_stream_step for each token, or
         luna_stream_step_features for each step of features. Open it after training: it copies a part of the weights,
         and reads the others in place. One thread a stream, any number of streams on one model. With LUNA_ONLY_STREAM,
@@ -173,8 +173,8 @@
        luna.format                2 where the model has luna.forget, luna.output_gate or luna.rotary, which luna.h 0.1
                                   does not know
        any other key              the caller's, by luna_params_set
-     luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.state where
-     a luna_lm_state is carried, and, as 16 hexadecimal digits each,
+     luna_save_training adds tensors luna.momentI.NAME (Adam: I = 1 of the gradient, 2 of its square), luna.average.NAME
+     of an optimiser with .average, luna.state where a luna_lm_state is carried, and, as 16 hexadecimal digits each,
        luna.optimizer             0 SGD, 1 Adam, 2 AdamW, 3 Apollo
        luna.attempts, luna.updates, luna.skipped, luna.skipped_in_row   steps tried, made, skipped as not finite
        luna.lr                    the float's bits: the learning rate before its schedule
@@ -295,7 +295,8 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(CLASSIFIER_SINGLE, BAD_ARGUMENT) X(NO_LABELS, BAD_ARGUMENT) X(SHARED_VOCAB, BAD_ARGUMENT) \
   X(LOGITS_NOT_FINITE, BAD_ARGUMENT) X(STREAM_CONFIG, BAD_ARGUMENT) X(STREAM_ATTENTION, UNSUPPORTED) \
   X(SCHEDULE_TOTAL, BAD_ARGUMENT) X(NESTEROV, BAD_ARGUMENT) X(GROUP_EMPTY, MISMATCH) X(FREEZE_EMPTY, MISMATCH) \
-  X(NO_BACKWARD, BAD_ARGUMENT) X(SKIPPED_STEPS, NOT_FINITE) X(RATES, BAD_ARGUMENT) X(CANNOT_OPEN, CANNOT_READ) \
+  X(NO_BACKWARD, BAD_ARGUMENT) X(SKIPPED_STEPS, NOT_FINITE) X(AVERAGE_NONE, BAD_ARGUMENT) \
+  X(AVERAGE_SWAPPED, BAD_ARGUMENT) X(RANK_GRADIENTS, UNSUPPORTED) X(RATES, BAD_ARGUMENT) X(CANNOT_OPEN, CANNOT_READ) \
   X(READ_IRREGULAR, CANNOT_READ) X(READ_FAILED, CANNOT_READ) X(WRITE_FAILED, CANNOT_WRITE) \
   X(SAVE_BUFFER, CANNOT_WRITE) X(SAVE_PATH, CANNOT_WRITE) X(SAVE_LINK, CANNOT_WRITE) X(SAVE_IRREGULAR, CANNOT_WRITE) \
   X(SAVE_LOOKUP, CANNOT_WRITE) X(SAVE_TEMPORARY, CANNOT_WRITE) X(SAVE_REPLACE, CANNOT_WRITE) \
@@ -1290,6 +1291,7 @@ typedef struct luna_optimizer_config {
   float epsilon;                     /* 0 = 1e-8; Apollo: 1e-4 */
   float weight_decay;                /* AdamW: decoupled; others: added to the gradient; 0 = none */
   float clip;                        /* max global gradient norm; 0 = none */
+  float average;                     /* decay of a moving average of each parameter, 0.999 say; 0 = none */
   luna_schedule schedule;            /* Apollo counts its steps from 0, with warmup 0 = 100, as it needs one, and
                                         warmup_from 0 = 0.01 */
   int64_t max_skips;                 /* skips in a row after which a step is LUNA_NOT_FINITE; 0 = 10, negative =
@@ -1313,6 +1315,16 @@ typedef struct luna_param_group {
 } luna_param_group;
 /* the last that fits a parameter counts */
 LUNA_API luna_status luna_optimizer_group(luna_optimizer *optimizer, const luna_param_group *group);
+
+/* Exchanges the parameters with their averages, by .average of the config, a: after update t an average moves to its
+   parameter by (1 - a) / (1 - a^t) of the difference, so that first values leave no trace. Validate or save between
+   two such calls: between them the optimiser's other calls, and luna_save_training, fail. Parameters that no update has
+   reached stay as they are. */
+LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *optimizer);
+/* For updates of your own: multiplies all gradients of the set by max_norm / norm where their global norm is larger (0:
+   never), and returns the norm before. One that is not finite changes nothing; NaN after a failure. Optimisers have
+   .clip, which on a device waits for nothing and counts the gradients of all ranks; here several ranks are an error. */
+LUNA_API float luna_clip_gradients(luna_params *params, float max_norm);
 
 /* Uses and zeroes the gradients; a parameter that has none, which no luna_backward has reached, stays as it is: weight
    decay does not change it either. When a call since the last begin failed, or there was no luna_backward since this
@@ -2000,7 +2012,7 @@ typedef enum luna_optimizer_kind {
 typedef struct luna_rule {           /* reads and writes the state */
   luna_optimizer_kind kind;
   bool nesterov;
-  float momentum, beta1, beta2, epsilon, clip;
+  float momentum, beta1, beta2, epsilon, clip, average;
   float largest;                     /* a norm after clipping that is larger, or NaN, counts as not finite */
   luna_step_state *state;
 } luna_rule;
@@ -2008,6 +2020,7 @@ typedef struct luna_update {
   float *value, *grad;
   /* SGD: momentum; Adam: of the gradient and its square; Apollo: gradient, curvature, last direction. Or null */
   float *moment[3];
+  float *average;                    /* or null: moves by (1 - a) / (1 - a^updates) of what it is off, a of the rule */
   int64_t count, first;              /* elements; the number of its first piece */
   float decay, lr;                   /* lr: factor on the state's */
 } luna_update;
@@ -2504,10 +2517,11 @@ typedef struct lunai_forget {
 /* The optimisers' host-free state, in backend memory: nothing that changes from step to step passes through an
    argument. */
 typedef struct lunai_update {
-  float *value, *grad, *moment[3];   /* as in luna_update */
+  float *value, *grad, *moment[3], *average; /* as in luna_update */
   int64_t count;
   /* factor: gradients times this (clipping) */
   float lr, decay, momentum, beta1, beta2, epsilon, correction1, correction2, factor;
+  float share;                       /* of what the average is off */
   float alpha, curvature;            /* Apollo's, the same for a whole parameter */
   bool nesterov, coupled;            /* coupled: decay goes into the gradient */
 } lunai_update;
@@ -8209,6 +8223,10 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(SKIPPED_STEPS, "luna_optimizer_step: %d steps in a row skipped, up to step %d: the loss or a " \
     "gradient was not finite or too large. The parameters are as before. Lower lr, set clip, or look for NaN and Inf " \
     "in the data") \
+  X(AVERAGE_NONE, "luna_optimizer_swap_average: the optimiser's config has no .average") \
+  X(AVERAGE_SWAPPED, "%s: parameters and averages have changed places; call luna_optimizer_swap_average " \
+    "again before") \
+  X(RANK_GRADIENTS, "luna_clip_gradients: a rank has a part of the gradients; use the optimiser's .clip") \
   X(RATES, "luna_optimizer_step: the learning rate %f or weight decay %f of parameter '%s', with " \
     "schedule and group, is too large: at most 1e9 and 1e6 are possible, and 2 as their product") \
   /* files */ \
@@ -8239,7 +8257,7 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(NOTHING_MATCHES, "%s: none of the %d parameters is in %s in its shape") \
   X(SET_NOT_EMPTY, "%s: the set has %d parameters already; load into a new one") \
   X(OPTIMIZER_KIND, "%s: %s is of another kind of optimiser (luna.optimizer %d, not %d)") \
-  X(MOMENT_COUNT, "%s: %s has %d moments, the optimiser %d") \
+  X(MOMENT_COUNT, "%s: %s has %d moments and averages, the optimiser %d") \
   X(MOMENT, "%s: moment %d of '%s' is missing from %s, of another shape, or not F32")
 LUNAI_FN const char *lunai_sentence_of(luna_error_id id) {
   switch ((int)id) {
@@ -11914,6 +11932,7 @@ LUNAI_FN lunai_update lunai_update_part(const lunai_update *whole, int64_t first
   u.value = lunai_offset(u.value, first);
   u.grad += first;
   for (int i = 0; i < 3; i++) u.moment[i] = lunai_offset(u.moment[i], first);
+  u.average = lunai_offset(u.average, first);
   u.count = last - first;
   return u;
 }
@@ -11969,9 +11988,10 @@ LUNAI_FN void lunai_update_task(void *work, int64_t thread, int64_t threads) {
   const int64_t first = lunai_share(units, thread, threads) * LUNAI_SPLIT;
   const int64_t last = lunai_min(lunai_share(units, thread + 1, threads) * LUNAI_SPLIT, w->update.count);
   const lunai_update u = lunai_update_part(&w->update, first, last);
-  if (first < last)
-    (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
-     w->kernels->adam)(&u);
+  if (first >= last) return;
+  (w->kind == LUNA_OPTIMIZER_APOLLO ? w->kernels->apollo : w->kind == LUNA_OPTIMIZER_SGD ? w->kernels->sgd :
+   w->kernels->adam)(&u);
+  for (int64_t i = 0; u.average && i < u.count; i++) u.average[i] += u.share * (u.value[i] - u.average[i]);
 }
 /* with D = ||d||_4 + epsilon: alpha = (1 - beta) / (1 - beta^t), curvature = (-alpha sum((g - m) d) - sum(B d^2)) /
    D^4 */
@@ -11992,6 +12012,8 @@ LUNAI_FN void lunai_cpu_update_one(luna_ctx *ctx, const luna_rule *rule, const l
   w.update.value = part->value;
   w.update.grad = part->grad;
   for (int i = 0; i < 3; i++) w.update.moment[i] = part->moment[i];
+  w.update.average = part->average;
+  w.update.share = (float)((1 - (double)rule->average) / (1 - pow((double)rule->average, t)));
   w.update.count = part->count;
   w.update.lr = state->lr * part->lr;
   w.update.factor = state->factor;
@@ -17974,15 +17996,16 @@ LUNA_API float luna_schedule_at(const luna_schedule *s, int64_t step) {
 typedef struct lunai_trained {
   luna_tensor *tensor;
   const char *name;
-  float *moment[3];
+  float *moment[4];                  /* after the optimiser's own its average */
   float lr, decay;
+  bool averaged;                     /* an update has reached it */
 } lunai_trained;
 typedef struct lunai_group { luna_param_group group; struct lunai_group *next; } lunai_group;
 struct luna_optimizer {
   luna_params *params;
   luna_optimizer_kind kind;
   luna_optimizer_config config;
-  int moments;                       /* tensors beside each parameter */
+  int moments, kept;                 /* tensors beside each parameter: its moments; with its average */
   int64_t attempts, size, reached;
   lunai_trained *trained;            /* [size] */
   luna_update *parts, *table;        /* [reached] of those that have a gradient; the same in backend memory */
@@ -17991,6 +18014,7 @@ struct luna_optimizer {
   uint64_t backwards;                /* the context's, at the last step */
   uint64_t skipped_in_row;           /* the state's, as far as the host knows */
   bool summed;                       /* has summed gradients over ranks */
+  bool swapped;                      /* parameters and averages have changed places */
   luna_optimizer *next;              /* of the context */
 };
 
@@ -18022,7 +18046,8 @@ LUNAI_FN luna_status lunai_optimizer_join(luna_optimizer *o, const char *name) {
     t->lr = 1;
     t->decay = o->config.weight_decay;
     for (const lunai_group *group = o->groups; group; group = group->next) lunai_group_set(o, &group->group, t);
-    for (int i = 0; i < o->moments && good; i++) {
+    t->averaged = false;
+    for (int i = 0; i < o->kept && good; i++) {
       good = lunai_persist(ctx, (size_t)luna_count(t->tensor) * sizeof(float), true, &moment);
       t->moment[i] = (float *)moment;
     }
@@ -18049,6 +18074,7 @@ LUNAI_FN bool lunai_optimizer_good(luna_ctx *ctx, const luna_optimizer *o, const
       !(c->clip >= 0 || lunai_is_rate(ctx, name, "clip", c->clip))) return false;
   if (c->nesterov && c->momentum == 0) return lunai_fail_status(ctx, LUNA_ERROR_NESTEROV, name) == LUNA_OK;
   return lunai_is_probability(ctx, name, "beta1", c->beta1) && lunai_is_probability(ctx, name, "beta2", c->beta2) &&
+         lunai_is_probability(ctx, name, "average", c->average) &&
          lunai_is_rate(ctx, name, "schedule.floor", s->floor) && lunai_is_rate(ctx, name, "schedule.gamma", s->gamma) &&
          lunai_is_rate(ctx, name, "schedule.warmup_from", s->warmup_from) &&
          lunai_in(ctx, name, "schedule.decay", (int64_t)s->decay, 0, LUNA_DECAY_MILESTONES) &&
@@ -18077,6 +18103,7 @@ LUNAI_FN void lunai_optimizer_default(luna_optimizer *o, const lunai_optimizer_d
   if (apollo && c->schedule.warmup == 0) c->schedule.warmup = 100;
   if (apollo && c->schedule.warmup_from == 0) c->schedule.warmup_from = 0.01f;
   o->moments = sgd && c->momentum == 0 ? 0 : d->moments;
+  o->kept = o->moments + (c->average > 0);
 }
 LUNAI_FN luna_optimizer *lunai_optimizer_open(luna_params *params, luna_optimizer_kind kind,
                                               const luna_optimizer_config *config) {
@@ -18164,6 +18191,7 @@ LUNA_API luna_status luna_optimizer_group(luna_optimizer *o, const luna_param_gr
 /* a failed call stops an optimiser; another optimiser's LUNA_NOT_FINITE does not */
 LUNAI_FN luna_status lunai_optimizer_stopped(const luna_optimizer *o) {
   const luna_status status = o->params->ctx->status;
+  if (o->swapped) return lunai_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_optimizer_step");
   return status == LUNA_NOT_FINITE ? LUNA_OK : status;
 }
 LUNAI_FN void lunai_look_at_optimizers(luna_ctx *ctx, bool skipped) {
@@ -18197,19 +18225,30 @@ LUNA_API luna_status luna_optimizer_advance(luna_optimizer *o) {
   status = ctx->backend->copy(ctx, &o->state->lr, &lr, sizeof lr, 1);
   return lunai_backend_result(ctx, "luna_optimizer_advance", status);
 }
+/* an average begins at the parameter's value */
+LUNAI_FN luna_status lunai_average_begin(const luna_optimizer *o, lunai_trained *t) {
+  luna_ctx *ctx = o->params->ctx;
+  if (o->kept == o->moments || t->averaged || ctx->options.measure) return LUNA_OK;
+  t->averaged = true;
+  return ctx->backend->copy(ctx, t->moment[o->moments], t->tensor->data, (size_t)luna_count(t->tensor) * sizeof(float),
+                            0);
+}
 /* the parts of those parameters that have a gradient; what changed goes to the device */
 LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
   luna_ctx *ctx = o->params->ctx;
   int64_t reached = 0, first = 0;
   bool changed = false;
-  for (int64_t i = 0; i < o->size; i++) {
-    const lunai_trained *t = &o->trained[i];
+  luna_status status = LUNA_OK;
+  for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
+    lunai_trained *t = &o->trained[i];
     luna_update part;
     if (!t->tensor->grad) continue;
+    status = lunai_average_begin(o, t);
     memset(&part, 0, sizeof part);
     part.value = t->tensor->data;
     part.grad = t->tensor->grad;
-    memcpy(part.moment, t->moment, sizeof part.moment);
+    memcpy(part.moment, t->moment, (size_t)o->moments * sizeof *part.moment);
+    part.average = o->kept > o->moments ? t->moment[o->moments] : NULL;
     part.count = luna_count(t->tensor);
     part.first = first;
     part.decay = t->decay;
@@ -18219,7 +18258,7 @@ LUNAI_FN luna_status lunai_optimizer_parts(luna_optimizer *o) {
     memcpy(&o->parts[reached++], &part, sizeof part);
   }
   o->reached = reached;
-  if (!changed || o->table == o->parts) return LUNA_OK;
+  if (!changed || o->table == o->parts || status != LUNA_OK) return status;
   return ctx->backend->copy(ctx, o->table, o->parts, (size_t)reached * sizeof *o->parts, 1);
 }
 /* Copies up to `room` floats of the gradients, from place `at` of all on, to the bucket or back; how many there were */
@@ -18246,7 +18285,7 @@ LUNAI_FN uint64_t lunai_optimizer_hash(const luna_optimizer *o) { /* of its kind
                          (double)c->beta2, (double)c->epsilon, (double)c->weight_decay, (double)c->clip,
                          (double)s->decay, (double)s->warmup, (double)s->total, (double)s->floor,
                          (double)s->warmup_from, (double)s->gamma, (double)s->milestone[0], (double)s->milestone[1],
-                         (double)s->milestone[2], (double)s->milestone[3], (double)c->max_skips };
+                         (double)s->milestone[2], (double)s->milestone[3], (double)c->max_skips, (double)c->average };
   return lunai_hash_bytes(0, (const char *)all, sizeof all);
 }
 /* Sums the gradients over ranks, in buckets. First the ranks compare what they have: the same optimiser, the same
@@ -18297,6 +18336,7 @@ LUNAI_FN luna_status lunai_optimizer_call(luna_optimizer *o, const luna_rule *ru
   for (int64_t i = 0; i < o->reached; i++) {
     int passes = update ? 4 : 1;     /* values and gradients are read and written */
     for (int k = 0; update && k < 3; k++) passes += o->parts[i].moment[k] ? 2 : 0;
+    passes += update && o->parts[i].average ? 3 : 0;
     floats += (double)o->parts[i].count * passes;
   }
   lunai_profile_add(lunai_profile_find(ctx->profile, update ? "optimizer update" : "optimizer norm", 0, false, NULL,
@@ -18314,7 +18354,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
   /* Adam squares gradients, Apollo takes directions to the fourth power */
-  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip,
+  const luna_rule rule = { o->kind, c->nesterov, c->momentum, c->beta1, c->beta2, c->epsilon, c->clip, c->average,
                            o->kind == LUNA_OPTIMIZER_APOLLO ? 1e9f : 1e18f, o->state };
   status = lunai_optimizer_parts(o);
   if (status == LUNA_OK) status = lunai_optimizer_call(o, &rule, false);
@@ -18334,6 +18374,68 @@ LUNA_API luna_status luna_optimizer_step(luna_optimizer *o) {
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status == LUNA_OK) status = luna_optimizer_advance(o);
   return status == LUNA_OK ? luna_optimizer_apply(o) : status;
+}
+
+/* through scratch of the step */
+LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
+  static const char name[] = "luna_optimizer_swap_average";
+  luna_ctx *ctx = o ? o->params->ctx : NULL;
+  void *scratch;
+  if (!o) return LUNA_BAD_ARGUMENT;
+  if (o->kept == o->moments) return lunai_fail_status(ctx, LUNA_ERROR_AVERAGE_NONE);
+  const lunai_mark mark = lunai_step_mark(ctx);
+  const size_t room = LUNA_UPDATE_PIECE * sizeof(float);
+  if (!lunai_step(ctx, room, true, &scratch)) return lunai_fail_memory(ctx, name, room);
+  luna_status status = ctx->open_status;
+  for (const lunai_trained *t = o->trained; t < o->trained + o->size && !ctx->options.measure; t++)
+    for (int64_t at = 0; t->averaged && at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
+      const size_t bytes = (size_t)lunai_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE) * sizeof(float);
+      float *value = t->tensor->data + at, *average = t->moment[o->moments] + at;
+      status = ctx->backend->copy(ctx, scratch, value, bytes, 0);
+      if (status == LUNA_OK) status = ctx->backend->copy(ctx, value, average, bytes, 0);
+      if (status == LUNA_OK) status = ctx->backend->copy(ctx, average, scratch, bytes, 0);
+    }
+  lunai_step_rewind(ctx, mark);
+  if (status == LUNA_OK) o->swapped = !o->swapped;
+  return lunai_backend_result(ctx, name, status);
+}
+
+/* The squares of a gradient are summed as the optimisers sum them; on a device they come to the host by pieces. */
+LUNAI_FN luna_status lunai_gradient_pieces(luna_tensor *t, float *piece, float factor, double *squares) {
+  luna_ctx *ctx = t->ctx;
+  const bool device = lunai_on_device(ctx);
+  luna_status status = LUNA_OK;
+  for (int64_t at = 0; t->grad && at < luna_count(t) && status == LUNA_OK; at += LUNAI_SUM_BLOCK) {
+    const int64_t n = lunai_min(luna_count(t) - at, LUNAI_SUM_BLOCK);
+    float *g = device ? piece : t->grad + at;
+    if (device) status = ctx->backend->copy(ctx, g, t->grad + at, (size_t)n * sizeof(float), 2);
+    if (squares) *squares += ctx->kernels->sum_squares(n, g);
+    for (int64_t i = 0; i < n && !squares; i++) g[i] *= factor;
+    if (device && !squares && status == LUNA_OK)
+      status = ctx->backend->copy(ctx, t->grad + at, g, (size_t)n * sizeof(float), 1);
+  }
+  return status;
+}
+LUNA_API float luna_clip_gradients(luna_params *params, float max_norm) {
+  static const char name[] = "luna_clip_gradients";
+  luna_ctx *ctx = lunai_ctx_of(params);
+  double sum = 0;
+  luna_status status = ctx ? ctx->open_status : LUNA_BAD_ARGUMENT;
+  if (status != LUNA_OK || !(max_norm >= 0 || lunai_is_rate(ctx, name, "max_norm", max_norm))) return (float)NAN;
+  if (lunai_ranks(ctx)) return (void)lunai_fail_status(ctx, LUNA_ERROR_RANK_GRADIENTS), (float)NAN;
+  if (ctx->status != LUNA_OK && ctx->status != LUNA_NOT_FINITE) return (float)NAN;
+  const lunai_mark mark = lunai_step_mark(ctx);
+  float *piece = (float *)lunai_step_host(ctx, name, false, lunai_on_device(ctx) ? LUNAI_SUM_BLOCK * sizeof(float) : 1);
+  if (!piece) return (float)NAN;
+  const bool computes = !ctx->options.measure;
+  for (lunai_param *p = params->first; p && computes && status == LUNA_OK; p = p->next)
+    status = lunai_gradient_pieces(&p->tensor, piece, 1, &sum);
+  sum = sqrt(sum);
+  const bool clips = max_norm > 0 && sum > (double)max_norm && sum < (double)INFINITY;
+  for (lunai_param *p = params->first; p && clips && status == LUNA_OK; p = p->next)
+    status = lunai_gradient_pieces(&p->tensor, piece, (float)((double)max_norm / sum), NULL);
+  lunai_step_rewind(ctx, mark);
+  return lunai_backend_result(ctx, name, status) == LUNA_OK ? (float)sum : (float)NAN;
 }
 
 LUNA_API luna_status luna_optimizer_set_lr(luna_optimizer *o, float lr) {
@@ -18827,9 +18929,9 @@ LUNAI_FN float lunai_bits_float(uint64_t value) {
   memcpy(&x, &bits, sizeof bits);
   return x;
 }
-LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) {
-  memcpy(out, "luna.moment1.", LUNAI_MOMENT_NAME - 1);
-  out[11] = (char)('1' + moment);
+LUNAI_FN void lunai_moment_name(char *out, int moment, const char *name) { /* -1: its average */
+  memcpy(out, moment < 0 ? "luna.average." : "luna.moment1.", LUNAI_MOMENT_NAME - 1);
+  if (moment >= 0) out[11] = (char)('1' + moment);
   memcpy(out + LUNAI_MOMENT_NAME - 1, name, strlen(name) + 1);
 }
 
@@ -18863,15 +18965,23 @@ LUNAI_FN void lunai_put_training(lunai_st_writer *w, const void *optimizer) {
   }
   lunai_put_set(w, o->params);
   for (const lunai_trained *t = o->trained; t < o->trained + o->size; t++)
-    for (int k = 0; k < o->moments; k++) {
-      lunai_moment_name(name, k, t->name);
+    for (int k = 0; k < o->kept; k++) {
+      lunai_moment_name(name, k < o->moments ? k : -1, t->name);
       lunai_st_put_tensor(w, name, t->tensor, t->moment[k]);
     }
   if (o->params->state) lunai_put_state(w, o->params->state);
 }
-/* all parameters have moments: zeros, for who loads them */
-LUNAI_FN luna_status lunai_save_joined(const luna_optimizer *o) {
-  return lunai_optimizer_join((luna_optimizer *)(uintptr_t)o, "luna_save_training");
+/* All parameters have moments, which are zeros, and averages, which are their values, for who loads them. */
+LUNAI_FN luna_status lunai_save_joined(const luna_optimizer *optimizer) {
+  luna_optimizer *o = (luna_optimizer *)(uintptr_t)optimizer;
+  if (o->swapped) return lunai_fail_status(o->params->ctx, LUNA_ERROR_AVERAGE_SWAPPED, "luna_save_training");
+  luna_status status = lunai_optimizer_join(o, "luna_save_training");
+  for (int64_t i = 0; i < o->size && status == LUNA_OK; i++) {
+    const bool averaged = o->trained[i].averaged;
+    status = lunai_average_begin(o, &o->trained[i]);
+    o->trained[i].averaged = averaged;
+  }
+  return status;
 }
 LUNAI_FN bool lunai_moment_find(const lunai_st *st, const lunai_trained *t, int moment, lunai_st_tensor *out) {
   char name[LUNAI_MAX_PARAM_NAME + LUNAI_MOMENT_NAME];
@@ -18902,11 +19012,11 @@ LUNAI_FN luna_status lunai_training_check(luna_optimizer *o, const lunai_st *st,
                              (int64_t)value[LUNAI_TRAINING_UPDATES], (int64_t)value[LUNAI_TRAINING_SKIPPED],
                              (int64_t)value[LUNAI_TRAINING_ROW]);
   while (lunai_st_next(st, &cursor, &t)) count += lunai_st_ours(t.name) && !lunai_st_equal(t.name, LUNAI_STATE);
-  if (count != o->size * o->moments)
-    return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->moments);
+  if (count != o->size * o->kept)
+    return lunai_fail_status(ctx, LUNA_ERROR_MOMENT_COUNT, ctx->call, file, count, o->size * o->kept);
   for (int64_t i = 0; i < o->size; i++)
-    for (int k = 0; k < o->moments; k++)
-      if (!lunai_moment_find(st, &o->trained[i], k, &t))
+    for (int k = 0; k < o->kept; k++)
+      if (!lunai_moment_find(st, &o->trained[i], k < o->moments ? k : -1, &t))
         return lunai_fail_status(ctx, LUNA_ERROR_MOMENT, ctx->call, (int64_t)k + 1, o->trained[i].name, file);
   return LUNA_OK;
 }
@@ -18933,9 +19043,12 @@ LUNAI_FN luna_status lunai_load_training(luna_ctx *ctx, void *into, lunai_st *st
                                                                        run */
   if (status != LUNA_OK || ctx->options.measure) return status;
   for (int64_t i = 0; i < o->size; i++)
-    for (int k = 0; k < o->moments && status == LUNA_OK; k++)
-      if (lunai_moment_find(st, &o->trained[i], k, &t)) status = lunai_fill(ctx, o->trained[i].moment[k], &t);
+    for (int k = 0; k < o->kept && status == LUNA_OK; k++)
+      if (lunai_moment_find(st, &o->trained[i], k < o->moments ? k : -1, &t))
+        status = lunai_fill(ctx, o->trained[i].moment[k], &t);
   if (status != LUNA_OK) return status;
+  for (int64_t i = 0; i < o->size; i++) o->trained[i].averaged = o->kept > o->moments;
+  o->swapped = false;
   if (o->params->state) lunai_st_floats(&state_bytes, lunai_state_bytes(o->params->state, &like));
   luna_step_state state = lunai_optimizer_state(o);
   state.updates = value[LUNAI_TRAINING_UPDATES];

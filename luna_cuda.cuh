@@ -5098,6 +5098,11 @@ __global__ void lunacu_update_kernel(luna_rule rule, lunacu_pieces p, const doub
     const int64_t fours = wide ? start + (end - start) / 4 * 4 : start;
     for (int64_t i = start + 4 * threadIdx.x; i < fours; i += 4 * LUNACU_BLOCK) lunacu_move<kind, 4>(rule, u, s, i);
     for (int64_t i = fours + threadIdx.x; i < end; i += LUNACU_BLOCK) lunacu_move<kind, 1>(rule, u, s, i);
+    if (!u.average) continue;
+    __syncthreads();
+    const float share = (1 - rule.average) / lunacu_correction(rule.average, rule.state->updates);
+    for (int64_t i = start + threadIdx.x; i < end; i += LUNACU_BLOCK)
+      u.average[i] += share * (u.value[i] - u.average[i]);
   }
 }
 /* Apollo (arXiv 2009.13586, algorithm 1), m, B and d the three moments: sums over a parameter of d^4, (g - m) d and B

@@ -127,12 +127,15 @@ TOOL double accuracy(luna_ctx *ctx, const luna_classifier *model, const samples 
   return isfinite(all) ? all / (double)count : -1;
 }
 
-/* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure. */
-TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count) {
+/* Looks how a model does that is being trained, on at most `count` of the samples kept for it; negative on failure.
+   `best`, where it is not null, keeps the model if it is the best so far. */
+TOOL double validate(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar, int64_t count,
+                     best_model *best) {
   double loss, since = progress_validates();
   const double share = accuracy(ctx, model, s, s->training, s->held < count ? s->held : count, &loss);
   progress_validated(bar, since, loss);
   snprintf(bar->note, sizeof bar->note, "validation %.1f%%", 100 * share);
+  if (best && share >= 0 && best_keep(best, model->params, bar->step, 1 - share, loss) != LUNA_OK) return -1;
   return share;
 }
 
@@ -148,17 +151,19 @@ TOOL int set_temperature(luna_ctx *ctx, const luna_classifier *model, const cali
   return 0;
 }
 
-/* Saves what has been learnt, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a
+/* Saves the best model, measures it on all samples kept for that, and draws the loss. Returns 0, or 2 after a
    sentence. */
-TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar) {
+TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samples *s, progress *bar,
+                         best_model *best) {
   const double took = seconds() - bar->start;
   progress_end(bar);
   if (bar->step == 0) return fail("stopped before the first step: nothing learnt, nothing written");
+  if (best_end(best, model->params, bar) != LUNA_OK) return failed(ctx);
   if (ranks.rank == 0 && luna_save(model->params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   if (interrupted) printf("stopped at step %lld: what has been learnt is in %s\n", (long long)bar->step, set.out);
   calibration all = { .classes = s->classes };
   calibrated = ranks.ranks == 1 ? &all : NULL;             /* a rank has its part of the samples alone */
-  const double share = validate(ctx, model, s, bar, s->held);
+  const double share = validate(ctx, model, s, bar, s->held, NULL);
   calibrated = NULL;
   const int status = share < 0 ? failed(ctx) : set_temperature(ctx, model, &all);
   calibration_close(&all);
@@ -173,6 +178,7 @@ TOOL int finish_training(luna_ctx *ctx, const luna_classifier *model, const samp
    sentence. */
 TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) {
   static progress bar;
+  static best_model best;
   luna_classifier model;
   luna_classifier_config config = {
     .vocab = s->vocab, .classes = s->classes, .pooling = (luna_pooling)set.pooling,
@@ -196,10 +202,10 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
          (long long)s->held, (long long)luna_params_element_count(params));
   fflush(stdout);
 
-  bar.last = (double)s->held / QUICK;
+  bar.last = 1 + (double)s->held / QUICK;
   progress_start(&bar, 0);
-  while (bar.step < set.steps && !interrupted) {
-    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK) < 0) return failed(ctx);
+  while (bar.step < set.steps && !interrupted && best_awaited(&best)) {
+    if (progress_due(&bar) && validate(ctx, &model, s, &bar, QUICK, &best) < 0) return failed(ctx);
     batch b = batch_random(s, bar.step);
     luna_begin_step(ctx);
     luna_tensor *loss = luna_cross_entropy(luna_classifier_forward(&model, &b.input), b.labels, NULL);
@@ -207,7 +213,9 @@ TOOL int train_classifier(luna_ctx *ctx, luna_params *params, const samples *s) 
     if (luna_optimizer_step(adam) != LUNA_OK) return failed(ctx);
     progress_step(&bar, (double)luna_item(loss), (double)(b.input.batch * b.input.n * ranks.ranks));
   }
-  return finish_training(ctx, &model, s, &bar);
+  const bool last = bar.step > 0 && best_awaited(&best);
+  if (last && validate(ctx, &model, s, &bar, QUICK, &best) < 0) return failed(ctx);
+  return finish_training(ctx, &model, s, &bar, &best);
 }
 
 /* Loads a classifier that this program wrote, and looks that it has this vocabulary and these classes. */

@@ -8,9 +8,9 @@
      classify eval M FILE                                      how often M gives a file's labels
      classify predict M <TEXTS [--top 3]                       a label and its probability for each line, or more
 
-   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate. On them the
-   model's logits are divided by a temperature, so that its probabilities are what they say. Labels and
-   the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
+   Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
+   best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that its
+   probabilities are what they say. Labels and the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -25,7 +25,7 @@ static struct settings set = {
   .out = "classify.safetensors",
   .steps = 1000, .batch = 32, .lr = 1e-3,
   .layers = 2, .dim = 64, .heads = 4, .memory = 16, .ffn = 128, .dropout = 0.1,
-  .seed = 1
+  .seed = 1, .patience = 4
 };
 static struct { int64_t tokens, vocab, longest, top; } own = { .vocab = 20000, .longest = 400, .top = 1 };
 
@@ -37,6 +37,7 @@ static const flag flags[] = {
   { "--top", "p", WHOLE(own.top, 1, LABELS), "labels of a line, the likeliest first" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
+  FLAG_PATIENCE,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
   FLAG_RECOMPUTE,

@@ -72,7 +72,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, validations, parallel, recompute, forget, output_gate;
+      device, validations, patience, parallel, recompute, forget, output_gate;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -198,6 +198,9 @@ typedef struct flag {
   { "--attention", "t", CHOICE(set.attention, "luna softmax linear linformer"), "kind of attention" }, \
   { "--pooling", "t", CHOICE(set.pooling, "default cls mean memory"), "what the class is predicted from" }, \
   { "--positions", "t", CHOICE(set.positions, "default none sinusoidal learned"), "how positions are encoded" }
+#define FLAG_PATIENCE \
+  { "--patience", "t", WHOLE(set.patience, 0, 1e6), \
+   "validations without a better model that end the training; 0: none do" }
 #define FLAGS_FORGET /* names in the order of luna_forget */ \
   { "--forget", "t", CHOICE(set.forget, "no constant gated"), \
    "whether a causal memory forgets, at a learned rate or as each step decides; no: as published" }, \

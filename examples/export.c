@@ -405,8 +405,23 @@ static void write_about(const char *suffix) {
           (long long)(c->features ? c->features : c->vocab), c->features ? "features" : "tokens", (long long)outputs(),
           (long long)c->layers, own.floats ? "float" : "8 bits");
 }
+/* What series knows of features and outputs: a line of names in a comment, of the characters that can do no harm. */
+static void write_names(const char *what, const char *key) {
+  char of[40];
+  const char *text;
+  snprintf(of, sizeof of, "series.%s0", key);
+  if (!luna_params_get(params, of)) return;
+  fprintf(out, "/* %s:", what);
+  for (int i = 0; (snprintf(of, sizeof of, "series.%s%d", key, i), text = luna_params_get(params, of)) != NULL; i++) {
+    fprintf(out, "%s%d is ", i ? ", " : " ", i);
+    for (; *text; text++) fputc(isalnum((unsigned char)*text) || *text == '_' ? *text : '.', out);
+  }
+  fputs(" */\n", out);
+}
 static void write_h(void) {
   write_about(".h");
+  write_names("x[i]", "column");
+  write_names("y[i], of which the largest is found", "class");
   write_code(export_header);
 }
 static void write_c(void) {
@@ -430,13 +445,12 @@ static void look_at_pair(void *user, const char *key, const char *value) {
   static const char known[] = " kind vocab layers memory dim heads ffn convolution sharing activation gated omega"
       " pre_norm attention positions max_length features outputs norm dropout attention_dropout activation_dropout"
       " optimizer attempts updates skipped skipped_in_row lr step seed horizon fixed_horizon forget output_gate"
-      " format ";
+      " format output_norm rotary ";                       /* rotary: of softmax attention alone */
   unknown *found = (unknown *)user;
   char word[80];
   if (strncmp(key, "luna.", 5) != 0) return;
   snprintf(word, sizeof word, " %.70s ", key + 5);
-  const bool plain = strcmp(key, "luna.output_norm") == 0 && strcmp(value, "0") == 0;
-  if (!strstr(known, word) && !plain) snprintf(found->key, sizeof found->key, "%.60s", key);
+  if (!strstr(known, word)) snprintf(found->key, sizeof found->key, "%.60s", key);
   if (strcmp(key, "luna.horizon") != 0) return;
   char *end;
   horizon = strtol(value, &end, 10);
@@ -462,6 +476,16 @@ static int check_model(luna_ctx *ctx, const char *path) {
   if (widest > LONGEST_ROW || c->features > LONGEST_ROW || rows > INT32_MAX / 4 / LONGEST_ROW * 1024 ||
       luna_params_element_count(params) > INT32_MAX / 8)
     return fail("%s is too large: rows of more than %d numbers, or more than a GB of weights", path, LONGEST_ROW);
+  return 0;
+}
+/* With output_norm outputs are (W x + b) scale + mean, which is one matrix and one bias: W scale, b scale + mean. */
+static int fold_output_norm(void) {
+  if (!model.config.output_norm) return 0;
+  if (own.learn) return fail("its outputs are scaled (output_norm): such an output layer cannot learn on the device");
+  const float *mean = values(model.output_mean), *scale = values(model.output_scale);
+  float *weight = model.output.weight->data, *bias = model.output.bias->data;
+  for (int64_t i = 0; i < luna_count(model.output.weight); i++) weight[i] *= scale[i / model.config.layer.dim];
+  for (int64_t i = 0; i < outputs(); i++) bias[i] = bias[i] * scale[i] + mean[i];
   return 0;
 }
 /* every parameter has been exported, and is finite */
@@ -513,7 +537,7 @@ static int64_t state_bytes(void) {
 static int export_model_of(luna_ctx *ctx, const char **words) {
   paths h, c;
   if (own.bits == 1) own.floats = 1;
-  if (check_name() || check_model(ctx, words[0])) return 2;
+  if (check_name() || check_model(ctx, words[0]) || fold_output_norm()) return 2;
   find_facts();
   int status = write_file(&h, ".h", write_h);
   if (status == 0) {

@@ -44,6 +44,7 @@ static const flag flags[] = {
   { "--count", "w", WHOLE(own.count, 1, 1e9), "lists to write" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
+  FLAG_PATIENCE,
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
   FLAG_RECOMPUTE,

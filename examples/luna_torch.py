@@ -5,11 +5,12 @@ converse.
      model = luna_torch.load("model.safetensors")                  what luna_save wrote
      logits = model(tokens, lengths)                               [batch,n] and [batch] or None; luna.h's to 1e-5
      model = luna_torch.LM(vocab=256, layers=2, dim=128, heads=4)  or Classifier, MaskedLM, Seq2Seq, to train here
+     model = luna_torch.LM(features=3, outputs=2)                  of numbers [batch,n,3], not tokens; or Classifier
+     model.input_norm.fit(features)                                encoder.input_norm of a Classifier; before training
      luna_torch.save(model, "model.safetensors")                   what luna_load_model opens
 
-A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. Of tokens, with
-Luna attention alone; equations are those of arXiv 2106.01540v2. Needs torch alone. Not made for speed: (7) stores n d l
-numbers."""
+A config has luna.h's fields and defaults, with enums by value, flags 0 or 1 and dropouts in 10^-9. With Luna attention
+alone; equations are those of arXiv 2106.01540v2. Needs torch alone. Not made for speed: (7) stores n d l numbers."""
 import json, math, struct
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ class Config(dict):
         super().__init__(vocab=256, layers=2, dim=128, heads=4, memory=16, max_length=512, activation=1, **defaults)
         self.update((name, value) for name, value in given.items() if value)
         self.setdefault("ffn", 4 * self.dim)
-        if self.attention or self.features: raise ValueError("luna_torch has Luna attention and tokens alone")
+        if self.attention: raise ValueError("luna_torch has Luna attention alone")
     def __getattr__(self, name): return self.get(name, 0)
 
 def table(c, rows): return nn.Parameter(torch.randn(rows, c.dim) / math.sqrt(c.dim))
@@ -58,6 +59,18 @@ def past(scores, gates):                                           # -> [b,h,t,j
     a = (scores.clamp(-15, 15) - logs)[:, :, None].expand(-1, -1, scores.shape[2], -1, -1)
     seen = torch.ones(a.shape[2:4], dtype=torch.bool, device=a.device).tril()
     return a.masked_fill(~seen[..., None], -math.inf).softmax(3)
+
+class Standard(nn.Module):                                         # input_norm, whose scale divides, and output_norm
+    def __init__(self, size, divides):
+        super().__init__()
+        self.divides = divides
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("scale", torch.ones(size))
+    def fit(self, x):                                              # [...,size], of training; NaN is missing
+        x = x.masked_fill(~x.isfinite(), math.nan).flatten(0, -2).double()
+        deviation = ((x - (mean := x.nanmean(0))) ** 2).nanmean(0).sqrt()
+        deviation = torch.where(deviation > 0, deviation, 1)
+        self.mean.copy_(mean.nan_to_num()), self.scale.copy_(1 / deviation if self.divides else deviation)
 
 class Part(nn.Module):
     def __init__(self, c, linears=(), norms=()):
@@ -169,7 +182,10 @@ class CausalLayer(Layer):
 class Embedded(Part):                                              # tokens and positions to vectors
     def __init__(self, c, vocab, max_length, norms):
         super().__init__(c, norms=norms)
-        if vocab: self.embed_tokens = nn.Embedding(vocab, c.dim, _weight=table(c, vocab))
+        if vocab and c.features:
+            self.input_norm = Standard(c.features, True)
+            self.linear("input_proj", c.dim, c.features)
+        elif vocab: self.embed_tokens = nn.Embedding(vocab, c.dim, _weight=table(c, vocab))
         rows = c.first_position + max_length
         if c.positions == LEARNED: self.embed_positions = nn.Embedding(rows, c.dim, _weight=table(c, rows))
         plain = c.embedding_scale == 1 or (not c.embedding_scale and c.positions == LEARNED)
@@ -181,8 +197,14 @@ class Embedded(Part):                                              # tokens and 
         turns = torch.exp(torch.arange(half) * -(math.log(10000) / max(half - 1, 1))).double().to(x.device)
         angles = turns * rows[:, None]
         return x + F.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, self.c.dim % 2)).to(x)
-    def embed(self, tokens, real, keep_padding, weight, norm=nn.Identity()):
-        x = self.positioned(F.embedding(tokens, weight) * self.scale, self.c.first_position)
+    def read(self, x, real, weight):                               # tokens, or features, of which NaN and padding miss
+        if not self.c.features:
+            return F.embedding(x, self.embed_tokens.weight if weight is None else weight) * self.scale
+        missing = x.isnan() if real is None else x.isnan() | ~real[..., None]
+        x = (x.masked_fill(missing, 0) - self.input_norm.mean) * self.input_norm.scale
+        return self.input_proj(x.masked_fill(missing, 0))
+    def embed(self, x, real, keep_padding, weight=None, norm=nn.Identity()):
+        x = self.positioned(self.read(x, real, weight), self.c.first_position)
         x = self.drop(norm(masked(x, real if keep_padding else None)))
         return x if keep_padding else masked(x, real)
 
@@ -196,7 +218,7 @@ class Encoder(Embedded):
         self.layers = nn.ModuleList(EncoderLayer(c) for _ in range(1 if c.tied_layers else c.layers))
     def forward(self, tokens, lengths=None, p=None):               # -> X [batch,n,d], P [batch,l,d]
         c, real, one = self.c, real_of(tokens, lengths), nn.Identity()
-        x = self.embed(tokens, real, c.keep_padding, self.embed_tokens.weight, self._modules.get("emb_layer_norm", one))
+        x = self.embed(tokens, real, c.keep_padding, norm=self._modules.get("emb_layer_norm", one))
         if p is None and not c.own_memory:
             slots = min(c.memory, tokens.shape[1] if real is None else max(1, int(lengths.max())))
             p = self.positioned(self.projected_embeddings[:slots] * self.scale, 0, learned=False)
@@ -212,10 +234,15 @@ class LM(Embedded):
         c = Config(config, omega=5, positions=NO_POSITIONS, embedding_scale=1)
         super().__init__(c, c.vocab, c.max_length, ["layer_norm"] if c.pre_norm else [])
         self.layers = nn.ModuleList(CausalLayer(c) for _ in range(c.layers))
-    def forward(self, tokens, lengths=None):                       # -> logits [batch,n,vocab]
-        x = self.embed(tokens, None, True, self.embed_tokens.weight)
+        if c.features: c.setdefault("outputs", c.features)
+        if c.outputs: self.linear("output_projection", c.outputs, c.dim)
+        if c.output_norm: self.output_norm = Standard(c.outputs, False)
+    def forward(self, tokens, lengths=None):                       # -> logits [batch,n,vocab or outputs]
+        x = self.drop(self.positioned(self.read(tokens, real_of(tokens, lengths), None), 0))
         for layer in self.layers: x = layer(x)
-        return F.linear(self.layer_norm(x) if self.c.pre_norm else x, self.embed_tokens.weight)
+        if self.c.pre_norm: x = self.layer_norm(x)
+        y = self.output_projection(x) if self.c.outputs else F.linear(x, self.embed_tokens.weight)
+        return y * self.output_norm.scale + self.output_norm.mean if self.c.output_norm else y
 
 class Classifier(Part):
     kind = "classifier"

@@ -30,6 +30,7 @@ static const flag flags[] = {
   { "--count", "s", WHOLE(own.count, 1, 1e9), "images to draw" },
   FLAGS_MODEL,
   FLAGS_CLASSIFIER,
+  FLAG_PATIENCE,
   FLAG_RECOMPUTE,
   FLAG_SEED("t"),
   FLAG_THREADS("tes"),

@@ -27,14 +27,13 @@ static struct settings set = {
   .out = "series.safetensors",
   .steps = 1200, .batch = 16, .lr = 2e-3,
   .layers = 2, .dim = 32, .heads = 4, .memory = 16, .ffn = 64, .dropout = 0.2, .pooling = LUNA_POOLING_MEAN,
-  .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20
+  .seed = 1, .forget = LUNA_FORGET_GATED, .validations = 20, .patience = 6
 };
 static struct {
   const char *label, *svg, *columns, *drop, *ahead;
-  int64_t per_step, causal, forecast, window, carry, held, patience, interval;
+  int64_t per_step, causal, forecast, window, carry, held, interval;
   double noise, stretch, scale, validate;
-} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .patience = 6,
-          .interval = 80 };
+} own = { .ahead = "1", .window = 300, .noise = 0.1, .stretch = 0.2, .scale = 0.1, .validate = 0.1, .interval = 80 };
 
 #include "series_data.h"
 #include "series_score.h"
@@ -56,8 +55,7 @@ static const flag flags[] = {
   { "--held", "t", WHOLE(own.held, 0, 5),
    "1 to 5: that fifth of the data is not learnt from but measured on; 0: none (CSV: the last)" },
   { "--validate", "t", REAL(own.validate, 0, 0.5), "share of the rest to find the best model by, if it is 20 cases" },
-  { "--patience", "t", WHOLE(own.patience, 0, 1e6),
-   "validations without a better model that end the training; 0: none do" },
+  FLAG_PATIENCE,
   { "--noise", "t", REAL(own.noise, 0, 10), "added to what is learnt from, in standard deviations" },
   { "--stretch", "t", REAL(own.stretch, 0, 0.9), "of time, at most, of what is learnt from" },
   { "--scale", "t", REAL(own.scale, 0, 0.9), "of values, likewise" },
@@ -543,8 +541,6 @@ static int validate(luna_params *params) {
   else snprintf(bar.note, sizeof bar.note, "validation %.1f%%", 100 * (1 - error));
   return best_keep(&best, params, bar.step, error, loss) == LUNA_OK ? 0 : failed(luna_params_ctx(params));
 }
-static bool waits(void) { return own.patience == 0 || best.worse < own.patience; }
-
 static int learn(luna_ctx *ctx, luna_params *params) {
   luna_optimizer *adam = luna_adamw(params, &(luna_optimizer_config){
     .lr = (float)set.lr, .weight_decay = 0.01f, .clip = 1,
@@ -554,7 +550,7 @@ static int learn(luna_ctx *ctx, luna_params *params) {
   int status = adam ? open_alone(ctx, params) : failed(ctx);
   for (int64_t i = 0; i < data.training; i++) order[i] = (int32_t)i;
   progress_start(&bar, 0);
-  while (!status && bar.step < set.steps && !interrupted && waits()) {
+  while (!status && bar.step < set.steps && !interrupted && best_awaited(&best)) {
     if (progress_due(&bar) && (status = validate(params)) != 0) break;
     luna_begin_step(ctx);
     if (!own.carry) training_batch(bar.step, order);
@@ -603,13 +599,6 @@ static int set_temperature(void) {
   }
   return calibration_close(&c), status;
 }
-static int keep_best(luna_ctx *ctx, const luna_params *params) {
-  if (best.values && best.step < bar.step)
-    printf("%sthe model of step %lld is the best by validation, and kept\n",
-           waits() ? "" : "training ends early: ", (long long)best.step);
-  return best_restore(&best, params) == LUNA_OK ? 0 : failed(ctx);
-}
-
 /* Refuses what was given on the command line but changes nothing in this task. */
 static int check_flags(void) {
   const bool windows = own.forecast || data.csv;
@@ -665,7 +654,9 @@ static int train_model(luna_ctx *ctx, const char **words) {
          (long long)data.k, (int)label_count, (long long)luna_params_element_count(params));
   fflush(stdout);
   join_unlearnt();
-  if (learn(ctx, params) || keep_best(ctx, params) || set_temperature()) return 2;
+  if (learn(ctx, params)) return 2;
+  if (best_end(&best, params, &bar) != LUNA_OK) return failed(ctx);
+  if (set_temperature()) return 2;
   if (ranks.rank > 0) return 0;
   if (luna_save(params, luna_path(set.out)) != LUNA_OK) return failed(ctx);
   printf("%s: %lld steps in %.0f s\n", set.out, (long long)bar.step, seconds() - start);

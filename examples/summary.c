@@ -5,7 +5,8 @@
 
      summary FILE                                                 seconds
 
-   A tensor's values are summarised by min, mean, standard deviation and max; those not finite are counted. */
+   A tensor's values are summarised by min, mean, standard deviation and max; those not finite are counted. A model of
+   features has a line for each: its column, where the file names it, its mean and deviation. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -17,6 +18,7 @@ static struct settings set = { .seed = 1 };
 static const struct { const char *key, *names; } meanings[] = {
   { "luna.attention", "luna softmax linear linformer" }, { "luna.sharing", "tied full no-key shared-qk" },
   { "luna.activation", "none relu gelu elu+1 softplus softplus2 sigmoid silu tanh" }, { "luna.norm", "layer rms" },
+  { "luna.forget", "no constant gated" },
   { "luna.omega", "default relu gelu elu+1 softplus softplus2" },
       { "luna.positions", "default none sinusoidal learned" }, { "luna.embedding_scale", "default 1 sqrt(dim)" },
   { "luna.pooling", "default cls mean memory memory-of-the-batch" },
@@ -24,8 +26,14 @@ static const struct { const char *key, *names; } meanings[] = {
   { "luna.linformer_projection", "linear mean max convolution" }, { "luna.optimizer", "SGD Adam AdamW Apollo" }
 };
 
+/* what a model's features, and its outputs with output_norm, are standardised by */
+enum { MEAN, SCALE, OUT_MEAN, OUT_SCALE, NORMS, LINES = 200 };
+static const char *const norm_names[NORMS] = { "input_norm.mean", "input_norm.scale", "output_norm.mean",
+                                               "output_norm.scale" };
 typedef struct totals {
   int64_t tensors, numbers, moments; /* moments: tensors of an optimiser */
+  int64_t features, sizes[NORMS];    /* features: 0 of a model of tokens */
+  float *norms[NORMS];
   double bytes, moment_bytes;
   int width, column;                 /* of the longest name; of the line being printed */
 } totals;
@@ -43,8 +51,44 @@ static int print_text(const char *text, int max) {
   return i;
 }
 
+static void find_features(void *user, const char *key, const char *value) {
+  if (strcmp(key, "luna.features") == 0) ((totals *)user)->features = strtol(value, NULL, 10);
+}
+static void find_norm(void *user, const luna_file_tensor *t) {
+  totals *sum = (totals *)user;
+  for (int i = 0; i < NORMS; i++) {
+    const char *own = strstr(t->name, norm_names[i]);
+    if (!own || own[strlen(norm_names[i])] || sum->norms[i] || starts(t->name, "luna.")) continue;
+    sum->norms[i] = (float *)grow(NULL, t->count + 1, sizeof(float));
+    if (luna_file_tensor_read(t, sum->norms[i])) sum->sizes[i] = t->count;
+  }
+}
+typedef struct column { int64_t number; char name[32]; } column; /* whose name is to be found */
+static void find_column(void *user, const char *key, const char *value) {
+  column *c = (column *)user;
+  char own[40];
+  snprintf(own, sizeof own, "series.column%lld", (long long)c->number);
+  if (strcmp(key, own) == 0) snprintf(c->name, sizeof c->name, "%s", value);
+}
+/* a line for each of a model's features, or of its outputs, `from` MEAN or OUT_MEAN */
+static void print_norm(luna_ctx *ctx, const char *path, const totals *sum, int from) {
+  const int64_t size = sum->sizes[from] < sum->sizes[from + 1] ? sum->sizes[from] : sum->sizes[from + 1];
+  if (size) printf("\n  %-32s %10s %10s\n", from == MEAN ? "feature" : "output", "mean", "deviation");
+  if (size > LINES) printf("  the first %d of %lld:\n", LINES, (long long)size);
+  for (int64_t i = 0; i < size && i < LINES; i++) {
+    column c = { .number = i };
+    if (from == MEAN) luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = find_column, .user = &c });
+    if (!*c.name) snprintf(c.name, sizeof c.name, "%lld", (long long)i + 1);
+    printf("  ");
+    printf("%*s %10.4g %10.4g\n", 32 - print_text(c.name, 32), "", (double)sum->norms[from][i],
+           1 / (double)sum->norms[from + 1][i]);
+  }
+}
+
 static void print_pair(void *user, const char *key, const char *value) {
   totals *sum = (totals *)user;
+  /* of which a model of features has none */
+  if (sum->features > 0 && (strcmp(key, "luna.vocab") == 0 || strcmp(key, "luna.embedding_scale") == 0)) return;
   bool own = starts(key, "luna."), hexadecimal = own && strlen(value) == 16; /* the state of a training */
   const char *name = NULL;
   int length = 0;
@@ -71,7 +115,7 @@ static void print_bytes(double bytes) {
 
 static void measure_tensor(void *user, const luna_file_tensor *t) {
   totals *sum = (totals *)user;
-  if (starts(t->name, "luna.moment")) {
+  if (starts(t->name, "luna.")) {
     sum->moments++, sum->moment_bytes += (double)t->bytes;
     return;
   }
@@ -83,7 +127,7 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
   char shape[160] = "";
   double low = HUGE_VAL, high = -HUGE_VAL, mean = 0, squares = 0;
   int64_t count = 0;
-  if (starts(t->name, "luna.moment")) return;
+  if (starts(t->name, "luna.")) return;
   for (int i = 0; i < t->rank; i++)
     snprintf(shape + strlen(shape), sizeof shape - strlen(shape), i ? " x %lld" : "%lld", (long long)t->shape[i]);
   printf("  ");
@@ -105,11 +149,15 @@ static void print_tensor(void *user, const luna_file_tensor *t) {
 }
 
 static int summary(luna_ctx *ctx, const char *path) {
-  totals sum = { .width = 6 };
+  static totals sum = { .width = 6 };
   printf("%s\n", path);
+  const luna_inspection norms = { find_features, find_norm, &sum };
+  if (luna_inspect(ctx, luna_path(path), &norms) != LUNA_OK) return failed(ctx);
   if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .pair = print_pair, .tensor = measure_tensor,
                                                  .user = &sum }) != LUNA_OK) return failed(ctx);
-  printf("%s\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.column ? "\n" : "", sum.width, "tensor", "kind", "shape",
+  if (sum.column) printf("\n");
+  for (int i = MEAN; i < NORMS; i += OUT_MEAN) print_norm(ctx, path, &sum, i);
+  printf("\n  %-*s %-4s %16s %8s %10s %10s %10s %10s\n", sum.width, "tensor", "kind", "shape",
          "size", "min", "mean", "deviation", "max");
   if (luna_inspect(ctx, luna_path(path), &(luna_inspection){ .tensor = print_tensor, .user = &sum }) != LUNA_OK)
     return failed(ctx);

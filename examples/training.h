@@ -158,6 +158,8 @@ TOOL luna_status best_keep(best_model *best, const luna_params *params, int64_t 
   best->error = error, best->loss = loss, best->step = step, best->worse = 0;
   return status;
 }
+/* Whether --patience waits for a better one still. */
+TOOL bool best_awaited(const best_model *best) { return set.patience == 0 || best->worse < set.patience; }
 /* Gives the parameters the kept values, if there are any, and frees those. */
 TOOL luna_status best_restore(best_model *best, const luna_params *params) {
   luna_status status = LUNA_OK;
@@ -169,6 +171,13 @@ TOOL luna_status best_restore(best_model *best, const luna_params *params) {
   }
   free(best->values), best->values = NULL;
   return status;
+}
+/* The same at the end of a training; says so where its last model is not the best. */
+TOOL luna_status best_end(best_model *best, const luna_params *params, const progress *p) {
+  if (best->values && best->step < p->step)
+    printf("%sthe model of step %lld is the best by validation, and kept\n",
+           best_awaited(best) ? "" : "training ends early: ", (long long)best->step);
+  return best_restore(best, params);
 }
 
 typedef struct axis { double low, high, tick; } axis;

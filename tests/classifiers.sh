@@ -128,6 +128,18 @@ check "line ends of two bytes are no text" \
     | cmp - crlf.out"
 head -c 20000 /dev/urandom | "$build/classify" predict a.safetensors >out 2>err
 check "any bytes can be read" [ $? = 0 ]
+awk 'BEGIN { for (i = 0; i < 400; i++) {
+  s = (s * 7919 + 104729) % 65521; print (s % 2 ? "heads" : "tails") "\tthrow " i } }' >coins
+check "of coins nothing can be learnt" run train coins --steps 2000 $small --patience 1 --out c.safetensors
+check "the training ends early, and the best model is kept" \
+  grep -q '^training ends early: the model of step [0-9]* is the best by validation, and kept$' out
+check "long before its steps" awk '/^c.safetensors:/ && $2 < 1900 { found = 1 } END { exit !found }' out
+check "with --patience 0 it does not end" run train coins --steps 300 $small --patience 0 --out c.safetensors
+check "all steps are made" grep -q '^c.safetensors: 300 steps' out
+check "what is saved is as good as any validation of these lines was" awk '
+  match($0, /validation [0-9.]*/) { v = substr($0, RSTART + 11, RLENGTH - 11) + 0; if (v > most) most = v }
+  /^c.safetensors/ { sub(/.*learnt from: /, ""); good = $1 + 0 > most - 0.06 } END { exit !good }' out
+rm -f c.safetensors
 check "bytes as tokens" run train reviews --tokens bytes --longest 60 --steps 3 $small --out b.safetensors
 check "the model knows it" run eval b.safetensors reviews
 run train reviews --steps 1 $small --out b.safetensors

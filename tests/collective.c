@@ -671,6 +671,11 @@ static void options(void) {
   CHECK(luna_open(&o) == NULL, "rank -1");
   c.rank = 0, c.all_reduce = NULL;
   CHECK(luna_open(&o) == NULL, "no function");
+  c.all_reduce = hub_reduce;
+  ctx = luna_open(&o);
+  CHECK(isnan(luna_clip_gradients(luna_params_open(ctx), 1)) && luna_error_id_of(ctx) == LUNA_ERROR_RANK_GRADIENTS,
+        "a part of the gradients is clipped: %s", luna_error(ctx));
+  luna_close(ctx);
 }
 
 /* attention's dropout of a part of the keys, by itself: that of the whole */

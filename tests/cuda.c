@@ -328,7 +328,8 @@ static luna_optimizer *many_open(luna_ctx *ctx, int kind, luna_tensor *p[MANY]) 
     p[i] = luna_param(params, name, 1, &size, (luna_init){LUNA_INIT_NORMAL, 1});
   }
   luna_optimizer *o = kind == 0   ? luna_sgd(params, &(luna_optimizer_config){.momentum = 0.9f, .clip = 0.5f})
-                      : kind == 1 ? luna_adamw(params, &(luna_optimizer_config){.weight_decay = 0.1f, .clip = 0.5f})
+                      : kind == 1 ? luna_adamw(params, &(luna_optimizer_config){.weight_decay = 0.1f, .clip = 0.5f,
+                                                                                       .average = 0.9f})
                                   : luna_apollo(params, NULL);
   luna_params_freeze(params, "cold", true);
   luna_optimizer_group(o, &(luna_param_group){.name = "p1", .lr_factor = 0.5f, .decay_factor = -1});
@@ -357,9 +358,12 @@ static void check_optimizers(void) {
         cuda_counted();
         CHECK(luna_optimizer_step(o[i]) == LUNA_OK, "optimiser %d: %s", kind, luna_error(ctx[i]));
         const cuda_counts is = cuda_counted();
-        CHECK(is.launches <= 6 && is.copies <= 2, "optimiser %d: %ld launches and %ld copies for %d parameters", kind,
+        /* averages begin with a copy each */
+        CHECK(is.launches <= 6 && is.copies <= 2 + (kind == 1 && step == 0 ? MANY : 0), "optimiser %d: %ld launches and %ld copies for %d parameters", kind,
               is.launches, is.copies, MANY);
       }
+    for (int i = 0; i < 2 && kind == 1; i++)
+      CHECK(luna_optimizer_swap_average(o[i]) == LUNA_OK, "averages: %s", luna_error(ctx[i]));
     for (int i = 0; i < MANY; i++) {
       const int64_t n = luna_count(p[0][i]);
       float *expected = common_floats(n), *got = common_floats(n);
@@ -375,6 +379,30 @@ static void check_optimizers(void) {
     luna_close(ctx[0]);
     luna_close(ctx[1]);
   }
+}
+
+/* ---- gradients clipped by themselves, as on the CPU ---- */
+static void check_clip(void) {
+  device host = cuda;
+  float norm[2][2], *g[2];
+  const int64_t size = 70000;
+  host.backend = NULL;
+  for (int i = 0; i < 2; i++) {
+    luna_ctx *ctx = device_open(i ? &cuda : &host, 3);
+    luna_params *params = luna_params_open(ctx);
+    luna_tensor *w = luna_param(params, "w", 1, &size, (luna_init){LUNA_INIT_NORMAL, 1});
+    g[i] = common_floats(size);
+    luna_begin_step(ctx);
+    CHECK(luna_backward(luna_sum(luna_mul(w, w), 0)) == LUNA_OK, "clipping: %s", luna_error(ctx));
+    for (int k = 0; k < 2; k++) norm[i][k] = luna_clip_gradients(params, 3);
+    CHECK(luna_read_grad(w, g[i]) == LUNA_OK && fabsf(norm[i][1] - 3) < 1e-4f, "clipped to a norm of %g: %s",
+          (double)norm[i][1], luna_error(ctx));
+    luna_close(ctx);
+  }
+  CHECK(fabsf(norm[1][0] / norm[0][0] - 1) < 1e-6f && common_error(g[1], g[0], size, 1e-6) <= 1e-6,
+        "clipped gradients: norm %g and %g, off by %.3g", (double)norm[1][0], (double)norm[0][0],
+        common_error(g[1], g[0], size, 1e-6));
+  free(g[0]), free(g[1]);
 }
 
 /* ---- errors of the user's own calls are neither reported nor reset; a custom op's are reported ---- */
@@ -644,6 +672,8 @@ static void check_small(void) {
   check_graph_logits();
   check_graph_reasons();
   check_memory();
+  check_optimizers();
+  check_clip();
   check_foreign_errors();
   check_findings();
 }
@@ -670,6 +700,7 @@ int main(int argc, char **argv) {
     check_memory();
     check_logits_bytes();
     check_optimizers();
+    check_clip();
     check_foreign_errors();
     check_strict();
     check_math();

@@ -1,7 +1,7 @@
 #!/bin/sh
 # export.sh: examples/export.c from outside: what it writes compiles without a warning by gcc and clang, where they are
 # here, in C and C++, gives the same bits by all of them, and what luna_stream gives; what cannot be exported is
-# refused. Needs $BUILD/export and $BUILD/mcu/models. The same on microcontrollers: make mcu.
+# refused. Needs $BUILD/export, series and mcu/models. The same on microcontrollers: make mcu.
 cd "$(dirname "$0")/.." || exit 1
 root=$PWD
 mcu=$root/examples/mcu
@@ -86,6 +86,7 @@ vocab=37 forget=2 output_gate=1 pre_norm=1 convolution=4
 features=3 outputs=2 forget=2 sharing=1 memory=16
 features=3 outputs=2 forget=1 sharing=1
 vocab=37 output_gate=1 forget=1
+features=3 outputs=4 output_norm=1 pre_norm=1
 END
 
 # --- steps that are refused, learning, and two models in one program
@@ -179,6 +180,15 @@ found() { sed -n 's/found of 1000 //p' "walk/$1.log"; }
 before=$(found 0.0) after=$(found 0.003)
 check "of 1000 steps, $before were found before and now $after" [ "$after" -gt $((before + 150)) ]
 
+# --- a detector of series: its header names columns and classes, and a name ends no comment
+awk 'BEGIN { print "speed,he*/at,state"; for (t = 0; t < 300; t++) { f = int(t / 30) % 2
+  print sin(t * (f ? 0.8 : 0.3)) "," cos(t) "," (f ? "fast" : "slow") } }' >w.csv
+check "a detector of series" "$build/series" train w.csv --label state --causal --steps 2 --out named.safetensors
+check "is exported" run named.safetensors --out named
+check "its header names its columns" grep -q '^/\* x\[i\]: 0 is speed, 1 is he..at \*/$' named.h
+check "and its classes" grep -q 'largest is found: 0 is slow, 1 is fast \*/$' named.h
+check "it compiles" $cc -std=c99 -c named.c -o named.o
+
 # --- what is refused, without half a file
 check "a model with softmax attention" $models write softmax 0 features=2 attention=1
 refuses "another attention" softmax.safetensors --out x
@@ -192,6 +202,8 @@ refuses "is no name for C" float/model.safetensors --out folder/
 refuses "called string.h" float/model.safetensors --out string
 refuses "--out" float/model.safetensors
 refuses "cannot write" float/model.safetensors --out nowhere/x
+check "a model whose outputs are scaled" $models write scaled 0 features=2 outputs=2 output_norm=1
+refuses "cannot learn on the device" scaled.safetensors --out x --learn values
 sed 's/luna.kind/Luna.kind/' float/model.safetensors >hook.safetensors
 refuses "attention hook" hook.safetensors --out x
 sed 's/luna.horizon/luna.horizen/' m10/model.safetensors >option.safetensors

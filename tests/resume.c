@@ -108,6 +108,7 @@ static luna_optimizer *optimizer_open(luna_params *params, int kind, float momen
   adam.lr = 0.01f, apollo.lr = 0.2f;
   sgd.weight_decay = adam.weight_decay = apollo.weight_decay = 0.1f;
   sgd.clip = adam.clip = apollo.clip = 0.5f;
+  if (momentum > 0) adam.average = apollo.average = 0.8f;
   sgd.schedule.decay = LUNA_DECAY_COSINE, sgd.schedule.warmup = 3, sgd.schedule.total = 2 * STEPS,
       sgd.schedule.warmup_from = 0.1f;
   adam.schedule = apollo.schedule = sgd.schedule;

@@ -762,10 +762,11 @@ static void check_contradictions(void) {
           "an option that layer %d does not have: \"%s\"", i, luna_error(ctx));
     luna_close(ctx);
   }
-  static const luna_error_id sgd_errors[9] = {
+  static const luna_error_id sgd_errors[10] = {
       LUNA_ERROR_NESTEROV, LUNA_ERROR_PROBABILITY, LUNA_ERROR_NEGATIVE, LUNA_ERROR_SCHEDULE_TOTAL,
-      LUNA_ERROR_VALUE_RANGE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_PROBABILITY, LUNA_ERROR_NONE};
-  for (int i = 0; i < 9; i++) { /* optimisers */
+      LUNA_ERROR_VALUE_RANGE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_NEGATIVE, LUNA_ERROR_PROBABILITY, LUNA_ERROR_PROBABILITY,
+      LUNA_ERROR_NONE};
+  for (int i = 0; i < 10; i++) { /* optimisers */
     luna_optimizer_config c = {
         .lr = 0.1f, .momentum = i == 1 ? NAN : 0, .nesterov = i == 0, .weight_decay = i == 2 ? INFINITY : 0};
     if (i == 3) c.schedule.decay = LUNA_DECAY_COSINE;
@@ -773,11 +774,12 @@ static void check_contradictions(void) {
     if (i == 5) c.schedule.floor = NAN;
     if (i == 6) c.schedule.gamma = INFINITY;
     if (i == 7) c.momentum = -1;
+    if (i == 8) c.average = 1;
     luna_ctx *ctx = ctx_open();
     luna_params *params = luna_params_open(ctx);
-    CHECK(!luna_sgd(params, &c) == (i < 8) && luna_error_id_of(ctx) == sgd_errors[i], "SGD, bad config %d: %s", i,
+    CHECK(!luna_sgd(params, &c) == (i < 9) && luna_error_id_of(ctx) == sgd_errors[i], "SGD, bad config %d: %s", i,
           luna_error(ctx));
-    CHECK(luna_begin_step(ctx) == (i < 8 ? LUNA_BAD_ARGUMENT : LUNA_OK) && luna_adamw(params, NULL) &&
+    CHECK(luna_begin_step(ctx) == (i < 9 ? LUNA_BAD_ARGUMENT : LUNA_OK) && luna_adamw(params, NULL) &&
               luna_begin_step(ctx) == LUNA_OK,
           "SGD, bad config %d: an optimiser that failed stays", i);
     luna_close(ctx);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # torch.sh: examples/luna_torch.py beside luna.h. Models of every kind made here give the same logits there, and models
-# trained there give the same logits here, to 1e-5 of their norm. PYTHON: the interpreter; without torch the script says
-# so and checks nothing.
+# trained there give the same logits here, to 1e-5 of their norm. examples/lesson.ipynb runs to its end, where Jupyter
+# is. PYTHON: the interpreter; without torch the script says so and checks nothing.
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
 case $build in /*) ;; *) build=$PWD/$build ;; esac
@@ -23,21 +23,24 @@ cat >"$work/peer.c" <<'END'
 #include <stdlib.h>
 #include <string.h>
 
-enum { BATCH = 3, N = 21, M = 9, VOCAB = 50 };
+enum { BATCH = 3, N = 21, M = 9, VOCAB = 50, FEATURES = 3 };
 
 static const luna_input *input(int64_t n, bool with_lengths) { /* the same as in compare.py; only the newest is valid */
   static int32_t tokens[2][BATCH * N], lengths[2][BATCH];
   static luna_input in[2];
+  static float features[2][BATCH * N * FEATURES];
   static int which;
   which = !which;
+  for (int64_t i = 0; i < BATCH * n * FEATURES; i++) /* one in 11 is missing */
+    features[which][i] = i % 11 == 3 ? NAN : (float)((i * i + 3 * i) % 101) / 20 - 2;
   for (int64_t i = 0; i < BATCH * n; i++) tokens[which][i] = (int32_t)((i * i + 7 * i + n) % VOCAB);
   for (int32_t b = 0; b < BATCH; b++) lengths[which][b] = b == 0 ? (int32_t)n : 1 + 4 * b;
-  in[which] = (luna_input){ tokens[which], with_lengths ? lengths[which] : NULL, BATCH, n, NULL };
+  in[which] = (luna_input){ tokens[which], with_lengths ? lengths[which] : NULL, BATCH, n, features[which] };
   return &in[which];
 }
 
 static luna_tensor *logits_of(const luna_model *m) {
-  if (m->kind == LUNA_MODEL_LM) return luna_lm_forward(&m->lm, input(N, false));
+  if (m->kind == LUNA_MODEL_LM) return luna_lm_forward(&m->lm, input(N, m->lm.config.features > 0));
   if (m->kind == LUNA_MODEL_MASKED_LM) return luna_masked_lm_forward(&m->masked_lm, input(N, true));
   if (m->kind == LUNA_MODEL_SEQ2SEQ) return luna_seq2seq_forward(&m->seq2seq, input(N, true), input(M, true));
   if (m->classifier.config.pair) return luna_classifier_forward_pair(&m->classifier, input(N, true), input(M, true));
@@ -73,7 +76,18 @@ static int make(luna_ctx *ctx, int number, const char *path) {
                .layer = { .convolution = 4, .forget = LUNA_FORGET_GATED, .output_gate = true } }); break;
     case 11: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .memory = 1,
                .layer = { .forget = LUNA_FORGET_CONSTANT, .sharing = LUNA_SHARING_FULL, .pre_norm = true } }); break;
-    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24, .layer = { .horizon = 7 } }); break;
+    case 12: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .dim = 24,
+               .layer = { .horizon = 7 } }); break;
+    case 14: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .outputs = 7, .dim = 24,
+               .output_norm = true,
+               .layer = { .convolution = 3, .forget = LUNA_FORGET_GATED, .pre_norm = true } }); break;
+    case 15: luna_lm_init(&m.lm, params, &(luna_lm_config){ .features = FEATURES, .dim = 24, .memory = 6,
+               .positions = LUNA_POSITIONS_SINUSOIDAL }); break;
+    case 16: luna_lm_init(&m.lm, params, &(luna_lm_config){ .vocab = VOCAB, .outputs = 4, .dim = 24 }); break;
+    case 17: case 18: case 19:
+      e.positions = number == 17 ? LUNA_POSITIONS_SINUSOIDAL : LUNA_POSITIONS_NONE, e.keep_padding = number == 19;
+      luna_classifier_init(&m.classifier, params, &(luna_classifier_config){ .features = FEATURES, .classes = 7,
+              .encoder = e, .per_step = number == 18, .pooling = LUNA_POOLING_MEAN }); break;
     case 13: e.layer.forget = LUNA_FORGET_GATED, e.layer.output_gate = true;
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .encoder = e }); break;
     case 3: e.layer.pre_norm = true, e.layer.activation = LUNA_ACTIVATION_GELU; goto classifier;
@@ -95,8 +109,8 @@ static int make(luna_ctx *ctx, int number, const char *path) {
       luna_seq2seq_init(&m.seq2seq, params, &(luna_seq2seq_config){ .vocab = VOCAB, .target_vocab = VOCAB + 5,
                         .separate_output = true, .decoder_layers = 3, .encoder = e });
   }
-  m.kind = number < 3 || (number > 9 && number < 13) ? LUNA_MODEL_LM : number < 7 ? LUNA_MODEL_CLASSIFIER : number < 8 ? LUNA_MODEL_MASKED_LM
-                                                                                         : LUNA_MODEL_SEQ2SEQ;
+  m.kind = m.lm.params && (number < 3 || number > 9) && number != 13 && number < 17 ? LUNA_MODEL_LM :
+      number < 7 || number > 16 ? LUNA_MODEL_CLASSIFIER : number == 7 ? LUNA_MODEL_MASKED_LM : LUNA_MODEL_SEQ2SEQ;
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
     luna_tensor *t = luna_params_at(params, i, NULL);
     float values[4096];
@@ -124,7 +138,7 @@ int main(int count, char **given) { /* make NUMBER FILE, or run FILE: the logits
 END
 
 cat >"$work/compare.py" <<'END'
-import subprocess, sys
+import json, pathlib, struct, subprocess, sys
 import torch
 sys.path.insert(0, "examples")
 import luna_torch
@@ -137,7 +151,13 @@ def inputs(n, with_lengths=True):
     i = torch.arange(3 * n)
     return ((i * i + 7 * i + n) % VOCAB).reshape(3, n), torch.tensor([n, 5, 9]) if with_lengths else None
 
+def features():
+    i = torch.arange(3 * 21 * 3)
+    x = ((i * i + 3 * i) % 101).float() / 20 - 2
+    return x.masked_fill(i % 11 == 3, float("nan")).reshape(3, 21, 3)
+
 def logits_of(model):
+    if model.c.features: return model(features(), torch.tensor([21, 5, 9]))
     if model.kind == "causal_lm": return model(*inputs(21, False))
     if model.kind == "masked_lm" or (model.kind == "classifier" and not model.c.pair): return model(*inputs(21))
     return model(*inputs(21), *inputs(9))
@@ -151,9 +171,9 @@ def compare(what, model, path):
     with torch.no_grad(): mine = logits_of(model.eval()).flatten()
     theirs = torch.tensor([float(line) for line in open(path + ".logits")])
     error = float((mine - theirs).norm() / theirs.norm()) if len(mine) == len(theirs) else float("inf")
-    check("%s: error %.1e" % (what, error), error < 1e-5)
+    check("%s: error %.1e" % (what, error), error < (2e-6 if model.c.features else 1e-5))
 
-for number in range(14):                                           # made here, run there; trained there, run here
+for number in range(20):                                           # made here, run there; trained there, run here
     path = "%s/%d.safetensors" % (work, number)
     if subprocess.run([work + "/peer", "make", str(number), path]).returncode:
         check("model %d is made" % number, False)
@@ -167,7 +187,8 @@ for number in range(14):                                           # made here, 
     for step in range(5):
         adam.zero_grad()
         logits = logits_of(model)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.arange(logits[..., 0].numel()) % 7)
+        labels = torch.arange(logits[..., 0].numel()) % min(7, logits.shape[-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels)
         loss.backward()
         adam.step()
         first = loss.item() if first is None else first
@@ -181,12 +202,47 @@ fresh = {"lm": luna_torch.LM(vocab=VOCAB, dim=32, convolution=3, pre_norm=1),
          "constantly forgetting lm": luna_torch.LM(vocab=VOCAB, dim=32, forget=luna_torch.CONSTANT),
          "classifier": luna_torch.Classifier(vocab=VOCAB, dropout=10 ** 8, output_gate=1),
          "masked_lm": luna_torch.MaskedLM(vocab=VOCAB, ffn=64),
+         "detector": luna_torch.LM(features=3, outputs=2, dim=32, forget=luna_torch.GATED),
+         "forecaster": luna_torch.LM(features=3, dim=32, output_norm=1),
+         "series classifier": luna_torch.Classifier(features=3, classes=4, dim=32),
          "seq2seq": luna_torch.Seq2Seq(vocab=VOCAB, share_embeddings=1, positions=3)}
+fresh["detector"].input_norm.fit(features())
+fresh["forecaster"].output_norm.fit(100 + 5 * features())
+fresh["series classifier"].encoder.input_norm.fit(features())
+x = features().flatten(0, 1)
+check("a column's mean", float((fresh["detector"].input_norm.mean - x.nanmean(0)).abs().max()) < 1e-6)
+check("outputs have the unit of what they are fitted to", 90 < logits_of(fresh["forecaster"]).mean() < 110)
 for name, model in fresh.items():                                  # made there
     path = "%s/%s.safetensors" % (work, name)
     luna_torch.save(model, path)
     check("luna.h opens a new " + name, subprocess.run([work + "/peer", "run", path]).returncode == 0)
     compare("a new " + name, model, path)
+
+for path in sorted(pathlib.Path("tests/data/features").iterdir()): # models in float64 NumPy: tests/features.py
+    data = path.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    def stored(name, dtype=torch.float32):
+        t = header["luna.test." + name]
+        begin, end = (start + offset for offset in t["data_offsets"])
+        return torch.frombuffer(bytearray(data[begin:end]), dtype=dtype).reshape(t["shape"])
+    with torch.no_grad(): y = luna_torch.load(path)(stored("features"), stored("lengths", torch.int32).long())
+    expected = stored("output")
+    steps = torch.arange(expected.shape[1])
+    real = (steps < stored("lengths", torch.int32)[:, None])[..., None] if expected.dim() == 3 else 1
+    error = float(((y - expected) * real).norm() / (expected * real).norm())
+    check("%s: error %.1e" % (path, error), error < 2e-6)
+
+try:                                                               # examples/lesson.ipynb asserts what it shows
+    import ipykernel, nbclient, nbformat
+    notebook = nbformat.read("examples/lesson.ipynb", 4)
+    shows = [c for c in notebook.cells[4:] if c.cell_type == "code" and "print(" in c.source]
+    check("the notebook was saved with what it prints", shows and all(c.outputs for c in shows))
+    try:
+        nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+        check("the notebook runs to its end", True)
+    except nbclient.exceptions.CellExecutionError as error: check("the notebook: %s" % error, False)
+except ImportError: print("no Jupyter here: examples/lesson.ipynb is not run (pip install nbclient ipykernel)")
 print("torch: %d passed, %d failed" % (passed, failed))
 sys.exit(failed != 0)
 END

@@ -1196,6 +1196,122 @@ static void check_accumulation(void) {
   luna_close(ctx[0]), luna_close(ctx[1]);
 }
 
+/* ---- moving averages of the parameters: by their formula, the same for any number of threads ---- */
+static void check_average(int kind) {
+  enum { UPDATES = 6 };
+  const double a = (double)0.9f;
+  luna_optimizer_config c = {0};
+  double average[PARTS][16] = {{0}};
+  float before[PARTS][16];
+  char file[8192];
+  size_t size = 0;
+  fit f;
+  c.lr = 0.05f, c.average = 0.9f;
+  fit_open(&f);
+  f.optimizer = kind == LUNA_OPTIMIZER_SGD ? luna_sgd(f.params, &c) : kind == LUNA_OPTIMIZER_ADAMW ?
+      luna_adamw(f.params, &c) : luna_apollo(f.params, &c);
+  luna_params_freeze(f.params, "c", true);
+  for (int step = 1; step <= UPDATES; step++) {
+    CHECK(fit_step(&f) == LUNA_OK, "averages: %s", luna_error(f.ctx));
+    for (int k = 0; k < PARTS; k++)
+      for (int64_t i = 0; i < part_size[k]; i++) {
+        before[k][i] = luna_params_at(f.params, k, NULL)->data[i];
+        average[k][i] += ((double)before[k][i] - average[k][i]) * (1 - a) / (1 - pow(a, step));
+      }
+  }
+  CHECK(luna_optimizer_swap_average(f.optimizer) == LUNA_OK, "%s", luna_error(f.ctx));
+  for (int k = 0; k < PARTS; k++)
+    for (int64_t i = 0; i < part_size[k]; i++) {
+      const float is = luna_params_at(f.params, k, NULL)->data[i];
+      CHECK(fabs((double)is - (k == 2 ? (double)before[k][i] : average[k][i])) <= 1e-6,
+            "kind %d: average %d of parameter %d is %g, not %g", kind, (int)i, k, (double)is, average[k][i]);
+    }
+  CHECK(fit_step(&f) == LUNA_BAD_ARGUMENT && luna_error_id_of(f.ctx) == LUNA_ERROR_AVERAGE_SWAPPED,
+        "a step of averages: \"%s\"", luna_error(f.ctx));
+  luna_begin_step(f.ctx);
+  CHECK(luna_save_training(f.optimizer, luna_buffer(file, sizeof file, &size)) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(f.ctx) == LUNA_ERROR_AVERAGE_SWAPPED, "averages saved as parameters: \"%s\"",
+        luna_error(f.ctx));
+  CHECK(luna_optimizer_swap_average(f.optimizer) == LUNA_OK, "%s", luna_error(f.ctx));
+  for (int k = 0; k < PARTS; k++)
+    CHECK(memcmp(before[k], luna_params_at(f.params, k, NULL)->data, (size_t)part_size[k] * sizeof(float)) == 0,
+          "parameter %d comes back with other bits", k);
+  luna_close(f.ctx);
+}
+static void check_average_rest(void) {
+  const int64_t size = 100000;
+  luna_optimizer_config c = {0};
+  float *values[2];
+  fit f;
+  fit_open(&f);
+  f.optimizer = luna_adamw(f.params, NULL);
+  CHECK(luna_optimizer_swap_average(f.optimizer) == LUNA_BAD_ARGUMENT &&
+        luna_error_id_of(f.ctx) == LUNA_ERROR_AVERAGE_NONE && luna_optimizer_swap_average(NULL) == LUNA_BAD_ARGUMENT,
+        "an optimiser without averages: \"%s\"", luna_error(f.ctx));
+  luna_close(f.ctx);
+  c.average = 0.99f;
+  for (int i = 0; i < 2; i++) {      /* one thread, three; a parameter that joins later begins at its value */
+    luna_options options = {0};
+    options.threads = i ? 3 : 1, options.seed = 4;
+    luna_ctx *ctx = luna_open(&options);
+    luna_params *params = luna_params_open(ctx);
+    luna_tensor *w = luna_param(params, "w", 1, &size, init_of(LUNA_INIT_NORMAL, 1)), *late = NULL;
+    luna_optimizer *o = luna_adamw(params, &c);
+    for (int step = 0; step < 12; step++) {
+      if (step == 10) late = luna_param(params, "late", 1, &size, init_of(LUNA_INIT_ONES, 0));
+      luna_begin_step(ctx);
+      luna_tensor *loss = luna_sum(luna_mul(w, w), 0);
+      if (late) loss = luna_add(loss, luna_sum(luna_mul(late, late), 0));
+      if (step == 10) loss = luna_scale(loss, INFINITY); /* the step is skipped */
+      CHECK(luna_backward(loss) == LUNA_OK && luna_optimizer_step(o) == LUNA_OK, "averages: %s", luna_error(ctx));
+    }
+    CHECK(luna_optimizer_swap_average(o) == LUNA_OK && late && late->data[7] > 0.99f && late->data[7] <= 1,
+          "an average that begins later is %g", late ? (double)late->data[7] : 0);
+    values[i] = common_floats(size);
+    CHECK(luna_read(w, values[i]) == LUNA_OK, "%s", luna_error(ctx));
+    luna_close(ctx);
+  }
+  CHECK(memcmp(values[0], values[1], (size_t)size * sizeof(float)) == 0, "three threads average to other bits");
+  free(values[0]), free(values[1]);
+}
+
+/* ---- gradients clipped by themselves ---- */
+static void check_clip(void) {
+  static const float max[4] = {0, 1e9f, 0.5f, 0.5f};
+  fit f;
+  fit_open(&f);
+  for (int i = 0; i < 4; i++) {
+    luna_begin_step(f.ctx);
+    luna_params_zero_grad(f.params);
+    luna_tensor *loss = fit_loss(&f);
+    CHECK(luna_backward(i == 3 ? luna_scale(loss, 1e30f) : loss) == LUNA_OK, "%s", luna_error(f.ctx));
+    double sum = 0, after = 0, was[PARTS][16];
+    for (int k = 0; k < PARTS; k++)
+      for (int64_t j = 0; j < part_size[k]; j++) {
+        was[k][j] = (double)luna_params_at(f.params, k, NULL)->grad[j];
+        sum += was[k][j] * was[k][j];
+      }
+    const double norm = sqrt(sum), factor = max[i] > 0 && norm > (double)max[i] ? (double)max[i] / norm : 1;
+    const float is = luna_clip_gradients(f.params, max[i]);
+    CHECK(fabs((double)is - norm) <= 1e-6 * norm, "clipping to %g: norm %g, not %g", (double)max[i], (double)is, norm);
+    for (int k = 0; k < PARTS; k++)
+      for (int64_t j = 0; j < part_size[k]; j++) {
+        const double g = (double)luna_params_at(f.params, k, NULL)->grad[j];
+        after += fabs(g - factor * was[k][j]);
+      }
+    CHECK(after <= 1e-6 * factor * norm, "clipping to %g: gradients are off by %g", (double)max[i], after);
+  }
+  luna_tensor *p = luna_params_at(f.params, 0, NULL);
+  p->grad[3] = INFINITY;
+  const float other = p->grad[2];
+  CHECK(isinf(luna_clip_gradients(f.params, 1)) && p->grad[2] == other, "a gradient that is Inf changes others");
+  p->grad[3] = NAN;
+  CHECK(isnan(luna_clip_gradients(f.params, 1)) && p->grad[2] == other, "a gradient that is NaN changes others");
+  CHECK(isnan(luna_clip_gradients(f.params, -1)) && luna_error_id_of(f.ctx) == LUNA_ERROR_NEGATIVE &&
+        isnan(luna_clip_gradients(NULL, 1)), "clipping to -1: \"%s\"", luna_error(f.ctx));
+  luna_close(f.ctx);
+}
+
 int main(void) {
   check_philox();
   for (int i = 0; i < COMMON_ISAS; i++)
@@ -1224,5 +1340,8 @@ int main(void) {
   check_extremes(LUNA_ISA_REFERENCE);
   check_rates_refused();
   check_accumulation();
+  check_average(LUNA_OPTIMIZER_SGD), check_average(LUNA_OPTIMIZER_ADAMW), check_average(LUNA_OPTIMIZER_APOLLO);
+  check_average_rest();
+  check_clip();
   return test_report("trainer");
 }

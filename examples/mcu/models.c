@@ -55,8 +55,7 @@ static bool set_field(const char *word) {
   else if (strncmp(word, "output_gate=", 12) == 0) layer->output_gate = number != 0;
   else if (strncmp(word, "omega=", 6) == 0) layer->omega = (luna_activation)number;
   else if (strncmp(word, "attention=", 10) == 0) layer->attention = (luna_attention_kind)number;
-  else if (strncmp(word, "forget=", 7) == 0) layer->forget = (luna_forget)number;
-  else if (strncmp(word, "output_gate=", 12) == 0) layer->output_gate = number != 0;
+  else if (strncmp(word, "output_norm=", 12) == 0) config.output_norm = number != 0;
   else if (strncmp(word, "positions=", 10) == 0) config.positions = (luna_positions)number;
   else return false;
   return true;
@@ -94,8 +93,9 @@ static int write_all(const char *name, int32_t steps) {
   luna_params *params = luna_params_open(ctx);
   if (luna_lm_init(&model, params, &config) != LUNA_OK) return fail("model:", luna_error(ctx));
   for (int64_t i = 0; i < luna_params_tensor_count(params); i++) {
-    luna_tensor *t = luna_params_at(params, i, NULL);
-    for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += 0.1f * uniform();
+    const char *own;
+    luna_tensor *t = luna_params_at(params, i, &own);
+    for (int64_t j = 0; j < luna_count(t); j++) t->data[j] += (strstr(own, "output_norm") ? 0.9f : 0.1f) * uniform();
   }
   snprintf(path, sizeof path, "%s.safetensors", name);
   if (luna_save(params, luna_path(path)) != LUNA_OK) return fail("model:", luna_error(ctx));
