@@ -2145,6 +2145,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #ifndef LUNA_ASSERT
 #define LUNA_ASSERT(condition) ((void)0)
 #endif
+#if (defined(LUNA_ONLY_STREAM) || defined(LUNAI_DOUBLE)) && !defined(LUNA_NO_INT8)
+#define LUNA_NO_INT8                 /* small; and float rounds as a double there */
+#endif
 
 #define LUNAI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
@@ -2256,6 +2259,11 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
+/* where part `part` of n lines begins: at a whole tile of `unit` */
+LUNAI_INLINE int64_t lunai_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
+  return parts == 1 ? part * n : lunai_min(n, lunai_share(lunai_divide_up(n, unit), part, parts) * unit);
+}
+
 /* A thread's next piece of a call's: of its own share, in order, so that it finds in its caches the rows that it wrote
    in the op before; then one that another thread has not begun, so that a thread which the system has stopped holds up
    one piece and not its whole share. Without atomics, or on one thread, every `threads`-th. Whose a piece is never
@@ -2344,11 +2352,23 @@ typedef struct lunai_panels { const float *at; int64_t n, step, row; } lunai_pan
 /* The running mean M [rows, columns] of y^T z over t tokens */
 typedef struct lunai_mean { double *at; int64_t rows, columns, row; double t; } lunai_mean;
 
+/* A weight [rows, columns] in 8 bits, row-major: element i of row r is at[r * columns + i] * scale[r] */
+typedef struct lunai_int8 {
+  const int8_t *at;
+  const float *scale;                /* [rows], finite */
+  const int32_t *sums;               /* [rows] of the integers */
+  int64_t rows, columns;
+  const float *from;                 /* of a context's parameter: the values that it was made of, */
+  uint64_t writes;                   /* and how many writes of parameters had been before */
+} lunai_int8;
+
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
   const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
+  const lunai_int8 *b_int8;          /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
+  int64_t b_first;
   float *c, *pre;
   int64_t m, n, k;
   int64_t a_row, a_column, b_row, b_column, c_row;
@@ -2567,7 +2587,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
 #define LUNAI_KERNELS(K, R, T) \
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, panels_bytes, (int64_t n, int64_t k)) \
+  R(size_t, panels_bytes, (const lunai_gemm *g)) \
   R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
@@ -2693,7 +2713,13 @@ LUNAI_FN double lunai_frequency(int64_t i, int64_t half) {
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNAI_PASS
 #undef LUNAI_PASS_LOOPS
-#if !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
+#undef LUNAI_PASS_INT8
+#if LUNAI_IS(vnni) || LUNAI_IS(avxvnni) /* the vocabulary and >>int8 */
+#define LUNAI_PASS_INT8
+#elif !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
+#ifndef LUNA_NO_INT8
+#define LUNAI_PASS_INT8
+#endif
 #define LUNAI_PASS_LOOPS
 #define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
 LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
@@ -2762,7 +2788,8 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
    > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest */
-#if LUNAI_IS(avx512) /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+/* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+#if LUNAI_IS(avx512) || LUNAI_IS(vnni)
 #define VF 16
 #define vf __m512
 #define vm __mmask16
@@ -2796,7 +2823,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_maskz_slli_epi32(0xFFFF, n, 23)));
 }
 
-#elif LUNAI_IS(avx2)
+#elif LUNAI_IS(avx2) || LUNAI_IS(avxvnni)
 #define VF 8
 #define vf __m256
 #define vm __m256
@@ -3252,6 +3279,591 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 #endif /* LUNAI_PASS */
 
 /* .....................................................................................................................
+   >>int8: y = act(x W^T + bias) + residual of W in 8 bits; x [m, k] float, W [n, k] lunai_int8
+   A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, to nearest, ties to even. An element of y
+   is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LUNAI_INT8_MAX: it is the same in any
+   order and on every machine. A row whose largest is below 1e-30 counts as zeros; of one with NaN or Inf all of y is
+   NaN. Guarded by tests/int8.c.
+   .................................................................................................................. */
+#define LUNAI_INT8_MIN 16            /* columns of a weight that is worth it */
+#define LUNAI_INT8_MAX 132104        /* 128 127 k < 2^31 */
+#if defined(LUNA_NO_INT8)
+#define LUNAI_BY_INT8(g, call)
+#else
+#define LUNAI_BY_INT8(g, call) if ((g)->b_int8) { call; }
+#endif
+#if !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
+/* The reference */
+LUNAI_FN float lunai_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
+/* |x| <= 127 scale, or scale is 0: adding 1.5 2^23 rounds, and leaves the integer in the low bits */
+LUNAI_INLINE int8_t lunai_int8_of(float x, float scale) {
+  const float y = (scale > 0 ? x / scale : 0) + 12582912.0f;
+  uint32_t bits;
+  memcpy(&bits, &y, sizeof bits);
+  return (int8_t)(uint8_t)(bits & 255);
+}
+LUNAI_FN float lunai_int8_row_scale(int64_t k, const float *x) {
+  float largest = 0;
+  for (int64_t i = 0; i < k; i++) {
+    if (!lunai_is_finite(x[i])) return (float)NAN;
+    if (fabsf(x[i]) > largest) largest = fabsf(x[i]);
+  }
+  return lunai_int8_scale(largest);
+}
+LUNAI_FN void lunai_int8_reference(const lunai_gemm *g) {
+  const lunai_int8 *w = g->b_int8;
+  for (int64_t i = 0; i < g->m; i++) {
+    const float *x = g->a + i * g->a_row, scale = lunai_int8_row_scale(g->k, x);
+    float *y = g->c + i * g->c_row;
+    for (int64_t j = 0, row = g->b_first; j < g->n; j++, row++) {
+      int32_t sum = 0;
+      for (int64_t p = 0; p < g->k; p++) sum += w->at[row * g->k + p] * lunai_int8_of(x[p], scale);
+      y[j] = (float)sum * (w->scale[row] * scale) + (g->bias ? g->bias[j] : 0);
+      y[j] = lunai_activation_scalar(g->activation, y[j]) + (g->residual ? g->residual[i * g->c_row + j] : 0);
+    }
+  }
+}
+
+/* A weight in memory: bytes for it, its place there, and its values. */
+LUNAI_FN size_t lunai_int8_bytes(int64_t rows, int64_t columns) {
+  return lunai_round(sizeof(lunai_int8)) + 2 * lunai_round((size_t)rows * 4) + lunai_round((size_t)(rows * columns));
+}
+LUNAI_FN lunai_int8 *lunai_int8_place(void *memory, int64_t rows, int64_t columns) {
+  lunai_int8 *w = (lunai_int8 *)memory;
+  char *at = (char *)memory + lunai_round(sizeof *w);
+  memset(w, 0, sizeof *w);
+  w->rows = rows;
+  w->columns = columns;
+  w->scale = (const float *)(void *)at;
+  w->sums = (const int32_t *)(void *)(at += lunai_round((size_t)rows * 4));
+  w->at = (const int8_t *)(at + lunai_round((size_t)rows * 4));
+  return w;
+}
+LUNAI_FN void lunai_int8_sum(lunai_int8 *w) {
+  int32_t *sums = (int32_t *)(uintptr_t)w->sums;
+  for (int64_t r = 0; r < w->rows; r++) {
+    sums[r] = 0;
+    for (int64_t i = 0; i < w->columns; i++) sums[r] += w->at[r * w->columns + i];
+  }
+}
+/* false: a value is not finite */
+LUNAI_FN bool lunai_int8_fill(lunai_int8 *w, const float *values) {
+  float *scale = (float *)(uintptr_t)w->scale;
+  int8_t *at = (int8_t *)(uintptr_t)w->at;
+  bool finite = true;
+  for (int64_t r = 0; r < w->rows; r++, at += w->columns, values += w->columns) {
+    scale[r] = lunai_int8_row_scale(w->columns, values);
+    finite = finite && scale[r] == scale[r];
+    for (int64_t i = 0; i < w->columns; i++) at[i] = lunai_int8_of(values[i], scale[r]);
+  }
+  lunai_int8_sum(w);
+  return finite;
+}
+
+/* An instruction set's loops take x in its own integers, q: LUNAI_QB bytes each, rows q_row bytes apart. Panels hold W
+   likewise, [panel][k / LUNAI_QK][LUNAI_QN][LUNAI_QK], with zeros where there is none. */
+typedef struct lunai_int8_block {    /* m <= LUNAI_QM rows by n columns */
+  int64_t m, n, k, q_row;
+  const char *q;
+  const float *q_scale;              /* [m] */
+  const int8_t *w;                   /* row-major, or null: by */
+  const char *panels;
+  const float *scale, *bias;         /* [n]; bias may be null */
+  const int32_t *sums;               /* [n] */
+  float *c;
+  int64_t c_row;
+} lunai_int8_block;
+#define LUNAI_INT8_LOOPS(K) \
+  K(float, int8_quantize, (int64_t k, const float *x, char *q)) \
+  K(void, int8_panels, (int64_t n, int64_t k, const int8_t *w, char *panels)) \
+  K(void, int8_rows, (const lunai_int8_block *b))
+typedef struct lunai_int8_loops {
+  int64_t qm, qn, qk, bytes;
+#define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
+  LUNAI_INT8_LOOPS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+} lunai_int8_loops;
+#endif
+
+#ifdef LUNAI_PASS_INT8
+/* vi: VF int32. LUNAI_QX: elements that vi_dot takes of a row-major row of W; LUNAI_QM, LUNAI_QV: rows and vectors of
+   a tile. vi_multiply(sum, x, w): each lane adds LUNAI_QK products, of x the same in all lanes, vi_each(p). vpdpbusd
+   wants x unsigned: q + 128, and 128 times the sum of W's row is subtracted at the end. */
+#undef vi
+#undef vi_zero
+#undef vi_store
+#undef vi_panel
+#undef vi_each
+#undef vi_multiply
+#undef vi_dot
+#undef vi_add
+#undef LUNAI_INT8_SUM
+#undef LUNAI_INT8_FLOATS
+#undef LUNAI_QB
+#undef LUNAI_QK
+#undef LUNAI_QX
+#undef LUNAI_QM
+#undef LUNAI_QV
+#define LUNAI_QN (LUNAI_QV * VF)
+LUNAI_INLINE int32_t LUNAI_K(int8_word)(const void *p) {
+  int32_t x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+#if LUNAI_IS(vnni)
+#define LUNAI_QB 1
+#define LUNAI_QK 4
+#define LUNAI_QX 64
+#define LUNAI_QM 14
+#define LUNAI_QV 2
+#define vi __m512i
+#define vi_zero() _mm512_setzero_si512()
+#define vi_store(p, v) _mm512_storeu_si512(p, v)
+#define vi_panel(p) _mm512_loadu_si512(p)
+#define vi_each(p) _mm512_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
+#define vi_dot(sum, x, w) _mm512_dpbusd_epi32(sum, _mm512_loadu_si512(x), _mm512_loadu_si512(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const int32_t *sums, int64_t left) {
+  const __m512i s = _mm512_maskz_loadu_epi32((__mmask16)(left < 16 ? (1u << left) - 1u : 0xFFFFu), sums);
+  const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(p), _mm512_maskz_slli_epi32(0xFFFF, s, 7));
+  return _mm512_maskz_cvtepi32_ps(0xFFFF, sum);
+}
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m512i n = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(0xFFFF, x), _mm512_set1_epi32(128));
+  _mm_storeu_si128((__m128i *)(void *)q, _mm512_maskz_cvtepi32_epi8(0xFFFF, n));
+}
+#elif LUNAI_IS(avxvnni)
+#define LUNAI_QB 1
+#define LUNAI_QK 4
+#define LUNAI_QX 32
+#define LUNAI_QM 6
+#define LUNAI_QV 2
+#define vi __m256i
+#define vi_zero() _mm256_setzero_si256()
+#define vi_store(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
+#define vi_panel(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define vi_each(p) _mm256_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm256_dpbusd_avx_epi32(sum, x, w)
+#define vi_dot(sum, x, w) _mm256_dpbusd_avx_epi32(sum, vi_panel(x), vi_panel(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const int32_t *sums, int64_t left) {
+  const __m256i s = left < VF ? _mm256_maskload_epi32(sums, LUNAI_K(first_lanes)(left)) : vi_panel(sums);
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(vi_panel(p), _mm256_slli_epi32(s, 7)));
+}
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m256i n = _mm256_cvtps_epi32(x);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+  _mm_storel_epi64((__m128i *)(void *)q, _mm_add_epi8(_mm_packs_epi16(words, words), _mm_set1_epi8(-128)));
+}
+#elif LUNAI_IS(avx512)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 32
+#define LUNAI_QM 12
+#define LUNAI_QV 2
+#define vi __m512i
+#define vi_zero() _mm512_setzero_si512()
+#define vi_store(p, v) _mm512_storeu_si512(p, v)
+#define vi_panel(p) _mm512_loadu_si512(p)
+#define vi_each(p) _mm512_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm512_add_epi32(sum, _mm512_madd_epi16(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
+LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
+  return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFF, _mm256_loadu_si256((const __m256i *)w));
+}
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm512_maskz_cvtepi32_ps(0xFFFF, vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m512i n = _mm512_maskz_cvtps_epi32(0xFFFF, x);
+  _mm256_storeu_si256((__m256i *)(void *)q, _mm512_maskz_cvtepi32_epi16(0xFFFF, n));
+}
+#elif LUNAI_IS(avx2)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 16
+#define LUNAI_QM 6
+#define LUNAI_QV 2
+#define vi __m256i
+#define vi_zero() _mm256_setzero_si256()
+#define vi_store(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
+#define vi_panel(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define vi_each(p) _mm256_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm256_add_epi32(sum, _mm256_madd_epi16(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), \
+                                      _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(w))))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm256_cvtepi32_ps(vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m256i n = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128((__m128i *)(void *)q, _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1)));
+}
+#elif LUNAI_IS(sse2)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 8
+#define LUNAI_QM 4
+#define LUNAI_QV 2
+#define vi __m128i
+#define vi_zero() _mm_setzero_si128()
+#define vi_store(p, v) _mm_storeu_si128((__m128i *)(void *)(p), v)
+#define vi_panel(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
+#define vi_each(p) _mm_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm_add_epi32(sum, _mm_madd_epi16(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
+LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
+  const vi bytes = _mm_loadl_epi64((const __m128i *)w);
+  return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8);
+}
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm_cvtepi32_ps(vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const vi n = _mm_cvtps_epi32(x);
+  _mm_storel_epi64((__m128i *)(void *)q, _mm_packs_epi32(n, n));
+}
+#elif LUNAI_IS(neon)
+#define vi int32x4_t
+#define vi_zero() vdupq_n_s32(0)
+#define vi_store(p, v) vst1q_s32(p, v)
+#define LUNAI_QM 8
+#define LUNAI_QV 2
+#ifdef __ARM_FEATURE_DOTPROD
+#define LUNAI_QB 1
+#define LUNAI_QK 4
+#define LUNAI_QX 16
+#define vi_panel(p) vld1q_s8((const int8_t *)(p))
+#define vi_each(p) vreinterpretq_s8_s32(vdupq_n_s32(LUNAI_K(int8_word)(p)))
+#define vi_multiply(sum, x, w) vdotq_s32(sum, w, x)
+#define vi_dot(sum, x, w) vdotq_s32(sum, vi_panel(w), vi_panel(x))
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const int16x4_t n = vmovn_s32(vcvtnq_s32_f32(x));
+  vst1_lane_s32((int32_t *)(void *)q, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(n, n))), 0);
+}
+#else
+#define LUNAI_QB 2
+#define LUNAI_QK 1
+#define LUNAI_QX 8
+#define vi_panel(p) vld1_s16((const int16_t *)(const void *)(p))
+#define vi_each(p) vld1_dup_s16((const int16_t *)(const void *)(p))
+#define vi_multiply(sum, x, w) vmlal_s16(sum, x, w)
+#define vi_dot(sum, x, w) LUNAI_K(int8_dot)(sum, (const int16_t *)(const void *)(x), w)
+LUNAI_INLINE vi LUNAI_K(int8_dot)(vi sum, const int16_t *x, const int8_t *w) {
+  const int16x8_t a = vld1q_s16(x), b = vmovl_s8(vld1_s8(w));
+  return vmlal_high_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(b)), a, b);
+}
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  vst1_s16((int16_t *)(void *)q, vmovn_s32(vcvtnq_s32_f32(x)));
+}
+#endif
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
+#elif LUNAI_IS(wasm)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 8
+#define LUNAI_QM 4
+#define LUNAI_QV 2
+#define vi v128_t
+#define vi_zero() wasm_i32x4_splat(0)
+#define vi_store(p, v) wasm_v128_store(p, v)
+#define vi_panel(p) wasm_v128_load(p)
+#define vi_each(p) wasm_v128_load32_splat(p)
+#define vi_multiply(sum, x, w) wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return wasm_f32x4_convert_i32x4(vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const v128_t n = wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(x));
+  wasm_v128_store64_lane(q, wasm_i16x8_narrow_i32x4(n, n), 0);
+}
+#else
+#define LUNAI_QB 2
+#define LUNAI_QK 1
+#define LUNAI_QX 1
+#define LUNAI_QM 4
+#define LUNAI_QV 4
+#define vi int32_t
+#define vi_zero() 0
+#define vi_store(p, v) ((void)(*(p) = (v)))
+#define vi_panel(p) (*(const int16_t *)(const void *)(p))
+#define vi_each(p) vi_panel(p)
+#define vi_multiply(sum, x, w) ((sum) + (x) * (w))
+#define vi_dot(sum, x, w) ((sum) + vi_panel(x) * *(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return (float)*p; }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = lunai_int8_of(x, 1); }
+#endif
+#if !LUNAI_IS(vnni) && !LUNAI_IS(avxvnni)
+#define LUNAI_INT8_FLOATS(p, sums, left) LUNAI_K(int8_floats)(p)
+#else
+#define LUNAI_INT8_FLOATS(p, sums, left) LUNAI_K(int8_floats)(p, sums, left)
+#endif
+
+/* the sums of four vectors' lanes */
+#if LUNAI_IS(vnni) || LUNAI_IS(avx512)
+#define vi_add(a, b) _mm512_add_epi32(a, b)
+LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) {
+  const __m256i a = _mm256_add_epi32(_mm512_maskz_extracti32x8_epi32(0xFF, v, 0),
+                                     _mm512_maskz_extracti32x8_epi32(0xFF, v, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+}
+#elif LUNAI_IS(avxvnni) || LUNAI_IS(avx2)
+#define vi_add(a, b) _mm256_add_epi32(a, b)
+LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) {
+  return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+#elif LUNAI_IS(sse2)
+#define vi_add(a, b) _mm_add_epi32(a, b)
+LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) { return v; }
+#elif LUNAI_IS(neon)
+#define vi_add(a, b) vaddq_s32(a, b)
+#define LUNAI_INT8_SUM(v) vaddvq_s32(v)
+#elif LUNAI_IS(wasm)
+#define vi_add(a, b) wasm_i32x4_add(a, b)
+#define LUNAI_INT8_SUM(v) \
+  (wasm_i32x4_extract_lane(v, 0) + wasm_i32x4_extract_lane(v, 1) + wasm_i32x4_extract_lane(v, 2) + \
+   wasm_i32x4_extract_lane(v, 3))
+#else
+#define vi_add(a, b) ((a) + (b))
+#define LUNAI_INT8_SUM(v) (v)
+#endif
+LUNAI_INLINE void LUNAI_K(int8_sum4)(const vi *v, int32_t *out) {
+#ifdef LUNAI_INT8_SUM
+  for (int i = 0; i < 4; i++) out[i] = LUNAI_INT8_SUM(v[i]);
+#else
+  const __m128i a = LUNAI_K(int8_four)(v[0]), b = LUNAI_K(int8_four)(v[1]), c = LUNAI_K(int8_four)(v[2]),
+      d = LUNAI_K(int8_four)(v[3]);
+  const __m128i ab = _mm_add_epi32(_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)),
+      cd = _mm_add_epi32(_mm_unpacklo_epi32(c, d), _mm_unpackhi_epi32(c, d));
+  _mm_storeu_si128((__m128i *)(void *)out, _mm_add_epi32(_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd)));
+#endif
+}
+
+/* a row of x; q has room for whole vectors; -> its scale */
+LUNAI_FN float LUNAI_K(int8_quantize)(int64_t k, const float *x, char *q) {
+  vf largest = vf_zero(), zero = vf_zero();
+  for (int64_t i = 0; i < k; i += VF) {
+    const vf v = LUNAI_K(get)(x + i, k - i);
+    largest = vf_max(vf_abs(v), largest);
+    zero = vf_add(zero, vf_sub(v, v));  /* NaN for NaN and Inf */
+  }
+  const float scale = vf_sum(zero) == 0 ? lunai_int8_scale(vf_hmax(largest)) : (float)NAN;
+  const bool some = scale > 0;
+  const vf divisor = vf_set(some ? scale : 1);
+  for (int64_t i = 0; i < k; i += VF)
+    LUNAI_K(int8_put)(q + i * LUNAI_QB, some ? vf_div(LUNAI_K(get)(x + i, k - i), divisor) : vf_zero());
+  return scale;
+}
+/* n columns of W^T, the last panel filled up with zeros */
+LUNAI_FN void LUNAI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
+  const int64_t lines = lunai_divide_up(k, LUNAI_QK);
+  for (int64_t j = 0; j < n; j += LUNAI_QN, panels += lines * LUNAI_QN * LUNAI_QK * LUNAI_QB)
+    for (int64_t i = 0; i < LUNAI_QN; i++) {
+      const int8_t *row = w + (j + i) * k;
+      for (int64_t p = 0; p < lines * LUNAI_QK; p++) {
+        const int64_t at = (p / LUNAI_QK * LUNAI_QN + i) * LUNAI_QK + p % LUNAI_QK;
+        const int8_t x = j + i < n && p < k ? row[p] : 0;
+        if (LUNAI_QB == 1) panels[at] = (char)x;
+        else ((int16_t *)(void *)panels)[at] = x;
+      }
+    }
+}
+
+/* y of a row: `columns` <= LUNAI_QN sums become floats */
+LUNAI_INLINE void LUNAI_K(int8_finish)(const lunai_int8_block *b, const int32_t *sum, int64_t row, int64_t j,
+                                       int64_t columns) {
+  const vf scale = vf_set(b->q_scale[row]);
+  float *c = b->c + row * b->c_row + j;
+  for (int64_t l = 0; l < columns; l += VF) {
+    const int64_t left = columns - l;
+    vf y = LUNAI_INT8_FLOATS(sum + l, b->sums + j + l, left);
+    y = vf_mul(y, vf_mul(LUNAI_K(get)(b->scale + j + l, left), scale));
+    if (b->bias) y = vf_add(y, LUNAI_K(get)(b->bias + j + l, left));
+    LUNAI_K(put)(c + l, y, left);
+  }
+}
+LUNAI_INLINE void LUNAI_K(int8_tile)(int rows, int64_t lines, const char *q, int64_t q_row, const char *panel,
+                                     int32_t *out) {
+  vi sum[LUNAI_QM][LUNAI_QV];
+  const char *at[LUNAI_QM / 3 + 1];
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    if (i % 3 == 0) at[i / 3] = q + i * q_row;
+    LUNAI_UNROLL
+    for (int j = 0; j < LUNAI_QV; j++) sum[i][j] = vi_zero();
+  }
+  for (; lines > 0; lines--, panel += LUNAI_QN * LUNAI_QK * LUNAI_QB) {
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i++) {
+      LUNAI_UNROLL
+      for (int j = 0; j < LUNAI_QV; j++)
+        sum[i][j] = vi_multiply(sum[i][j], vi_each(at[i / 3] + i % 3 * q_row),
+                                vi_panel(panel + j * VF * LUNAI_QK * LUNAI_QB));
+    }
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i += 3) at[i / 3] += LUNAI_QK * LUNAI_QB;
+  }
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    LUNAI_UNROLL
+    for (int j = 0; j < LUNAI_QV; j++) vi_store(out + i * LUNAI_QN + j * VF, sum[i][j]);
+  }
+}
+/* a row of x by one of W, by lanes; a tail is copied, for nothing may be read behind W */
+LUNAI_INLINE vi LUNAI_K(int8_lanes)(int64_t k, const char *q, const int8_t *w) {
+  vi sum0 = vi_zero(), sum1 = sum0;
+  int64_t p = 0;
+  for (; p + 2 * LUNAI_QX <= k; p += 2 * LUNAI_QX) {
+    sum0 = vi_dot(sum0, q + p * LUNAI_QB, w + p);
+    sum1 = vi_dot(sum1, q + (p + LUNAI_QX) * LUNAI_QB, w + p + LUNAI_QX);
+  }
+  for (; p < k; p += LUNAI_QX) {
+    int8_t tail[LUNAI_QX] = { 0 };
+    const bool whole = p + LUNAI_QX <= k;
+    if (!whole) memcpy(tail, w + p, (size_t)(k - p));
+    sum0 = vi_dot(sum0, q + p * LUNAI_QB, whole ? w + p : tail);
+  }
+  return vi_add(sum0, sum1);
+}
+LUNAI_INLINE void LUNAI_K(int8_dots)(int64_t n, int64_t k, const char *q, const int8_t *w, int32_t *out) {
+  vi dot[LUNAI_QN];
+  int64_t i;
+  for (i = 0; i < n; i++, w += k) dot[i] = LUNAI_K(int8_lanes)(k, q, w);
+  for (; i % 4; i++) dot[i] = vi_zero();
+  for (i = 0; i < n; i += 4) LUNAI_K(int8_sum4)(dot + i, out + i);
+}
+LUNAI_FN void LUNAI_K(int8_rows)(const lunai_int8_block *b) {
+  const int64_t lines = lunai_divide_up(b->k, LUNAI_QK), panel = lines * LUNAI_QN * LUNAI_QK * LUNAI_QB;
+  int32_t out[LUNAI_QM * LUNAI_QN];
+  for (int64_t j = 0; j < b->n; j += LUNAI_QN)
+    for (int64_t i = 0, rows; i < b->m; i += rows) {
+      const int64_t columns = lunai_min(LUNAI_QN, b->n - j);
+      const char *q = b->q + i * b->q_row, *at = b->panels + j / LUNAI_QN * panel;
+      rows = b->w ? 1 : b->m - i >= LUNAI_QM ? LUNAI_QM : b->m - i >= 4 ? 4 : 1;
+      if (b->w) LUNAI_K(int8_dots)(columns, b->k, q, b->w + j * b->k, out);
+      else if (rows == LUNAI_QM) LUNAI_K(int8_tile)(LUNAI_QM, lines, q, b->q_row, at, out);
+      else if (rows == 4) LUNAI_K(int8_tile)(4, lines, q, b->q_row, at, out);
+      else LUNAI_K(int8_tile)(1, lines, q, b->q_row, at, out);
+      for (int64_t r = 0; r < rows; r++)
+        LUNAI_K(int8_finish)(b, out + r * LUNAI_QN, i + r, j, columns);
+    }
+}
+static const lunai_int8_loops LUNAI_K(int8_loops) = {
+  LUNAI_QM, LUNAI_QN, LUNAI_QK, LUNAI_QB,
+#define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
+  LUNAI_INT8_LOOPS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+};
+#elif !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
+
+/* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
+LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels);
+#define LUNAI_INT8_FEW 16            /* rows of x that read W as it lies; more read panels */
+typedef struct lunai_int8_work {
+  const lunai_kernels *kernels;
+  const lunai_int8_loops *loops;
+  const lunai_gemm *g;
+  char *q, *panels;                  /* x's integers; panels of each thread's own, `columns` columns */
+  float *scales;                     /* of x */
+  int64_t q_row, panel, columns;     /* panel: bytes of one */
+  bool dots;
+} lunai_int8_work;
+/* the layout in scratch, null: only counts; *bytes: of it */
+LUNAI_FN lunai_int8_work lunai_int8_start(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads,
+                                          void *scratch, size_t *bytes) {
+  lunai_int8_work w;
+  char *at = scratch ? (char *)scratch : (char *)&w, *const start = at;
+  memset(&w, 0, sizeof w);
+  w.kernels = kernels;
+  w.loops = lunai_int8_loops_of(kernels);
+  w.g = g;
+  w.dots = !g->b_panels && g->m <= LUNAI_INT8_FEW;
+  w.q_row = (int64_t)lunai_round((size_t)(g->k * w.loops->bytes)) + LUNAI_ALIGN; /* no power of two: gemm's KA */
+  w.panel = lunai_divide_up(g->k, w.loops->qk) * w.loops->qk * w.loops->qn * w.loops->bytes;
+  w.columns = lunai_min(LUNAI_NC / w.loops->qn, lunai_divide_up(g->n, w.loops->qn)) * w.loops->qn;
+  w.scales = lunai_take(&at, g->m);
+  w.q = at;
+  at += g->m * w.q_row;
+  w.panels = at;
+  if (!w.dots && !g->b_panels) at += threads * (w.columns / w.loops->qn * w.panel);
+  *bytes = (size_t)(at - start);
+  return w;
+}
+LUNAI_FN size_t lunai_int8_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
+  size_t bytes;
+  (void)lunai_int8_start(kernels, g, threads, NULL, &bytes);
+  return bytes;
+}
+LUNAI_FN size_t lunai_int8_panels_bytes(const lunai_kernels *kernels, const lunai_gemm *g) {
+  size_t bytes;
+  const lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL, &bytes);
+  return (size_t)(lunai_divide_up(g->n, w.loops->qn) * w.panel);
+}
+LUNAI_FN void lunai_int8_panels_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_int8_work *w = (const lunai_int8_work *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t n = lunai_divide_up(g->n, w->loops->qn), first = lunai_share(n, thread, threads);
+  const int64_t column = first * w->loops->qn,
+      end = lunai_min(g->n, lunai_share(n, thread + 1, threads) * w->loops->qn);
+  if (column < end)
+    w->loops->int8_panels(end - column, g->k, g->b_int8->at + (g->b_first + column) * g->k,
+                          w->panels + first * w->panel);
+}
+LUNAI_FN void lunai_int8_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                                     void *panels) {
+  size_t bytes;
+  lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL, &bytes);
+  w.panels = (char *)panels;
+  lunai_run(parallel, lunai_int8_panels_task, &w);
+}
+LUNAI_FN void lunai_int8_quantize_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_int8_work *w = (const lunai_int8_work *)work;
+  for (int64_t i = lunai_share(w->g->m, thread, threads); i < lunai_share(w->g->m, thread + 1, threads); i++)
+    w->scales[i] = w->loops->int8_quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
+}
+/* rows [row, end) by columns [column, column + n), a block */
+LUNAI_FN void lunai_int8_part(const lunai_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
+                              const char *panels) {
+  const lunai_gemm *g = w->g;
+  const int64_t weight = g->b_first + column;
+  lunai_int8_block b;
+  memset(&b, 0, sizeof b);
+  b.n = n, b.k = g->k, b.q_row = w->q_row, b.c_row = g->c_row;
+  b.w = w->dots ? g->b_int8->at + weight * g->k : NULL;
+  b.panels = panels;
+  b.scale = g->b_int8->scale + weight;
+  b.sums = g->b_int8->sums + weight;
+  b.bias = g->bias ? g->bias + column : NULL;
+  for (; row < end; row += b.m) {
+    b.m = lunai_min(end - row, w->loops->qm);
+    b.q = w->q + row * w->q_row;
+    b.q_scale = w->scales + row;
+    b.c = g->c + row * g->c_row + column;
+    w->loops->int8_rows(&b);
+    for (int64_t i = 0; i < b.m; i++) {
+      float *y = b.c + i * b.c_row;
+      if (g->activation != LUNAI_NO_ACTIVATION) w->kernels->activate(g->activation, n, y, y);
+      if (g->residual) w->kernels->add(n, y, g->residual + (row + i) * g->c_row + column, y);
+    }
+  }
+}
+LUNAI_FN void lunai_int8_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_int8_work *w = (const lunai_int8_work *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t qn = w->loops->qn;
+  const bool by_rows = !w->dots && g->m >= g->n;
+  const int64_t row = by_rows ? lunai_part_at(g->m, w->loops->qm, thread, threads) : 0,
+      end = by_rows ? lunai_part_at(g->m, w->loops->qm, thread + 1, threads) : g->m,
+      last = by_rows ? g->n : lunai_part_at(g->n, qn, thread + 1, threads);
+  char *own = w->panels + thread * (w->columns / qn * w->panel);
+  for (int64_t j = by_rows ? 0 : lunai_part_at(g->n, qn, thread, threads), n; j < last && row < end; j += n) {
+    n = lunai_min(w->columns, last - j);
+    if (!w->dots && !g->b_panels) w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + j) * g->k, own);
+    lunai_int8_part(w, row, end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
+  }
+}
+LUNAI_FN void lunai_int8_run(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                             void *scratch) {
+  size_t bytes;
+  lunai_int8_work w = lunai_int8_start(kernels, g, lunai_threads(parallel), scratch, &bytes);
+  lunai_run(g->m > 1 ? parallel : NULL, lunai_int8_quantize_task, &w);
+  lunai_run(parallel, lunai_int8_task, &w);
+}
+#endif
+
+/* .....................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
    in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
@@ -3267,6 +3879,7 @@ LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const flo
 }
 LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
+  LUNAI_BY_INT8(g, lunai_int8_reference(g); return);
   for (int64_t item = 0; item < g->batch[0] * g->batch[1]; item++) {
     const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
     const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
@@ -3667,10 +4280,6 @@ typedef struct lunai_gemm_thread {
   int64_t held_n, held_k;
 } lunai_gemm_thread;
 
-/* where part `part` of n lines begins: at a whole tile of `unit` */
-LUNAI_INLINE int64_t lunai_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
-  return parts == 1 ? part * n : lunai_min(n, lunai_share(lunai_divide_up(n, unit), part, parts) * unit);
-}
 typedef struct lunai_gemm_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_gemm_work;
 
 /* the panels of a B that several products read, block of k after block of k */
@@ -3686,12 +4295,14 @@ LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
     w->kernels->fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                             g->b_column, w->panels + lunai_panels_at(w->kernels, g, column, p));
 }
-LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, int64_t n, int64_t k) {
-  return lunai_round((size_t)lunai_panels_size(kernels, n, k) * sizeof(float));
+LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, const lunai_gemm *g) {
+  LUNAI_BY_INT8(g, return lunai_int8_panels_bytes(kernels, g));
+  return lunai_round((size_t)lunai_panels_size(kernels, g->n, g->k) * sizeof(float));
 }
 LUNAI_FN void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                                     void *panels) {
   lunai_gemm_work w = { kernels, g, (float *)panels };
+  LUNAI_BY_INT8(g, lunai_int8_make_panels(kernels, g, parallel, panels); return);
   lunai_run(parallel, lunai_panels_task, &w);
 }
 
@@ -3800,6 +4411,7 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
+  LUNAI_BY_INT8(g, return lunai_int8_scratch(kernels, g, count));
   if (lunai_gemm_dots(g)) return 0;
   lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
   return (size_t)(lunai_gemm_plan_bytes(&p) * count);
@@ -3808,6 +4420,7 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
   if (g->m <= 0 || g->n <= 0) return;
+  LUNAI_BY_INT8(g, lunai_int8_run(kernels, g, parallel, scratch); return);
   if (lunai_gemm_dots(g)) {
     lunai_gemm_work dots = { kernels, g, NULL };
     lunai_run(parallel, lunai_dots_task, &dots);
@@ -7783,7 +8396,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 #ifndef LUNAI_PASS
 /* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
 LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
-LUNAI_FN size_t lunai_panels_bytes_reference(int64_t n, int64_t k) { return (void)n, (void)k, 0; }
+LUNAI_FN size_t lunai_panels_bytes_reference(const lunai_gemm *g) { return (void)g, 0; }
 LUNAI_FN void lunai_make_panels_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *panels) {
   (void)g, (void)parallel, (void)panels;
 }
@@ -7844,7 +8457,7 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
-LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
+LUNAI_FN size_t LUNAI_K(panels_bytes)(const lunai_gemm *g) { return lunai_panels_bytes(&LUNAI_K(kernels), g); }
 
 #endif /* LUNAI_PASS_LOOPS */
 
@@ -7866,6 +8479,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_ISA_avx512 4
 #define LUNAI_ISA_neon 5
 #define LUNAI_ISA_wasm 6
+#define LUNAI_ISA_vnni 7             /* these two of >>int8 alone: for machines of AVX-512 and of AVX2 that have it */
+#define LUNAI_ISA_avxvnni 8
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
@@ -7932,6 +8547,22 @@ LUNAI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #undef LUNAI_PASS
 LUNAI_TARGET_END
 #endif
+#ifndef LUNA_NO_INT8
+LUNAI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define LUNAI_PASS _vnni
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
+#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2 && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
+#define LUNAI_AVXVNNI                /* no machine at hand has it: compiled, and never run */
+LUNAI_TARGET("avxvnni,avx2,fma")
+#define LUNAI_PASS _avxvnni
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
+#endif
+#endif
 
 #ifdef LUNAI_MSVC
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
@@ -7952,7 +8583,7 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 #endif
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
-LUNAI_FN int lunai_isa_detect(void) {
+LUNAI_FN int lunai_isa_supported(void) {
   uint32_t r[4];
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNAI_ISA(LUNAI_BASELINE);
@@ -7964,17 +8595,31 @@ LUNAI_FN int lunai_isa_detect(void) {
   if ((low & 0xE0) == 0xE0 && (r[1] & avx512) == avx512) return LUNA_ISA_AVX512;
   return LUNAI_ISA(LUNAI_BASELINE) > LUNAI_ISA_avx2 ? LUNAI_ISA(LUNAI_BASELINE) : LUNAI_ISA_avx2;
 }
+#define LUNAI_HAS_VNNI 256           /* beside the instruction set: its int8 products */
+#define LUNAI_HAS_AVXVNNI 512
+LUNAI_FN int lunai_isa_detect(void) {
+  const int isa = lunai_isa_supported();
+  uint32_t r[4], known = 0;
+  if (isa >= LUNAI_ISA_avx2) {
+    lunai_cpuid(7, 0, r);
+    if (isa == LUNAI_ISA_avx512 && (r[2] & (1u << 11))) known |= LUNAI_HAS_VNNI;
+    const bool more = r[0] >= 1;
+    lunai_cpuid(7, 1, r);
+    if (more && (r[0] & (1u << 4))) known |= LUNAI_HAS_AVXVNNI;
+  }
+  return isa | (int)known;
+}
 #endif /* LUNAI_X86 */
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
-LUNA_API luna_isa luna_isa_best(void) {
+LUNAI_FN int lunai_isa_known(void) {
 #if !defined(LUNAI_X86)
-  return (luna_isa)LUNAI_ISA(LUNAI_BASELINE);
+  return LUNAI_ISA(LUNAI_BASELINE);
 #elif defined(LUNAI_MSVC)
   static volatile int known;
   int isa = known;
   if (isa == 0) known = isa = lunai_isa_detect();
-  return (luna_isa)isa;
+  return isa;
 #else
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
@@ -7982,9 +8627,10 @@ LUNA_API luna_isa luna_isa_best(void) {
     isa = lunai_isa_detect();
     __atomic_store_n(&known, isa, __ATOMIC_RELAXED);
   }
-  return (luna_isa)isa;
+  return isa;
 #endif
 }
+LUNA_API luna_isa luna_isa_best(void) { return (luna_isa)(lunai_isa_known() & 255); }
 
 /* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
 LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
@@ -8007,6 +8653,26 @@ LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
 }
 
 LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
+
+#ifndef LUNA_NO_INT8
+LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels) {
+#ifdef LUNAI_X86
+  const int known = lunai_isa_known();
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+  if (kernels == &lunai_kernels_sse2) return &lunai_int8_loops_sse2;
+#endif
+#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2
+#ifdef LUNAI_AVXVNNI
+  if (kernels == &lunai_kernels_avx2 && (known & LUNAI_HAS_AVXVNNI)) return &lunai_int8_loops_avxvnni;
+#endif
+  if (kernels == &lunai_kernels_avx2) return &lunai_int8_loops_avx2;
+#endif
+  return known & LUNAI_HAS_VNNI ? &lunai_int8_loops_vnni : &lunai_int8_loops_avx512;
+#else
+  return (void)kernels, &LUNAI_JOIN(lunai_int8_loops, LUNAI_BASELINE);
+#endif
+}
+#endif
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
   static const char *const name[] = { /* in luna_isa's order */
@@ -11046,7 +11712,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
     if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
     w->panels[which] = (float *)(void *)at;
     lunai_ffn_product(w, which, &g);
-    at += lunai_k(op)->panels_bytes(g.n, g.k);
+    at += lunai_k(op)->panels_bytes(&g);
     if (workspace) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
   char *const own = at;
@@ -11464,8 +12130,8 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *
   w->part.logits = w->part.grad = w->panel;
   if (backward) {
     w->panels = (float *)(void *)at;
-    at += lunai_k(op)->panels_bytes(lunai_last(op->in[0]), rows);
     lunai_logits_product(w, 2, &g);
+    at += lunai_k(op)->panels_bytes(&g);
     if (workspace && g.c) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels);
   } else {
     w->part.sums = (lunai_row_sums *)(void *)at;
