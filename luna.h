@@ -3479,7 +3479,7 @@ LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
 #define LUNAI_QB 2
 #define LUNAI_QK 2
 #define LUNAI_QX 16
-#define LUNAI_QM 6
+#define LUNAI_QM 5                 /* of 6 one sum would be stored in each turn */
 #define LUNAI_QV 2
 #define vi __m256i
 #define vi_zero() _mm256_setzero_si256()
@@ -3646,19 +3646,29 @@ LUNAI_FN float LUNAI_K(int8_quantize)(int64_t k, const float *x, char *q) {
     LUNAI_K(int8_put)(q + i * LUNAI_QB, some ? vf_div(LUNAI_K(get)(x + i, k - i), divisor) : vf_zero());
   return scale;
 }
+#undef LUNAI_INT8
+#if LUNAI_QB == 1
+#define LUNAI_INT8 int8_t
+#else
+#define LUNAI_INT8 int16_t
+#endif
 /* n columns of W^T, the last panel filled up with zeros */
 LUNAI_FN void LUNAI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
-  const int64_t lines = lunai_divide_up(k, LUNAI_QK);
-  for (int64_t j = 0; j < n; j += LUNAI_QN, panels += lines * LUNAI_QN * LUNAI_QK * LUNAI_QB)
-    for (int64_t i = 0; i < LUNAI_QN; i++) {
-      const int8_t *row = w + (j + i) * k;
-      for (int64_t p = 0; p < lines * LUNAI_QK; p++) {
-        const int64_t at = (p / LUNAI_QK * LUNAI_QN + i) * LUNAI_QK + p % LUNAI_QK;
-        const int8_t x = j + i < n && p < k ? row[p] : 0;
-        if (LUNAI_QB == 1) panels[at] = (char)x;
-        else ((int16_t *)(void *)panels)[at] = x;
+  const int64_t lines = lunai_divide_up(k, LUNAI_QK), whole = k / LUNAI_QK;
+  for (int64_t j = 0; j < n; j += LUNAI_QN, panels += lines * LUNAI_QN * LUNAI_QK * LUNAI_QB) {
+    const int64_t columns = lunai_min(LUNAI_QN, n - j);
+    if (whole < lines || columns < LUNAI_QN) memset(panels, 0, (size_t)(lines * LUNAI_QN * LUNAI_QK * LUNAI_QB));
+    for (int64_t i = 0; i < columns; i++, w += k) {
+      char *to = panels + i * LUNAI_QK * LUNAI_QB;
+      for (int64_t line = 0; line < lines; line++, to += LUNAI_QN * LUNAI_QK * LUNAI_QB) {
+        LUNAI_INT8 word[LUNAI_QK] = { 0 };
+        if (line == whole) for (int64_t p = 0; p < k - whole * LUNAI_QK; p++) word[p] = w[whole * LUNAI_QK + p];
+        else if (LUNAI_QB == 1) memcpy(word, w + line * LUNAI_QK, sizeof word);
+        else for (int p = 0; p < LUNAI_QK; p++) word[p] = w[line * LUNAI_QK + p];
+        memcpy(to, word, sizeof word);
       }
     }
+  }
 }
 
 /* y of a row: `columns` <= LUNAI_QN sums become floats */
