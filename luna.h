@@ -188,6 +188,7 @@
      LUNA_NO_STDIO *        no luna_path; luna_bytes, luna_buffer and luna_callbacks remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
+     LUNA_NO_INT8           no products in 8 bits; I8 files load as float
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
@@ -197,9 +198,10 @@
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
                           >>stream >>functions >>parallel >>graphs >>profile >>backend
-     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>table >>dispatch
-                          >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs
-                          >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
+     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>causal >>table
+                          >>dispatch >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors
+                          >>graphs >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling
+                          >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -332,6 +334,9 @@ typedef enum luna_activation {
   LUNA_ACTIVATION_COUNT
 } luna_activation;
 
+/* How numbers are stored. Of weights: I8 is 8 bits with a scale for each row. */
+typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_I8 } luna_dtype;
+
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions {
   LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED
@@ -406,6 +411,10 @@ typedef struct luna_options {
   const luna_backend *backend;       /* 0 = this CPU */
   const luna_collective *collective; /* other ranks; copied; 0 = none */
   const char **error;                /* where luna_open puts why it returns null; 0 = nowhere */
+  /* LUNA_DTYPE_I8: an inference's products by parameters (luna_linear, luna_feed_forward and what is made of them) are
+     exact ones of 8 bits, with rounded weights and rows of x: faster, by about 1% of error. Parameters stay, and get a
+     copy of a quarter of their bytes when first read; training does not change. On the CPU alone. 0 = F32 */
+  luna_dtype weights;
 } luna_options;
 
 /* Null options: all defaults. Returns null, and says why to options.error and options.log, when out of memory, the
@@ -445,7 +454,6 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
-typedef enum luna_dtype { LUNA_DTYPE_F32 = 0 } luna_dtype;
 
 typedef struct luna_tensor {
   /* data: null in a context that measures, and once released by a scope's end or a begin. grad: null until backward has
@@ -476,6 +484,7 @@ typedef struct luna_tensor {
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
   const struct lunai_cut *part;     /* of which whole it is this rank's part; null: it is whole */
+  struct lunai_int8 *int8;           /* a weight in 8 bits, for inference or of a stream, where data may then be null */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -1372,6 +1381,11 @@ LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written);
 LUNA_API luna_file luna_callbacks(const luna_io *io);
 
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
+#ifndef LUNA_NO_INT8
+/* The same in about a quarter of the bytes: matrices of products and embeddings as I8, rounded, with their rows' scales
+   as NAME.scale. Every call that loads a file reads it; into a set its values come as float. */
+LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
+#endif
 /* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
    what its model is, has the same config, heads and pooling too; not compared are dropouts and max_length.
    luna_load_model takes the config from the file. luna_load_matching compares names and shapes alone. While it runs it
@@ -1455,9 +1469,13 @@ typedef struct luna_stream_config {
   int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
   luna_isa isa;                      /* 0 = best; not on a device */
   int64_t horizon;                   /* as of luna_layer_config; 0 = the model's */
+  /* LUNA_DTYPE_I8: products as luna_options.weights says, in about 0.26 of the weights' bytes, which the stream takes
+     beside them; on the CPU alone. 0 = as the file stores them, or as the model's context says */
+  luna_dtype weights;
 } luna_stream_config;
-/* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
-   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory.
+/* From a safetensors checkpoint in memory, F32 or of luna_save_int8 (not with LUNA_ONLY_STREAM), 4-byte aligned,
+   little-endian host, read in place: no context, no allocator. memory: luna_stream_size bytes. Null when something is
+   wrong: *error then says what, perhaps in memory.
    Of stack these two take about 21 KB on 64-bit machines, a step or a prefill 11 KB, and less with
    LUNA_NO_SIMD. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
@@ -2367,7 +2385,7 @@ typedef struct lunai_int8 {
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
   const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
-  const lunai_int8 *b_int8;          /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
+  const struct lunai_int8 *b_int8;   /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
   int64_t b_first;
   float *c, *pre;
   int64_t m, n, k;
@@ -3324,6 +3342,17 @@ LUNAI_FN void lunai_int8_reference(const lunai_gemm *g) {
   }
 }
 
+LUNAI_FN bool lunai_int8_fits(int64_t columns) { return columns >= LUNAI_INT8_MIN && columns <= LUNAI_INT8_MAX; }
+LUNAI_FN bool lunai_ends(const char *name, const char *with) {
+  const size_t size = strlen(name), end = strlen(with);
+  return size >= end && strcmp(name + size - end, with) == 0;
+}
+/* whether a parameter is stored and used in 8 bits: matrices of products and embeddings are called NAME.weight */
+LUNAI_FN bool lunai_int8_part(const char *name, int rank, const int64_t *shape) {
+  return rank == 2 && lunai_int8_fits(shape[1]) && lunai_ends(name, ".weight") && !lunai_ends(name, "conv.weight") &&
+         !lunai_ends(name, "positions.weight");
+}
+
 /* A weight in memory: bytes for it, its place there, and its values. */
 LUNAI_FN size_t lunai_int8_bytes(int64_t rows, int64_t columns) {
   return lunai_round(sizeof(lunai_int8)) + 2 * lunai_round((size_t)rows * 4) + lunai_round((size_t)(rows * columns));
@@ -3358,6 +3387,12 @@ LUNAI_FN bool lunai_int8_fill(lunai_int8 *w, const float *values) {
   }
   lunai_int8_sum(w);
   return finite;
+}
+
+/* the values of `count` rows */
+LUNAI_FN void lunai_int8_floats(const lunai_int8 *w, int64_t row, int64_t count, float *out) {
+  for (int64_t i = 0; i < count * w->columns; i++)
+    out[i] = (float)w->at[row * w->columns + i] * w->scale[row + i / w->columns];
 }
 
 /* An instruction set's loops take x in its own integers, q: LUNAI_QB bytes each, rows q_row bytes apart. Panels hold W
@@ -3824,8 +3859,8 @@ LUNAI_FN void lunai_int8_quantize_task(void *work, int64_t thread, int64_t threa
     w->scales[i] = w->loops->int8_quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
 }
 /* rows [row, end) by columns [column, column + n), a block */
-LUNAI_FN void lunai_int8_part(const lunai_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
-                              const char *panels) {
+LUNAI_FN void lunai_int8_multiply(const lunai_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
+                                  const char *panels) {
   const lunai_gemm *g = w->g;
   const int64_t weight = g->b_first + column;
   lunai_int8_block b;
@@ -3861,7 +3896,7 @@ LUNAI_FN void lunai_int8_task(void *work, int64_t thread, int64_t threads) {
   for (int64_t j = by_rows ? 0 : lunai_part_at(g->n, qn, thread, threads), n; j < last && row < end; j += n) {
     n = lunai_min(w->columns, last - j);
     if (!w->dots && !g->b_panels) w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + j) * g->k, own);
-    lunai_int8_part(w, row, end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
+    lunai_int8_multiply(w, row, end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
   }
 }
 LUNAI_FN void lunai_int8_run(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
@@ -8917,7 +8952,8 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
     "these %d in a row") \
   X(FILE_CONFIG, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
     "luna_load_model take it from the file") \
-  X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
+  X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64, nor in I8 " \
+    "beside its scales, NAME.scale of F32") \
   X(FILE_TENSOR_EXTRA, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, "%s: parameter '%s' is %t and has another shape in %s") \
   X(FILE_TENSOR_COUNT, "%s: %s has %d tensors, the model %d") \
@@ -9234,6 +9270,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    Guarded by tests/safetensors.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
+#define LUNAI_ST_NAME 1032                       /* bytes of a parameter's name and ".scale" */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
 
@@ -9269,9 +9306,13 @@ typedef struct lunai_st_tensor {
   int64_t count;                                 /* elements */
   const uint8_t *data;                           /* at any alignment */
   size_t bytes;
+  const uint8_t *scale;                          /* of I8 rows, F32 [shape[0]], by lunai_st_value; or null */
+  int64_t first;                                 /* element of a whole that data begins with */
 } lunai_st_tensor;
 
-LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return lunai_st_formats[t->dtype].exponent > 0; }
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
+  return lunai_st_formats[t->dtype].exponent > 0 || t->scale;
+}
 
 /* Text: UTF-8 and the escapes of JSON. */
 static LUNAI_UNUSED const char lunai_hex_digits[] = "0123456789abcdefABCDEF";
@@ -9487,6 +9528,8 @@ LUNAI_FN bool lunai_st_entry(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   int64_t offsets[2] = { 0, 0 };
   lunai_st_text key, dtype;
   int seen = 0, part;
+  t->scale = NULL;
+  t->first = 0;
   for (j->first = true; lunai_st_member(j, &key); seen |= part) {
     if (lunai_st_equal(key, "dtype")) {
       part = 1;
@@ -9567,6 +9610,25 @@ LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tenso
     if (lunai_st_equal(out->name, name)) return true;
   return false;
 }
+
+#ifdef LUNA_ONLY_STREAM
+#define lunai_st_value lunai_st_find
+#else
+/* the same, and where a matrix is I8 its scales: the tensor NAME.scale, F32 [rows] */
+LUNAI_FN bool lunai_st_value(const lunai_st *st, const char *name, lunai_st_tensor *out) {
+  static const char end[] = ".scale";
+  char text[LUNAI_ST_NAME];
+  lunai_st_tensor scale;
+  const size_t size = strlen(name);
+  if (!lunai_st_find(st, name, out)) return false;
+  if (out->dtype != LUNAI_ST_I8 || out->rank != 2 || size + sizeof end > sizeof text) return true;
+  memcpy(text, name, size);
+  memcpy(text + size, end, sizeof end);
+  if (lunai_st_find(st, text, &scale) && scale.dtype == LUNAI_ST_F32 && scale.rank == 1 &&
+      scale.shape[0] == out->shape[0]) out->scale = scale.data;
+  return true;
+}
+#endif
 
 LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_text *key, lunai_st_text *value) {
   lunai_st_json j = lunai_st_json_at(st, *cursor ? *cursor : st->meta);
@@ -9709,9 +9771,22 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
   return fits ? (const float *)(const void *)t->data : NULL;
 }
 
-/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
+LUNAI_FN float lunai_st_float(const uint8_t *at) {
+  const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   const int size = lunai_st_formats[t->dtype].size, exponent = lunai_st_formats[t->dtype].exponent;
+#ifndef LUNA_ONLY_STREAM
+  for (int64_t i = 0; t->scale && i < t->count; i++) {
+    const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
+    out[i] = (float)value * lunai_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
+  }
+  if (t->scale) return true;
+#endif
   if (t->dtype == LUNAI_ST_F32 && lunai_st_little()) {
     lunai_copy(out, t->data, t->bytes);
     return true;
@@ -10118,6 +10193,7 @@ struct luna_ctx {
   int64_t sets;                      /* parameter sets opened */
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
+  uint64_t writes;                   /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
@@ -10776,6 +10852,12 @@ LUNAI_FN const char *lunai_options_wrong(const luna_ctx *ctx) {
   if (!o->allocator.allocate != !o->allocator.release)
     return "luna_open: options.allocator has allocate without release, or the reverse";
   if ((unsigned)o->form > LUNA_FORM_FOLDED) return "luna_open: options.form is no luna_form";
+  if ((unsigned)o->weights > LUNA_DTYPE_I8) return "luna_open: options.weights is no luna_dtype";
+#ifdef LUNA_NO_INT8
+  if (o->weights) return "luna_open: options.weights: this build has no products in 8 bits (LUNA_NO_INT8)";
+#endif
+  if (o->weights && lunai_on_device(ctx))
+    return "luna_open: a device has float products alone; options.weights must be 0";
   if (ctx->backend->version != 1 || ctx->backend->size != sizeof(luna_backend))
     return "luna_open: options.backend was compiled with another version of luna.h";
   if (o->block && lunai_on_device(ctx)) return "luna_open: a device has memory of its own; options.block must be null";
@@ -11060,6 +11142,14 @@ LUNAI_FN int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which m
 LUNAI_INLINE const luna_tensor *lunai_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
 LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
+/* input i in 8 bits, for a product of an inference */
+LUNAI_INLINE const lunai_int8 *lunai_op_int8(const luna_op *op, int i) {
+#ifdef LUNA_NO_INT8
+  return (void)op, (void)i, (const lunai_int8 *)NULL;
+#else
+  return op->ctx->training ? NULL : op->in[i]->int8;
+#endif
+}
 
 /* --- shapes: permute, slice, concat, repeat --- */
 LUNAI_FN luna_status lunai_permute_run(luna_op *op, bool back) {
@@ -11549,6 +11639,8 @@ LUNAI_FN void lunai_linear_columns(const luna_op *op, int which, lunai_matrix y,
     lunai_gemm_set(g, X, lunai_transposed(W), (float *)(uintptr_t)y.at);
     g->c_row = y.row;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
+    g->b_int8 = lunai_op_int8(op, 1);
+    g->b_first = first;
   } else if (which == 1) lunai_gemm_set(g, y, W, x->grad);
   else lunai_gemm_set(g, lunai_transposed(y), X, lunai_offset(weight->grad, first * in));
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
@@ -11574,7 +11666,7 @@ LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
-  if (op->dots) return;              /* they need no scratch */
+  if (op->dots && !lunai_op_int8(op, 1)) return; /* they need no scratch */
   if (LUNAI_TRAINS && op->loss) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
@@ -11688,6 +11780,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
     default: lunai_gemm_set(g, dH, W1, lunai_offset(op->in[0]->grad, x)); break;                     /* dx */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
+  if (which < 2) g->b_int8 = lunai_op_int8(op, 1 + 2 * which);
   if (which == 0) {
     g->activation = (int)op->activation;
     g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
@@ -11979,6 +12072,13 @@ LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first
 }
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
+#ifndef LUNA_NO_INT8
+  if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
+    for (int64_t i = first; i < last; i++)
+      lunai_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
+    return;
+  }
+#endif
   for (int64_t i = first; i < last; i++)
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
@@ -13411,6 +13511,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   if (!lunai_computes(t->ctx)) return LUNA_OK;
   if (lunai_owner(t)->released || (!t->data && bytes))
     return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
+  t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 /* writes what `make` makes of `from`, on the host; op: named in its failure, an op's */
@@ -14661,11 +14762,13 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   const int64_t size = (int64_t)lunai_st_formats[t->dtype].size;
   luna_status status = LUNA_OK;
   float block[1024];
+  ctx->writes++;
   if (!lunai_on_device(ctx)) lunai_st_floats(t, data);
   else if (lunai_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
   else for (int64_t at = 0; at < t->count && status == LUNA_OK; at += 1024) {
     lunai_st_tensor part = *t;
     part.data += at * size;
+    part.first = at;
     part.count = lunai_min(1024, t->count - at);
     part.bytes = (size_t)(part.count * size);
     lunai_st_floats(&part, block);
@@ -14679,7 +14782,7 @@ LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, i
                           lunai_st_tensor *t) {
   luna_tensor like;
   lunai_tensor_set(&like, ctx, rank, shape);
-  if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
+  if (lunai_st_value(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
   lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, lunai_file_name(ctx), name, &like);
   return false;
 }
@@ -15632,6 +15735,39 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
+#ifdef LUNA_NO_INT8
+#define lunai_int8_ready(s, i) ((void)(s), true)
+#else
+/* how often the values of a context's parameters have changed, its own and those that it shares */
+LUNAI_FN uint64_t lunai_writes(const luna_ctx *ctx) {
+  uint64_t writes = ctx->writes;
+  for (const luna_params *set = ctx->newest, *root; set; set = set->older) {
+    for (root = set; root->shared; root = root->shared) continue;
+    if (root->ctx != ctx) writes += root->ctx->writes;
+  }
+  return writes;
+}
+/* An inference's weight, input i, gets its copy in 8 bits, or a new one when parameters were written. False: there is
+   no memory, which is reported. */
+LUNAI_FN bool lunai_int8_ready(lunai_build *s, int i) {
+  luna_ctx *ctx = s->op.ctx;
+  luna_tensor *w = s->op.in[i];
+  void *memory;
+  if (!ctx->options.weights || ctx->training || LUNAI_BUMPS(ctx) || !w->parameter || !lunai_int8_fits(lunai_last(w)))
+    return true;
+  const size_t bytes = lunai_int8_bytes(w->shape[0], w->shape[1]);
+  const uint64_t writes = lunai_writes(ctx);
+  if (!w->int8) {
+    if (!lunai_persist(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
+    w->int8 = lunai_int8_place(memory, w->shape[0], w->shape[1]);
+  }
+  if (w->int8->from == w->data && w->int8->writes == writes) return true;
+  w->int8->from = w->data;
+  w->int8->writes = writes;
+  if (lunai_computes(ctx)) (void)lunai_int8_fill(w->int8, w->data); /* of a row that is not finite the scale is NaN */
+  return true;
+}
+#endif
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
@@ -15643,6 +15779,7 @@ LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, lun
       !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
+  if (!lunai_int8_ready(&s, 1)) return NULL;
   s.op.dots = lunai_is_single_row(x);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
@@ -15681,6 +15818,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
+  if (!lunai_int8_ready(&s, 1) || !lunai_int8_ready(&s, 3)) return NULL;
   s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
@@ -15848,6 +15986,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy(luna_linear(x, weight, bias), labels, config);
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
+  if (!lunai_int8_ready(&s, 1)) return NULL;
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
@@ -17722,15 +17861,16 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
 /* not the model's: an optimiser's moments */
 LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-/* the tensors of a file that are the model's, and the numbers in them */
+/* The tensors of a file that are the model's, and the numbers in them. One of I8 has another beside it, its scales,
+   which are not counted: whether they are there is seen when it is read. */
 LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st, double *numbers) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t count = 0;
   while (lunai_st_next(st, &cursor, &t)) {
     if (lunai_st_ours(t.name)) continue;
-    count++;
-    if (numbers) *numbers += (double)t.count;
+    count += t.dtype == LUNAI_ST_I8 ? 0 : 1;
+    if (numbers) *numbers += (double)t.count - (t.dtype == LUNAI_ST_I8 && t.rank > 0 ? (double)t.shape[0] : 0);
   }
   return count;
 }
@@ -18832,6 +18972,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
+  ctx->writes++;
   if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
   /* Adam squares gradients, Apollo takes directions to the fourth power */
@@ -18954,23 +19095,29 @@ LUNAI_FN void lunai_st_put_pair(lunai_st_writer *w, const char *key, const char 
   lunai_st_write_string(w, value);
   w->pair = ",", w->tensor = "},", w->end = "}}";
 }
-/* data: like's, may be null without elements */
-LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+/* a tensor's entry in the header; false: it is the data's turn */
+LUNAI_FN bool lunai_st_put_entry(lunai_st_writer *w, const char *name, const char *dtype, const luna_tensor *like,
+                                 int size) {
   const int64_t count = lunai_shape_count(like->rank, like->shape), begin = w->begin;
   char places[160];
-  if (count < 0 || (count > 0 && !data) || strcmp(name, "__metadata__") == 0) w->failed = true;
-  if (w->failed) return;
-  if (!w->tensor) {
-    lunai_st_write_floats(w, data, count);
-    return;
-  }
-  w->begin += 4 * count;
+  if (count < 0 || strcmp(name, "__metadata__") == 0) w->failed = true;
+  if (w->failed || !w->tensor) return w->failed;
+  w->begin += size * count;
   lunai_print(places, sizeof places, "%t,\"data_offsets\":[%d,%d]}", like, begin, w->begin);
   lunai_st_write_text(w, w->tensor);
   lunai_st_write_string(w, name);
-  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":");
+  lunai_st_write_text(w, ":{\"dtype\":\"");
+  lunai_st_write_text(w, dtype);
+  lunai_st_write_text(w, "\",\"shape\":");
   lunai_st_write_text(w, places);
   w->tensor = ",", w->end = "}";
+  return true;
+}
+/* data: like's, may be null without elements */
+LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+  const int64_t count = lunai_shape_count(like->rank, like->shape);
+  if (count > 0 && !data) w->failed = true;
+  if (!lunai_st_put_entry(w, name, "F32", like, 4)) lunai_st_write_floats(w, data, count);
 }
 
 /* what puts a file's pairs, then its tensors; their names and keys must be unique */
@@ -19011,16 +19158,62 @@ LUNAI_FN luna_status lunai_save_io(luna_ctx *ctx, const char *name, lunai_st_con
   if (ctx->options.measure || lunai_st_write(&w, contents, what)) return LUNA_OK;
   return lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx));
 }
-LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
-  const luna_params *params = (const luna_params *)set;
+LUNAI_FN void lunai_put_pairs(lunai_st_writer *w, const luna_params *params) {
   char horizon[24];
   for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
   lunai_print(horizon, sizeof horizon, "%d", params->horizon);
   if (params->horizon > 0) lunai_st_put_pair(w, "luna.horizon", horizon);
   if (params->horizon_fixed) lunai_st_put_pair(w, "luna.fixed_horizon", "1");
+}
+LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
+  const luna_params *params = (const luna_params *)set;
+  lunai_put_pairs(w, params);
   for (const lunai_param *p = params->first; p; p = p->next)
     lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
+#ifndef LUNA_NO_INT8
+/* a row's scale, or with `scale` its integers */
+LUNAI_FN float lunai_put_row(lunai_st_writer *w, const float *x, int64_t n, const float *scale) {
+  float block[1024], largest = 0;
+  int8_t q[1024];
+  for (int64_t i = 0, part; i < n && !w->failed; i += part) {
+    part = lunai_min(1024, n - i);
+    if (!w->fetch) memcpy(block, x + i, (size_t)part * sizeof(float));
+    else w->failed = !w->fetch(w->device, block, x + i, part);
+    for (int64_t j = 0; j < part && !w->failed; j++) {
+      if (scale) q[j] = lunai_int8_of(block[j], *scale);
+      else if (!lunai_is_finite(block[j])) return (float)NAN;
+      else if (fabsf(block[j]) > largest) largest = fabsf(block[j]);
+    }
+    if (scale && !w->failed) lunai_st_write_bytes(w, q, (size_t)part);
+  }
+  return lunai_int8_scale(largest);
+}
+/* the scales of a weight, or its integers, with their entries in the header */
+LUNAI_FN void lunai_put_int8(lunai_st_writer *w, const lunai_param *p, bool scales) {
+  const luna_tensor *t = &p->tensor, like = lunai_like(t->ctx, 1, t->shape);
+  char name[LUNAI_ST_NAME];
+  lunai_print(name, sizeof name, scales ? "%s.scale" : "%s", p->name);
+  if (lunai_st_put_entry(w, name, scales ? "F32" : "I8", scales ? &like : t, scales ? 4 : 1)) return;
+  for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
+    const float *row = t->data + r * t->shape[1], scale = lunai_put_row(w, row, t->shape[1], NULL);
+    uint32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    if (scales) lunai_st_write_little(w, bits, 4);
+    else (void)lunai_put_row(w, row, t->shape[1], &scale);
+  }
+}
+/* floats first, so that they stay aligned */
+LUNAI_FN void lunai_put_set_int8(lunai_st_writer *w, const void *set) {
+  const luna_params *params = (const luna_params *)set;
+  lunai_put_pairs(w, params);
+  for (int pass = 0; pass < 2; pass++)
+    for (const lunai_param *p = params->first; p; p = p->next) {
+      if (lunai_int8_part(p->name, p->tensor.rank, p->tensor.shape)) lunai_put_int8(w, p, pass == 0);
+      else if (pass == 0) lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
+    }
+}
+#endif
 LUNAI_FN bool lunai_buffer_write(void *to, const void *bytes, size_t size) {
   luna_file *file = (luna_file *)to;
   if (*file->written <= file->size && size <= file->size - *file->written)
@@ -19034,6 +19227,15 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   const size_t size = lunai_st_decode(t->name, name, sizeof name);
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
+}
+/* whether a tensor of a file is the scales of a parameter that is I8 there */
+LUNAI_FN bool lunai_st_scales(const luna_params *params, const lunai_st *st, const lunai_st_tensor *t) {
+  char name[LUNAI_ST_NAME];
+  lunai_st_tensor of;
+  const size_t size = lunai_st_decode(t->name, name, sizeof name);
+  if (size < 6 || size >= sizeof name || strlen(name) != size || strcmp(name + size - 6, ".scale") != 0) return false;
+  name[size - 6] = 0;
+  return lunai_param_find(params, name) && lunai_st_find(st, name, &of) && of.dtype == LUNAI_ST_I8;
 }
 /* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
    differ, and so may the longest sequence, which a learned table has as its shape. */
@@ -19062,7 +19264,9 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
     lunai_param *p = lunai_param_of(params, &t);
+    if (!p && lunai_st_scales(params, st, &t)) continue;
     if (!p) return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
+    (void)lunai_st_value(st, p->name, &t);
     if (!lunai_st_like(&t, &p->tensor))
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, name, &p->tensor, file);
     if (!lunai_st_is_real(&t))
@@ -19113,9 +19317,8 @@ LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   if (status == LUNA_OK) lunai_load_horizon(params, st);
   lunai_st_tensor t;
-  size_t cursor = 0;
-  while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t))
-    if (!lunai_st_ours(t.name)) status = lunai_fill(ctx, lunai_param_of(params, &t)->tensor.data, &t);
+  for (lunai_param *p = params->first; p && status == LUNA_OK && !ctx->options.measure; p = p->next)
+    if (lunai_st_value(st, p->name, &t)) status = lunai_fill(ctx, p->tensor.data, &t);
   return status;
 }
 
@@ -19237,7 +19440,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
   if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
+    const char *why = !lunai_st_value(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
     if (!why && !ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &t);
@@ -19246,7 +19449,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
   }
   if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
-    if (lunai_st_ours(t.name) || lunai_param_of(params, &t)) continue;
+    if (lunai_st_ours(t.name) || lunai_param_of(params, &t) || lunai_st_scales(params, st, &t)) continue;
     m->unused++;
     lunai_st_decode(t.name, name, sizeof name);
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
@@ -19766,6 +19969,11 @@ LUNAI_FN luna_status lunai_read_file(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file) {
   return params ? lunai_save(params->ctx, "luna_save", lunai_put_set, params, &file) : LUNA_BAD_ARGUMENT;
 }
+#ifndef LUNA_NO_INT8
+LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file) {
+  return params ? lunai_save(params->ctx, "luna_save_int8", lunai_put_set_int8, params, &file) : LUNA_BAD_ARGUMENT;
+}
+#endif
 LUNA_API luna_status luna_load(luna_params *params, luna_file file) {
   return lunai_read_file(lunai_ctx_of(params), "luna_load", lunai_load, params, &file);
 }
@@ -19845,6 +20053,11 @@ struct luna_stream {
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
+#ifndef LUNA_NO_INT8
+  bool int8;                         /* weights are in 8 bits: */
+  size_t int8_size, int8_used;       /* bytes of what they take beside a file, */
+  char *int8_at;                     /* where they are */
+#endif
   char *state;                       /* all layers' means and histories */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
@@ -19861,6 +20074,19 @@ struct luna_stream {
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
   return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
+}
+#ifndef LUNA_NO_INT8
+/* whether folded scores are a product in 8 bits */
+LUNAI_FN bool lunai_stream_rounds_scores(const luna_stream *s) {
+  return s->int8 && LUNAI_SOURCES(s) == 1 && lunai_stream_folds(&s->sizes) && lunai_int8_fits(s->sizes.dim);
+}
+#endif
+/* floats of all layers' scores, one after the other */
+LUNAI_FN int64_t lunai_stream_scores_size(const luna_stream *s) {
+#ifndef LUNA_NO_INT8
+  if (lunai_stream_rounds_scores(s)) return 0;
+#endif
+  return LUNAI_SOURCES(s) * lunai_stream_fold_size(&s->sizes);
 }
 /* of a memory that forgets, the weights of a sequence's means */
 LUNAI_FN int64_t lunai_stream_weights(const lunai_lm_sizes *s) { return s->forget ? s->heads * s->memory : 0; }
@@ -20024,23 +20250,65 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
   for (int64_t i = 0, j; i < z->heads * l; i++)
     for (out[i] = 0, j = 0; j < d; j++) out[i] += queries[i * d + j] * key_bias[i / l * d + j];
 }
+#ifdef LUNA_NO_INT8
+#define lunai_stream_floats(s, w) (w)
+#else
+/* While a stream is measured, a weight's copy in 8 bits: nothing reads it. */
+static const lunai_int8 lunai_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
+/* A weight as float, in the step's memory where a file may have it in 8 bits */
+LUNAI_FN luna_tensor *lunai_stream_floats(luna_stream *s, luna_tensor *w) {
+  luna_tensor *own;
+  void *memory = NULL;
+  if (!w || !s->int8) return w;
+  if (!s->model_ctx && !lunai_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
+  own = lunai_stream_view(s, s->model_ctx ? w->data : (float *)memory, 2, w->shape[0], w->shape[1], 1);
+  if (own && memory && lunai_computes(&s->ctx)) {
+    if (w->data) memcpy(memory, w->data, (size_t)luna_count(w) * sizeof(float));
+    else lunai_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
+  }
+  return own;
+}
+/* a copy of values in 8 bits, in the stream's memory */
+LUNAI_FN lunai_int8 *lunai_stream_int8(luna_stream *s, int64_t rows, int64_t columns, const float *values) {
+  const size_t bytes = lunai_int8_bytes(rows, columns);
+  lunai_int8 *w;
+  if (s->ctx.reserving) s->int8_size += bytes;
+  if (s->ctx.reserving) return (lunai_int8 *)(uintptr_t)&lunai_int8_placeholder;
+  if (bytes > s->int8_size - s->int8_used) return NULL;
+  w = lunai_int8_place(s->int8_at + s->int8_used, rows, columns);
+  s->int8_used += bytes;
+  (void)lunai_int8_fill(w, values);
+  return w;
+}
+#endif
+/* those of source i where they stay */
+LUNAI_FN bool lunai_stream_store_scores(luna_stream *s, luna_tensor *to, int64_t i, const luna_tensor *scores) {
+#ifndef LUNA_NO_INT8
+  if (lunai_stream_rounds_scores(s))
+    return scores && (to->int8 = lunai_stream_int8(s, to->shape[0], to->shape[1], scores->data)) != NULL;
+#endif
+  return lunai_stream_store(s, lunai_offset(to->data, i * lunai_stream_fold_size(&s->sizes)), scores);
+}
 /* what the scores need of a layer's memory [sources, slots, dim], once */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention :
-      &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
   bool good = true;
   for (int64_t i = 0; i < LUNAI_SOURCES(s) && good; i++) {
     float *p = lunai_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
         *out_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
     lunai_bump_begin(&s->bump, false);
-    luna_tensor *queries = lunai_causal_queries(attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1)),
-        *bias = NULL, *scores = folds ? lunai_causal_folded(attention, queries, device ? &bias : NULL) : queries;
-    good = lunai_stream_store(s, lunai_offset(layer->past.scores.data, i * lunai_stream_fold_size(z)), scores) &&
+    luna_causal_attention_layer attention = LUNAI_CROSS(s) ? layer->of.decoder.self_attention :
+        layer->of.causal.attention;
+    attention.pq.weight = lunai_stream_floats(s, attention.pq.weight);
+    attention.pc.weight = lunai_stream_floats(s, attention.pc.weight);
+    if (!attention.pq.weight || !attention.pc.weight) return false;
+    luna_tensor *queries = lunai_causal_queries(&attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1)),
+        *bias = NULL, *scores = folds ? lunai_causal_folded(&attention, queries, device ? &bias : NULL) : queries;
+    good = lunai_stream_store_scores(s, &layer->past.scores, i, scores) &&
            (!(folds && device) || lunai_stream_store(s, out_bias, bias));
     if (folds && !device && good && lunai_computes(&s->ctx))
-      lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, out_bias);
+      lunai_stream_fold_bias(z, queries->data, attention.pc.bias->data, out_bias);
   }
   return good;
 }
@@ -20076,6 +20344,13 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (s->scale == 0) s->scale = 1;
   lunai_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
+  if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is no luna_dtype";
+#ifndef LUNA_NO_INT8
+  if (config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
+  if (s->int8 && lunai_stream_on_device(s)) return "a device has float products alone; config.weights must be 0";
+#else
+  if (config && config->weights) return "config.weights: this build has no products in 8 bits";
+#endif
   if (s->horizon < LUNA_HORIZON_NONE) return "config.horizon is less than LUNA_HORIZON_NONE";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
   for (int i = 0; i < 8; i++)
@@ -20084,15 +20359,61 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
 }
 
 /* while a stream is measured: a tensor of this shape, which all parameters of that shape share */
-LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const int64_t *shape) {
+LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const int64_t *shape, lunai_int8 *int8) {
   const size_t each = lunai_bump_size(false, sizeof(luna_tensor));
   s->measured++;
   for (size_t at = 0; at < s->bump.part[0].used; at += each) {
     luna_tensor *t = (luna_tensor *)(void *)(s->bump.part[0].start + at);
-    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1])) return t;
+    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]) && t->int8 == int8)
+      return t;
   }
-  return lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
+  luna_tensor *t = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
+  if (t) t->int8 = int8;
+  return t;
 }
+/* A parameter's copy in 8 bits, or null where it has none: made of `values` or, while the stream is measured, counted
+   (of a file, lunai_stream_int8_file has) */
+LUNAI_FN lunai_int8 *lunai_stream_int8_of(luna_stream *s, const char *name, int rank, const int64_t *shape,
+                                          const float *values) {
+#ifndef LUNA_NO_INT8
+  if (!s->int8 || !lunai_int8_part(*name ? name : ".weight", rank, shape)) return NULL; /* a decoder's have no names */
+  if (s->ctx.reserving && !s->model_ctx) return (lunai_int8 *)(uintptr_t)&lunai_int8_placeholder;
+  return lunai_stream_int8(s, shape[0], shape[1], values);
+#else
+  return (void)s, (void)name, (void)rank, (void)shape, (void)values, (lunai_int8 *)NULL;
+#endif
+}
+#ifndef LUNA_NO_INT8
+/* a file's I8 tensor in place, but for its sums; null: it or its scales are not aligned, or not used in 8 bits */
+LUNAI_FN lunai_int8 *lunai_stream_int8_in(luna_stream *s, const char *name, const lunai_st_tensor *t) {
+  const size_t head = lunai_round(sizeof(lunai_int8)), bytes = head + lunai_round((size_t)t->shape[0] * 4);
+  if (!t->scale || (uintptr_t)t->scale % sizeof(float) != 0 || !lunai_st_little() ||
+      !lunai_int8_part(name, t->rank, t->shape) || bytes > s->int8_size - s->int8_used) return NULL;
+  lunai_int8 *w = (lunai_int8 *)(void *)(s->int8_at + s->int8_used);
+  s->int8_used += bytes;
+  memset(w, 0, sizeof *w);
+  w->rows = t->shape[0];
+  w->columns = t->shape[1];
+  w->at = (const int8_t *)t->data;
+  w->scale = (const float *)(const void *)t->scale;
+  w->sums = (const int32_t *)(const void *)((char *)w + head);
+  lunai_int8_sum(w);
+  return w;
+}
+/* What a file's weights will take: of those in I8 the sums, of others, where the stream is in 8 bits, copies. It is in
+   8 bits where one of the file's is. */
+LUNAI_FN void lunai_stream_int8_file(luna_stream *s, const lunai_st *st) {
+  lunai_st_tensor t;
+  char name[LUNAI_ST_NAME];
+  for (size_t cursor = 0; lunai_st_next(st, &cursor, &t);) s->int8 = s->int8 || t.dtype == LUNAI_ST_I8;
+  for (size_t cursor = 0; s->int8 && lunai_st_next(st, &cursor, &t);) {
+    if (lunai_st_decode(t.name, name, sizeof name) >= sizeof name || lunai_st_ours(t.name) ||
+        !lunai_int8_part(name, t.rank, t.shape)) continue;
+    s->int8_size += t.dtype == LUNAI_ST_I8 ? lunai_round(sizeof(lunai_int8)) + lunai_round((size_t)t.shape[0] * 4) :
+        lunai_int8_bytes(t.shape[0], t.shape[1]);
+  }
+}
+#endif
 /* The stream's own tensors of parts, which then point to them: of a model those that they pointed to, else the file's
    by their names; without a file their shapes alone. False: s->ctx.error says what is wrong. */
 LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int count, const char *prefix,
@@ -20103,12 +20424,16 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
       const int64_t shape[2] = { p->rows, rank == 1 ? 1 : p->columns };
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
-      if (s->ctx.reserving) own = s->model_ctx ? lunai_stream_placeholder(s, (*at)->rank, (*at)->shape) :
-          lunai_stream_placeholder(s, rank, shape);
+      const int own_rank = s->model_ctx ? (*at)->rank : rank; /* a decoder's parts do not say it */
+      const int64_t *own_shape = s->model_ctx ? (*at)->shape : shape;
+      lunai_int8 *int8 = i || st ? NULL :
+          lunai_stream_int8_of(s, p->name, own_rank, own_shape, s->model_ctx ? (*at)->data : NULL);
+      if (s->ctx.reserving) own = lunai_stream_placeholder(s, own_rank, own_shape, int8);
       else own = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
       if (!own) return false;
       if (s->model_ctx && !s->ctx.reserving) *own = **at;
       own->ctx = &s->ctx;
+      own->int8 = int8;
       *at = own;
       if (!st) continue;
       lunai_st_tensor found;
@@ -20118,10 +20443,17 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       if (i) name.at -= sizeof "weight" - 1;
       if (i) lunai_put(&name, "bias");
       *name.at = 0;
-      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
-          (rank == 1 || found.shape[1] == p->columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (lunai_st_value(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
+          (rank == 1 || found.shape[1] == p->columns)) {
+        own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+        if (own->data && !i) own->int8 = lunai_stream_int8_of(s, p->name, rank, shape, own->data);
+#ifndef LUNA_NO_INT8
+        if (!own->data) own->int8 = lunai_stream_int8_in(s, p->name, &found);
+        if (own->int8) continue;
+#endif
+      }
       if (own->data) continue;
-      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+      lunai_put(&name, " is missing, of another shape, not F32 (nor I8 with scales), not aligned to 4 bytes, "
                        "or this machine is not little-endian");
       *name.at = 0;
       return false;
@@ -20220,7 +20552,7 @@ LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_MEASURED 29
 #else
-#define LUNAI_MEASURED 44
+#define LUNAI_MEASURED 48
 #endif
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
    without computing. On the host more rows take more. */
@@ -20245,11 +20577,17 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->ctx.reserving = true;
   bool good = lunai_stream_model_open(s, NULL);
   const size_t beside = s->measured, bytes = lunai_bump_size(false, sizeof(luna_tensor));
+#ifndef LUNA_NO_INT8
+  const size_t beside8 = s->int8_size;
+#endif
   good = good && lunai_stream_layer_open(s, 0, from, NULL);
   size_t each = (s->measured - beside) * bytes, stays = b->floor = b->kept = b->part[0].used;
   const size_t shared = s->measured * bytes - stays; /* by placeholders, and by nothing later */
   s->sizes.layers = 1;
   good = good && lunai_stream_fold(s, &layer, NULL);
+#ifndef LUNA_NO_INT8
+  s->int8_size = beside8 + (s->int8_size - beside8) * layers;
+#endif
   const size_t folding = b->part[0].peak; /* before anything is recorded */
   if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
     good = good && lunai_stream_rows(s, 1, true) != NULL;
@@ -20302,6 +20640,9 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   s->output_norm = (float *)lunai_stream_take(base, &used, z->output_norm ? 2 * z->outputs : 0, sizeof(float));
+#ifndef LUNA_NO_INT8
+  s->int8_at = (char *)lunai_stream_take(base, &used, (int64_t)s->int8_size, 1);
+#endif
   const size_t host_size = used;
   if (device) { base = s->device_memory; used = 0; }
   const size_t state = used;
@@ -20316,7 +20657,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
       past->history = (float *)lunai_stream_take(base, &used, s->batch * z->dim * lunai_max(0, z->convolution - 1),
                                                  sizeof(float));
     } else {
-      past->scores.data = (float *)lunai_stream_take(base, &used, n * lunai_stream_fold_size(z), sizeof(float));
+      past->scores.data = (float *)lunai_stream_take(base, &used, lunai_stream_scores_size(s), sizeof(float));
       past->scores_bias.data = (float *)lunai_stream_take(base, &used,
           lunai_stream_folds(z) ? n * z->heads * z->memory : 0, sizeof(float));
       past->keys.data = (float *)lunai_stream_take(base, &used, cross * n * z->memory * z->dim, sizeof(float));
@@ -20352,6 +20693,10 @@ LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *
   if (!*wrong && (uintptr_t)st->data % sizeof(float) != 0) *wrong = "the values in bytes are not aligned to 4 bytes";
   if (!*wrong) *wrong = lunai_lm_read(st, &s->sizes);
   if (!*wrong) s->horizon = lunai_st_horizon(st);
+#ifndef LUNA_NO_INT8
+  if (!*wrong && config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
+  if (!*wrong) lunai_stream_int8_file(s, st);
+#endif
   if (!*wrong) *wrong = lunai_stream_config(s, config);
   if (!*wrong && !lunai_stream_measure(s, NULL)) *wrong = LUNAI_STREAM_TOO_LARGE;
   if (*wrong) return 0;
@@ -20422,6 +20767,7 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
+  if (own.weights == LUNA_DTYPE_F32) own.weights = ctx->options.weights;
   lunai_graph_flush(ctx, "a stream was opened");
   first->model_ctx = ctx;
   first->ctx.backend = luna_backend_of(ctx);
