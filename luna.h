@@ -476,7 +476,10 @@ typedef struct luna_tensor {
   struct luna_op *last_reader;       /* the newest op of the tape that reads it, */
   struct luna_tensor *older;         /* the tensor made before this one in the step, */
   struct lunai_piece *data_piece, *grad_piece; /* memory of the step that can be released before the step ends; */
-  struct lunai_piece *given_piece;   /* data_piece, while luna_backward only counts memory and this is free; */
+  union {
+    struct lunai_piece *given_piece; /* of a result: data_piece, while luna_backward only counts memory and it is free */
+    struct lunai_int8 *int8;         /* of a weight: in 8 bits, for inference or of a stream, where data may be null */
+  } own;
   bool keep_data, keep_grad;         /* luna_keep and luna_require_grad: stays until the next begin */
   bool saved, released, recomputed;  /* a backward reads data; data was released; and computed again */
   bool ended;                        /* its step is over: it is released, and points to nothing */
@@ -484,7 +487,6 @@ typedef struct luna_tensor {
   /* the next of the parameters whose first gradient luna_backward has just allocated */
   struct luna_tensor *reserved;
   const struct lunai_cut *part;     /* of which whole it is this rank's part; null: it is whole */
-  struct lunai_int8 *int8;           /* a weight in 8 bits, for inference or of a stream, where data may then be null */
 } luna_tensor;
 
 LUNA_API int64_t luna_count(const luna_tensor *t);                  /* elements; 0 for null */
@@ -11147,7 +11149,7 @@ LUNAI_INLINE const lunai_int8 *lunai_op_int8(const luna_op *op, int i) {
 #ifdef LUNA_NO_INT8
   return (void)op, (void)i, (const lunai_int8 *)NULL;
 #else
-  return op->ctx->training ? NULL : op->in[i]->int8;
+  return op->ctx->training ? NULL : op->in[i]->own.int8;
 #endif
 }
 
@@ -12075,7 +12077,7 @@ LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
 #ifndef LUNA_NO_INT8
   if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
     for (int64_t i = first; i < last; i++)
-      lunai_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
+      lunai_int8_floats(op->in[0]->own.int8, op->index[i], 1, op->out[0]->data + i * d);
     return;
   }
 #endif
@@ -13899,7 +13901,7 @@ LUNAI_FN void lunai_result_done(luna_tensor *t) {
     lunai_release(t);
     return;
   }
-  t->given_piece = t->data_piece;
+  t->own.given_piece = t->data_piece;
   lunai_piece_give(t->ctx, &t->data_piece);
 }
 /* What nothing reads any more once an op's backward is over: its results' gradients and data, and what it kept, which
@@ -14024,8 +14026,8 @@ LUNAI_FN void lunai_unwalk(luna_tensor *t) {
   t->grad = NULL;
   t->grad_piece = NULL;
   t->has_grad = false;
-  if (t->given_piece) t->data_piece = t->given_piece;
-  t->given_piece = NULL;
+  if (t->own.given_piece) t->data_piece = t->own.given_piece;
+  t->own.given_piece = NULL;
   if (!t->recomputed) return;
   t->data = NULL;
   t->data_piece = NULL;
@@ -15757,14 +15759,14 @@ LUNAI_FN bool lunai_int8_ready(lunai_build *s, int i) {
     return true;
   const size_t bytes = lunai_int8_bytes(w->shape[0], w->shape[1]);
   const uint64_t writes = lunai_writes(ctx);
-  if (!w->int8) {
+  if (!w->own.int8) {
     if (!lunai_persist(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
-    w->int8 = lunai_int8_place(memory, w->shape[0], w->shape[1]);
+    w->own.int8 = lunai_int8_place(memory, w->shape[0], w->shape[1]);
   }
-  if (w->int8->from == w->data && w->int8->writes == writes) return true;
-  w->int8->from = w->data;
-  w->int8->writes = writes;
-  if (lunai_computes(ctx)) (void)lunai_int8_fill(w->int8, w->data); /* of a row that is not finite the scale is NaN */
+  if (w->own.int8->from == w->data && w->own.int8->writes == writes) return true;
+  w->own.int8->from = w->data;
+  w->own.int8->writes = writes;
+  if (lunai_computes(ctx)) (void)lunai_int8_fill(w->own.int8, w->data); /* of a row that is not finite the scale is NaN */
   return true;
 }
 #endif
@@ -20264,7 +20266,7 @@ LUNAI_FN luna_tensor *lunai_stream_floats(luna_stream *s, luna_tensor *w) {
   own = lunai_stream_view(s, s->model_ctx ? w->data : (float *)memory, 2, w->shape[0], w->shape[1], 1);
   if (own && memory && lunai_computes(&s->ctx)) {
     if (w->data) memcpy(memory, w->data, (size_t)luna_count(w) * sizeof(float));
-    else lunai_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
+    else lunai_int8_floats(w->own.int8, 0, w->shape[0], (float *)memory);
   }
   return own;
 }
@@ -20285,7 +20287,7 @@ LUNAI_FN lunai_int8 *lunai_stream_int8(luna_stream *s, int64_t rows, int64_t col
 LUNAI_FN bool lunai_stream_store_scores(luna_stream *s, luna_tensor *to, int64_t i, const luna_tensor *scores) {
 #ifndef LUNA_NO_INT8
   if (lunai_stream_rounds_scores(s))
-    return scores && (to->int8 = lunai_stream_int8(s, to->shape[0], to->shape[1], scores->data)) != NULL;
+    return scores && (to->own.int8 = lunai_stream_int8(s, to->shape[0], to->shape[1], scores->data)) != NULL;
 #endif
   return lunai_stream_store(s, lunai_offset(to->data, i * lunai_stream_fold_size(&s->sizes)), scores);
 }
@@ -20364,11 +20366,11 @@ LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const i
   s->measured++;
   for (size_t at = 0; at < s->bump.part[0].used; at += each) {
     luna_tensor *t = (luna_tensor *)(void *)(s->bump.part[0].start + at);
-    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]) && t->int8 == int8)
+    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]) && t->own.int8 == int8)
       return t;
   }
   luna_tensor *t = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
-  if (t) t->int8 = int8;
+  if (t) t->own.int8 = int8;
   return t;
 }
 /* A parameter's copy in 8 bits, or null where it has none: made of `values` or, while the stream is measured, counted
@@ -20433,7 +20435,7 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       if (!own) return false;
       if (s->model_ctx && !s->ctx.reserving) *own = **at;
       own->ctx = &s->ctx;
-      own->int8 = int8;
+      own->own.int8 = int8;
       *at = own;
       if (!st) continue;
       lunai_st_tensor found;
@@ -20446,10 +20448,10 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       if (lunai_st_value(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
           (rank == 1 || found.shape[1] == p->columns)) {
         own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
-        if (own->data && !i) own->int8 = lunai_stream_int8_of(s, p->name, rank, shape, own->data);
+        if (own->data && !i) own->own.int8 = lunai_stream_int8_of(s, p->name, rank, shape, own->data);
 #ifndef LUNA_NO_INT8
-        if (!own->data) own->int8 = lunai_stream_int8_in(s, p->name, &found);
-        if (own->int8) continue;
+        if (!own->data) own->own.int8 = lunai_stream_int8_in(s, p->name, &found);
+        if (own->own.int8) continue;
 #endif
       }
       if (own->data) continue;

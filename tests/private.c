@@ -29,7 +29,7 @@
 int main(int argc, char **argv) {
   static const struct { const char *name; int (*run)(void); } chapters[] = {
     {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main},
-    {"elementwise", elementwise_main}, {"gemm", gemm_main}, 
+    {"elementwise", elementwise_main}, {"gemm", gemm_main},
     {"int8", int8_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
   };
   int passed = 0, failed = 0;
