@@ -8714,6 +8714,7 @@ LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernel
 #endif
   if (kernels == &lunai_kernels_avx2) return &lunai_int8_loops_avx2;
 #endif
+  (void)kernels;
   return known & LUNAI_HAS_VNNI ? &lunai_int8_loops_vnni : &lunai_int8_loops_avx512;
 #else
   return (void)kernels, &LUNAI_JOIN(lunai_int8_loops, LUNAI_BASELINE);
