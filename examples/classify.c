@@ -39,6 +39,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
+  FLAG_WEIGHTS("ep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

@@ -46,6 +46,7 @@ static const flag flags[] = {
   FLAGS_CLASSIFIER,
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
+  FLAG_WEIGHTS("e"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

@@ -336,6 +336,117 @@ static void check_damaged(void) {
   luna_close(m.ctx);
 }
 
+/* ---- what a trained model loses, on data that it has not seen ---- */
+enum { TEXT_ROWS = 128, TEXT_BATCH = 4, TEXT_STEPS = 150, HELD = 40 };
+static int32_t text_at(const uint8_t *text, size_t size, size_t i) { return text[i % size]; }
+/* bits a byte of HELD windows behind the text that was trained on; by streams, where `weights` says of which */
+static double text_bits(const lm *m, const uint8_t *text, size_t from, size_t size, const luna_dtype *weights) {
+  double sum = 0;
+  for (size_t w = 0; w < HELD; w++) {
+    int32_t tokens[TEXT_ROWS + 1];
+    for (size_t i = 0; i <= TEXT_ROWS; i++) tokens[i] = text_at(text, size, from + w * TEXT_ROWS + i);
+    if (!weights) {
+      luna_begin_inference(m->ctx);
+      const luna_input input = {.tokens = tokens, .batch = 1, .n = TEXT_ROWS};
+      sum += (double)luna_item(luna_lm_loss(&m->model, &input, tokens + 1)) * TEXT_ROWS;
+      continue;
+    }
+    const luna_stream_config c = {.weights = *weights};
+    luna_stream *s = luna_stream_open(&m->model, &c);
+    for (int i = 0; i < TEXT_ROWS && s; i++) {
+      const float *y = luna_stream_step(s, tokens + i);
+      double exps = 0;
+      for (int k = 0; y && k < 256; k++) exps += exp((double)y[k]);
+      if (y) sum += log(exps) - (double)y[tokens[i + 1]];
+    }
+    luna_stream_close(s);
+  }
+  return sum / (HELD * TEXT_ROWS) / log(2);
+}
+static void check_text(void) {
+  static uint8_t text[100000];
+  FILE *in = fopen("tests/data/excerpt.txt", "rb");
+  if (!CHECK(in != NULL, "tests/data/excerpt.txt is not there")) return;
+  const size_t size = fread(text, 1, sizeof text, in), train = size - HELD * TEXT_ROWS - 1;
+  fclose(in);
+  lm m[2];
+  const luna_lm_config config = {.vocab = 256, .layers = 2, .layer = {.dim = 64, .heads = 4, .ffn = 256,
+    .convolution = 4, .pre_norm = true, .forget = LUNA_FORGET_GATED}};
+  for (int i = 0; i < 2; i++) {
+    m[i].ctx = luna_open(&(luna_options){.seed = 2, .threads = 2, .weights = i ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32});
+    m[i].params = luna_params_open(m[i].ctx);
+    CHECK(luna_lm_init(&m[i].model, m[i].params, &config) == LUNA_OK, "%s", luna_error(m[i].ctx));
+  }
+  luna_optimizer *adam = luna_adamw(m[0].params, &(luna_optimizer_config){.lr = 3e-3f});
+  for (uint64_t step = 0; step < TEXT_STEPS; step++) {
+    int32_t tokens[TEXT_BATCH * TEXT_ROWS], labels[TEXT_BATCH * TEXT_ROWS];
+    for (size_t i = 0; i < TEXT_BATCH * TEXT_ROWS; i++) {
+      const size_t at = common_hash(step, i / TEXT_ROWS) % (train - TEXT_ROWS) + i % TEXT_ROWS;
+      tokens[i] = text[at], labels[i] = text[at + 1];
+    }
+    luna_begin_step(m[0].ctx);
+    luna_backward(luna_lm_loss(&m[0].model, &(luna_input){.tokens = tokens, .batch = TEXT_BATCH, .n = TEXT_ROWS},
+                               labels));
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(m[0].ctx));
+  }
+  for (int64_t i = 0; i < luna_params_tensor_count(m[0].params); i++)
+    luna_write(luna_params_at(m[1].params, i, NULL), luna_params_at(m[0].params, i, NULL)->data);
+  const luna_dtype rounded = LUNA_DTYPE_I8;
+  const double exact = text_bits(&m[0], text, train, size, NULL), inference = text_bits(&m[1], text, train, size, NULL),
+      stream = text_bits(&m[0], text, train, size, &rounded);
+  printf("a byte model: %.4f bits a byte, in 8 bits %.4f, its stream %.4f\n", exact, inference, stream);
+  CHECK(exact < 4.5, "the model has learnt nothing: %.3f bits a byte", exact);
+  CHECK(inference < exact + 0.01 && stream < exact + 0.01, "8 bits lose %.4f and %.4f bits a byte", inference - exact,
+        stream - exact);
+  luna_close(m[0].ctx), luna_close(m[1].ctx);
+}
+/* sequences of two symbols and a label: which of both there is more of */
+static int32_t more_of(uint64_t seed, int64_t n, int32_t *tokens) {
+  const uint64_t share = 30 + common_hash(seed, 1) % 41;
+  int64_t ones = 0;
+  for (int64_t i = 0; i < n; i++) ones += tokens[i] = common_hash(seed, (uint64_t)i + 2) % 100 < share;
+  return 2 * ones > n;
+}
+static void check_classifier(void) {
+  enum { BATCH = 16, ROWS = 64, STEPS = 120, CASES = 1000 };
+  luna_classifier model[2];
+  luna_ctx *ctx[2];
+  luna_params *params[2];
+  luna_classifier_config config = {.vocab = 2, .classes = 2};
+  config.encoder.layers = 2, config.encoder.layer.dim = 32, config.encoder.layer.heads = 2;
+  config.encoder.layer.ffn = 64, config.encoder.memory = 8;
+  for (int i = 0; i < 2; i++) {
+    ctx[i] = luna_open(&(luna_options){.seed = 3, .threads = 2, .weights = i ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32});
+    params[i] = luna_params_open(ctx[i]);
+    CHECK(luna_classifier_init(&model[i], params[i], &config) == LUNA_OK, "%s", luna_error(ctx[i]));
+  }
+  luna_optimizer *adam = luna_adamw(params[0], &(luna_optimizer_config){.lr = 2e-3f});
+  int32_t tokens[BATCH * ROWS], labels[BATCH], answer[2][BATCH];
+  for (uint64_t step = 0; step < STEPS; step++) {
+    for (int b = 0; b < BATCH; b++) labels[b] = more_of(step * BATCH + (uint64_t)b, ROWS, tokens + b * ROWS);
+    luna_begin_step(ctx[0]);
+    const luna_input input = {.tokens = tokens, .batch = BATCH, .n = ROWS};
+    luna_backward(luna_cross_entropy(luna_classifier_forward(&model[0], &input), labels, NULL));
+    CHECK(luna_optimizer_step(adam) == LUNA_OK, "%s", luna_error(ctx[0]));
+  }
+  for (int64_t i = 0; i < luna_params_tensor_count(params[0]); i++)
+    luna_write(luna_params_at(params[1], i, NULL), luna_params_at(params[0], i, NULL)->data);
+  int right = 0, same = 0, cases = 0;
+  for (uint64_t at = 0; at < CASES; at += BATCH) {
+    for (int b = 0; b < BATCH; b++) labels[b] = more_of(1000000 + at + (uint64_t)b, ROWS, tokens + b * ROWS);
+    for (int i = 0; i < 2; i++) {
+      luna_begin_inference(ctx[i]);
+      const luna_input input = {.tokens = tokens, .batch = BATCH, .n = ROWS};
+      CHECK(luna_argmax(luna_classifier_forward(&model[i], &input), answer[i]) == LUNA_OK, "%s", luna_error(ctx[i]));
+    }
+    for (int b = 0; b < BATCH; b++, cases++) right += answer[0][b] == labels[b], same += answer[0][b] == answer[1][b];
+  }
+  printf("a classifier: %d of %d right, in 8 bits the same answer in %d\n", right, cases, same);
+  CHECK(right > cases * 85 / 100, "the classifier has learnt nothing: %d of %d", right, cases);
+  CHECK(same >= cases * 99 / 100, "in 8 bits %d of %d answers are the same", same, cases);
+  luna_close(ctx[0]), luna_close(ctx[1]);
+}
+
 /* ---- memory, and what is refused ---- */
 static void *counted_allocate(void *user, size_t bytes) { return *(size_t *)user += bytes, malloc(bytes); }
 static void counted_release(void *user, void *at, size_t bytes) { *(size_t *)user -= bytes, free(at); }
@@ -353,14 +464,14 @@ static void check_memory(void) {
   size_t size8, state[2], file[2];
   uint8_t *bytes = (uint8_t *)common_alloc((size_t)weights + 100000);
   for (int int8 = 0; int8 < 2; int8++) {
-    const luna_stream_config c = {.weights = int8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32};
+    const luna_stream_config c = {.weights = int8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32, .chunk = 1};
     const size_t before = held;
     luna_stream *s = luna_stream_open(&model, &c);
     state[int8] = held - before;
     luna_stream_close(s);
     const luna_file to = luna_buffer(bytes, (size_t)weights + 100000, &size8);
     CHECK((int8 ? luna_save_int8(params, to) : luna_save(params, to)) == LUNA_OK, "%s", luna_error(ctx));
-    file[int8] = luna_stream_size(bytes, size8, NULL, NULL);
+    file[int8] = luna_stream_size(bytes, size8, &c, NULL);
   }
   const double added = ((double)state[1] - (double)state[0]) / weights;
   /* the file is read in place; the stream's memory beside it, over a float stream's */
@@ -397,5 +508,7 @@ int main(void) {
   check_damaged();
   check_memory();
   check_refused();
+  check_text();
+  check_classifier();
   return test_report("int8_models");
 }
