@@ -189,6 +189,7 @@
      LUNA_NO_STDIO *        no luna_path; luna_bytes, luna_buffer and luna_callbacks remain
      LUNA_NO_THREADS        no thread pool; a caller's parallel_for still works
      LUNA_NO_SIMD           scalar kernels only
+     LUNA_NO_INT8           no products in 8 bits; I8 files load as float
      LUNA_ONLY_STREAM *     streaming a causal language model from a checkpoint in memory, and nothing else
      LUNA_MALLOC, LUNA_FREE the default allocator; define both or neither
      LUNA_ASSERT(c)         checks internal invariants; default: nothing
@@ -198,9 +199,10 @@
    CONTENTS (search for the tag)
      1. Public API        >>status >>context >>tensors >>ops >>params >>layers >>models >>trainer >>checkpoints
                           >>stream >>functions >>parallel >>graphs >>profile >>backend
-     2. Implementation    >>base >>kernels >>vector >>gemm >>elementwise >>attention >>causal >>table >>dispatch
-                          >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors >>graphs
-                          >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling >>beam */
+     2. Implementation    >>base >>kernels >>vector >>int8 >>gemm >>elementwise >>attention >>causal >>table
+                          >>dispatch >>functions >>safetensors >>threads >>context >>backend >>profile >>tensors
+                          >>graphs >>params >>ops >>layers >>models >>trainer >>checkpoints >>stream >>sampling
+                          >>beam */
 
 #ifndef LUNA_H
 #define LUNA_H
@@ -335,6 +337,9 @@ typedef enum luna_activation {
   LUNA_ACTIVATION_COUNT
 } luna_activation;
 
+/* How numbers are stored. Of weights: I8 is 8 bits with a scale for each row. */
+typedef enum luna_dtype { LUNA_DTYPE_F32 = 0, LUNA_DTYPE_I8 } luna_dtype;
+
 /* Of a model's embedding. Default: sinusoidal; none in luna_lm. */
 typedef enum luna_positions {
   LUNA_POSITIONS_DEFAULT = 0, LUNA_POSITIONS_NONE, LUNA_POSITIONS_SINUSOIDAL, LUNA_POSITIONS_LEARNED
@@ -409,6 +414,10 @@ typedef struct luna_options {
   const luna_backend *backend;       /* 0 = this CPU */
   const luna_collective *collective; /* other ranks; copied; 0 = none */
   const char **error;                /* where luna_open puts why it returns null; 0 = nowhere */
+  /* LUNA_DTYPE_I8: an inference's products by parameters (luna_linear, luna_feed_forward and what is made of them) are
+     exact ones of 8 bits, with rounded weights and rows of x: faster, by about 1% of error. Parameters stay, and get a
+     copy of a quarter of their bytes when first read; training does not change. On the CPU alone. 0 = F32 */
+  luna_dtype weights;
 } luna_options;
 
 /* Null options: all defaults. Returns null, and says why to options.error and options.log, when out of memory, the
@@ -448,7 +457,6 @@ LUNA_API luna_memory_usage luna_memory(const luna_ctx *ctx);
    on failure and for a null input; the context says why. Tensors of two contexts in one op fail in both.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNA_MAX_RANK 4
-typedef enum luna_dtype { LUNA_DTYPE_F32 = 0 } luna_dtype;
 
 typedef struct luna_tensor {
   /* data: null in a context that measures, and once released by a scope's end or a begin. grad: null until backward has
@@ -467,6 +475,7 @@ typedef struct luna_tensor {
   luna_ctx *ctx;
   struct luna_tensor *base;          /* a view's owner, else null */
   int64_t offset;                    /* a view's first element within base */
+  struct lunai_int8 *int8;           /* a weight in 8 bits, for inference: luna.h's; data may then be null */
   struct lunai_tensor_state *own;    /* luna.h's */
 } luna_tensor;
 
@@ -1377,6 +1386,11 @@ LUNA_API luna_file luna_buffer(void *buffer, size_t capacity, size_t *written);
 LUNA_API luna_file luna_callbacks(const luna_io *io);
 
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file);
+#ifndef LUNA_NO_INT8
+/* The same in about a quarter of the bytes: matrices of products and embeddings as I8, rounded, with their rows' scales
+   as NAME.scale. Every call that loads a file reads it; into a set its values come as float. */
+LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file);
+#endif
 /* Copies the values into a set whose parameters have the file's names and shapes, and whose model, where the file says
    what its model is, has the same config, heads and pooling too; not compared are dropouts and max_length.
    luna_load_model takes the config from the file. luna_load_matching compares names and shapes alone. While it runs it
@@ -1460,9 +1474,13 @@ typedef struct luna_stream_config {
   int64_t chunk;                     /* rows of a prefill done at once; 0 = 64 */
   luna_isa isa;                      /* 0 = best; not on a device */
   int64_t horizon;                   /* as of luna_layer_config; 0 = the model's */
+  /* LUNA_DTYPE_I8: products as luna_options.weights says, in about 0.26 of the weights' bytes, which the stream takes
+     beside them; on the CPU alone. 0 = as the file stores them, or as the model's context says */
+  luna_dtype weights;
 } luna_stream_config;
-/* From a safetensors checkpoint in memory, F32, 4-byte aligned, little-endian host, read in place: no context, no
-   allocator. memory: luna_stream_size bytes. Null when something is wrong: *error then says what, perhaps in memory.
+/* From a safetensors checkpoint in memory, F32 or of luna_save_int8 (not with LUNA_ONLY_STREAM), 4-byte aligned,
+   little-endian host, read in place: no context, no allocator. memory: luna_stream_size bytes. Null when something is
+   wrong: *error then says what, perhaps in memory.
    Of stack these two take about 13 KB on 64-bit machines, a step or a prefill 10 KB, and less with LUNA_NO_SIMD; on a
    Cortex-M4 no function has more than 4 KB. */
 LUNA_API size_t luna_stream_size(const void *bytes, size_t size, const luna_stream_config *config, const char **error);
@@ -2146,6 +2164,9 @@ LUNA_API luna_status luna_backend_fail(luna_ctx *ctx, luna_status status, const 
 #ifndef LUNA_ASSERT
 #define LUNA_ASSERT(condition) ((void)0)
 #endif
+#if (defined(LUNA_ONLY_STREAM) || defined(LUNAI_DOUBLE)) && !defined(LUNA_NO_INT8)
+#define LUNA_NO_INT8                 /* small; and float rounds as a double there */
+#endif
 
 #define LUNAI_ALIGN 64             /* every allocation and every part of scratch starts at a multiple of this */
 #define LUNAI_KEY_BLOCK 512        /* keys an attention block holds; partial results merge in block order */
@@ -2257,6 +2278,11 @@ LUNAI_INLINE int64_t lunai_share(int64_t count, int64_t thread, int64_t threads)
   return threads == 1 ? count * thread : count / threads * thread + count % threads * thread / threads;
 }
 
+/* where part `part` of n lines begins: at a whole tile of `unit` */
+LUNAI_INLINE int64_t lunai_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
+  return parts == 1 ? part * n : lunai_min(n, lunai_share(lunai_divide_up(n, unit), part, parts) * unit);
+}
+
 /* A thread's next piece of a call's: of its own share, in order, so that it finds in its caches the rows that it wrote
    in the op before; then one that another thread has not begun, so that a thread which the system has stopped holds up
    one piece and not its whole share. Without atomics, or on one thread, every `threads`-th. Whose a piece is never
@@ -2345,11 +2371,23 @@ typedef struct lunai_panels { const float *at; int64_t n, step, row; } lunai_pan
 /* The running mean M [rows, columns] of y^T z over t tokens */
 typedef struct lunai_mean { double *at; int64_t rows, columns, row; double t; } lunai_mean;
 
+/* A weight [rows, columns] in 8 bits, row-major: element i of row r is at[r * columns + i] * scale[r] */
+typedef struct lunai_int8 {
+  const int8_t *at;
+  const float *scale;                /* [rows], finite */
+  const int32_t *sums;               /* [rows] of the integers */
+  int64_t rows, columns;
+  const float *from;                 /* of a context's parameter: the values that it was made of, */
+  uint64_t writes;                   /* and how many writes of parameters had been before */
+} lunai_int8;
+
 /* C = act(alpha A B + bias) (+ C when accumulate), for every one of batch[0] x batch[1] products; all strides in floats
    and resolved; the columns of C and of `pre` (the pre-activation, C's layout, may be null) are contiguous. */
 typedef struct lunai_gemm {
   const float *a, *b, *bias;
   const float *b_panels;             /* b in panels, by make_panels, for several products; or null */
+  const struct lunai_int8 *b_int8;   /* its rows from b_first on in place of b^T, and A's rows in 8 bits too: >>int8 */
+  int64_t b_first;
   float *c, *pre;
   int64_t m, n, k;
   int64_t a_row, a_column, b_row, b_column, c_row;
@@ -2569,7 +2607,7 @@ LUNAI_FN float lunai_each_slope_scalar(int kind, int input, float a, float b, fl
 #define LUNAI_KERNELS(K, R, T) \
   K(size_t, gemm_scratch, (const lunai_gemm *g, int64_t threads)) \
   K(void, gemm, (const lunai_gemm *g, const lunai_parallel *parallel, void *scratch)) \
-  R(size_t, panels_bytes, (int64_t n, int64_t k)) \
+  R(size_t, panels_bytes, (const lunai_gemm *g)) \
   R(void, make_panels, (const lunai_gemm *g, const lunai_parallel *parallel, void *panels)) \
   K(void, activate, (int kind, int64_t n, const float *x, float *y)) \
   T(void, activate_backward, (int kind, int64_t n, const float *x, const float *dy, float *dx)) \
@@ -2696,7 +2734,13 @@ LUNAI_FN double lunai_sinusoid_rate(int64_t half) {
    ------------------------------------------------------------------------------------------------------------------ */
 #ifdef LUNAI_PASS
 #undef LUNAI_PASS_LOOPS
-#if !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
+#undef LUNAI_PASS_INT8
+#if LUNAI_IS(vnni) || LUNAI_IS(avxvnni) /* the vocabulary and >>int8 */
+#define LUNAI_PASS_INT8
+#elif !LUNAI_IS(scalar) || LUNAI_ISA(LUNAI_BASELINE) == LUNAI_ISA_scalar /* else only the vocabulary */
+#ifndef LUNA_NO_INT8
+#define LUNAI_PASS_INT8
+#endif
 #define LUNAI_PASS_LOOPS
 #define LUNAI_FIELD(result, name, arguments) LUNAI_FN result LUNAI_K(name) arguments;
 LUNAI_KERNELS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
@@ -2765,7 +2809,8 @@ LUNAI_LOOPS(LUNAI_FIELD, LUNAI_FIELD, LUNAI_FIELD)
 /* nearest: to the nearest whole number, for |x| < 2^20 (anything else: a whole number, or not finite)
    scale2(x, n): x 2^n by adding n to the exponent; split(x, e): x = m 2^e with m in [sqrt(1/2), sqrt(2)), for normal x
    > 0. On x86 four(max, v): a vector's parts of four lanes as one, by their sum or largest */
-#if LUNAI_IS(avx512) /* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+/* maskz_ forms: gcc 12 warns of the undefined operand inside the unmasked ones */
+#if LUNAI_IS(avx512) || LUNAI_IS(vnni)
 #define VF 16
 #define vf __m512
 #define vm __mmask16
@@ -2799,7 +2844,7 @@ LUNAI_INLINE vf LUNAI_K(split)(vf x, vf *e) {
   return _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_maskz_slli_epi32(0xFFFF, n, 23)));
 }
 
-#elif LUNAI_IS(avx2)
+#elif LUNAI_IS(avx2) || LUNAI_IS(avxvnni)
 #define VF 8
 #define vf __m256
 #define vm __m256
@@ -3255,6 +3300,618 @@ LUNAI_FN float LUNAI_K(each_slope)(int kind, int input, float a, float b, float 
 #endif /* LUNAI_PASS */
 
 /* .....................................................................................................................
+   >>int8: y = act(x W^T + bias) + residual of W in 8 bits; x [m, k] float, W [n, k] lunai_int8
+   A row of W or x has the scale s = max |x| / 127 and the integers q = x / s, to nearest, ties to even. An element of y
+   is (float)(sum of q_w q_x) (s_w s_x) + bias. The sum is exact in int32 for k <= LUNAI_INT8_MAX: it is the same in any
+   order and on every machine. A row whose largest is below 1e-30 counts as zeros; of one with NaN or Inf all of y is
+   NaN. Guarded by tests/int8.c.
+   .................................................................................................................. */
+#define LUNAI_INT8_MIN 16            /* columns of a weight that is worth it */
+#define LUNAI_INT8_MAX 132104        /* 128 127 k < 2^31 */
+#if defined(LUNA_NO_INT8)
+#define LUNAI_BY_INT8(g, call)
+#else
+#define LUNAI_BY_INT8(g, call) if ((g)->b_int8) { call; }
+#endif
+#if !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
+/* The reference */
+LUNAI_FN float lunai_int8_scale(float largest) { return largest < 1e-30f ? 0 : largest / 127; }
+/* |x| <= 127 scale, or scale is 0: adding 1.5 2^23 rounds, and leaves the integer in the low bits */
+LUNAI_INLINE int8_t lunai_int8_of(float x, float scale) {
+  const float y = (scale > 0 ? x / scale : 0) + 12582912.0f;
+  uint32_t bits;
+  memcpy(&bits, &y, sizeof bits);
+  return (int8_t)(uint8_t)(bits & 255);
+}
+LUNAI_FN float lunai_int8_row_scale(int64_t k, const float *x) {
+  float largest = 0;
+  for (int64_t i = 0; i < k; i++) {
+    if (!lunai_is_finite(x[i])) return (float)NAN;
+    if (fabsf(x[i]) > largest) largest = fabsf(x[i]);
+  }
+  return lunai_int8_scale(largest);
+}
+LUNAI_FN void lunai_int8_reference(const lunai_gemm *g) {
+  const lunai_int8 *w = g->b_int8;
+  for (int64_t i = 0; i < g->m; i++) {
+    const float *x = g->a + i * g->a_row, scale = lunai_int8_row_scale(g->k, x);
+    float *y = g->c + i * g->c_row;
+    for (int64_t j = 0, row = g->b_first; j < g->n; j++, row++) {
+      int32_t sum = 0;
+      for (int64_t p = 0; p < g->k; p++) sum += w->at[row * g->k + p] * lunai_int8_of(x[p], scale);
+      y[j] = (float)sum * (w->scale[row] * scale) + (g->bias ? g->bias[j] : 0);
+      y[j] = lunai_activation_scalar(g->activation, y[j]) + (g->residual ? g->residual[i * g->c_row + j] : 0);
+    }
+  }
+}
+
+LUNAI_FN bool lunai_int8_fits(int64_t columns) { return columns >= LUNAI_INT8_MIN && columns <= LUNAI_INT8_MAX; }
+LUNAI_FN bool lunai_ends(const char *name, const char *with) {
+  const size_t size = strlen(name), end = strlen(with);
+  return size >= end && strcmp(name + size - end, with) == 0;
+}
+/* whether a parameter is stored and used in 8 bits: matrices of products and embeddings are called NAME.weight */
+LUNAI_FN bool lunai_int8_part(const char *name, int rank, const int64_t *shape) {
+  return rank == 2 && lunai_int8_fits(shape[1]) && lunai_ends(name, ".weight") && !lunai_ends(name, "conv.weight") &&
+         !lunai_ends(name, "positions.weight");
+}
+
+/* A weight in memory: bytes for it, its place there, and its values. */
+LUNAI_FN size_t lunai_int8_bytes(int64_t rows, int64_t columns) {
+  return lunai_round(sizeof(lunai_int8)) + 2 * lunai_round((size_t)rows * 4) + lunai_round((size_t)(rows * columns));
+}
+LUNAI_FN lunai_int8 *lunai_int8_place(void *memory, int64_t rows, int64_t columns) {
+  lunai_int8 *w = (lunai_int8 *)memory;
+  char *at = (char *)memory + lunai_round(sizeof *w);
+  memset(w, 0, sizeof *w);
+  w->rows = rows;
+  w->columns = columns;
+  w->scale = (const float *)(void *)at;
+  w->sums = (const int32_t *)(void *)(at += lunai_round((size_t)rows * 4));
+  w->at = (const int8_t *)(at + lunai_round((size_t)rows * 4));
+  return w;
+}
+LUNAI_FN void lunai_int8_sum(lunai_int8 *w) {
+  int32_t *sums = (int32_t *)(uintptr_t)w->sums;
+  for (int64_t r = 0; r < w->rows; r++) {
+    sums[r] = 0;
+    for (int64_t i = 0; i < w->columns; i++) sums[r] += w->at[r * w->columns + i];
+  }
+}
+/* false: a value is not finite */
+LUNAI_FN bool lunai_int8_fill(lunai_int8 *w, const float *values) {
+  float *scale = (float *)(uintptr_t)w->scale;
+  int8_t *at = (int8_t *)(uintptr_t)w->at;
+  bool finite = true;
+  for (int64_t r = 0; r < w->rows; r++, at += w->columns, values += w->columns) {
+    scale[r] = lunai_int8_row_scale(w->columns, values);
+    finite = finite && scale[r] == scale[r];
+    for (int64_t i = 0; i < w->columns; i++) at[i] = lunai_int8_of(values[i], scale[r]);
+  }
+  lunai_int8_sum(w);
+  return finite;
+}
+
+/* the values of `count` rows */
+LUNAI_FN void lunai_int8_floats(const lunai_int8 *w, int64_t row, int64_t count, float *out) {
+  for (int64_t i = 0; i < count * w->columns; i++)
+    out[i] = (float)w->at[row * w->columns + i] * w->scale[row + i / w->columns];
+}
+
+/* An instruction set's loops take x in its own integers, q: LUNAI_QB bytes each, rows q_row bytes apart. Panels hold W
+   likewise, [panel][k / LUNAI_QK][LUNAI_QN][LUNAI_QK], with zeros where there is none. */
+typedef struct lunai_int8_block {    /* m <= LUNAI_QM rows by n columns */
+  int64_t m, n, k, q_row;
+  const char *q;
+  const float *q_scale;              /* [m] */
+  const int8_t *w;                   /* row-major, or null: by */
+  const char *panels;
+  const float *scale, *bias;         /* [n]; bias may be null */
+  const int32_t *sums;               /* [n] */
+  float *c;
+  int64_t c_row;
+} lunai_int8_block;
+#define LUNAI_INT8_LOOPS(K) \
+  K(float, int8_quantize, (int64_t k, const float *x, char *q)) \
+  K(void, int8_panels, (int64_t n, int64_t k, const int8_t *w, char *panels)) \
+  K(void, int8_rows, (const lunai_int8_block *b))
+typedef struct lunai_int8_loops {
+  int64_t qm, qn, qk, bytes;
+#define LUNAI_FIELD(result, name, arguments) result (*name) arguments;
+  LUNAI_INT8_LOOPS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+} lunai_int8_loops;
+#endif
+
+#ifdef LUNAI_PASS_INT8
+/* vi: VF int32. LUNAI_QX: elements that vi_dot takes of a row-major row of W; LUNAI_QM, LUNAI_QV: rows and vectors of
+   a tile. vi_multiply(sum, x, w): each lane adds LUNAI_QK products, of x the same in all lanes, vi_each(p). vpdpbusd
+   wants x unsigned: q + 128, and 128 times the sum of W's row is subtracted at the end. */
+#undef vi
+#undef vi_zero
+#undef vi_store
+#undef vi_panel
+#undef vi_each
+#undef vi_multiply
+#undef vi_dot
+#undef vi_add
+#undef LUNAI_INT8_SUM
+#undef LUNAI_INT8_FLOATS
+#undef LUNAI_QB
+#undef LUNAI_QK
+#undef LUNAI_QX
+#undef LUNAI_QM
+#undef LUNAI_QV
+#define LUNAI_QN (LUNAI_QV * VF)
+LUNAI_INLINE int32_t LUNAI_K(int8_word)(const void *p) {
+  int32_t x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+#if LUNAI_IS(vnni)
+#define LUNAI_QB 1
+#define LUNAI_QK 4
+#define LUNAI_QX 64
+#define LUNAI_QM 14
+#define LUNAI_QV 2
+#define vi __m512i
+#define vi_zero() _mm512_setzero_si512()
+#define vi_store(p, v) _mm512_storeu_si512(p, v)
+#define vi_panel(p) _mm512_loadu_si512(p)
+#define vi_each(p) _mm512_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm512_dpbusd_epi32(sum, x, w)
+#define vi_dot(sum, x, w) _mm512_dpbusd_epi32(sum, _mm512_loadu_si512(x), _mm512_loadu_si512(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const int32_t *sums, int64_t left) {
+  const __m512i s = _mm512_maskz_loadu_epi32((__mmask16)(left < 16 ? (1u << left) - 1u : 0xFFFFu), sums);
+  const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(p), _mm512_maskz_slli_epi32(0xFFFF, s, 7));
+  return _mm512_maskz_cvtepi32_ps(0xFFFF, sum);
+}
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m512i n = _mm512_add_epi32(_mm512_maskz_cvtps_epi32(0xFFFF, x), _mm512_set1_epi32(128));
+  _mm_storeu_si128((__m128i *)(void *)q, _mm512_maskz_cvtepi32_epi8(0xFFFF, n));
+}
+#elif LUNAI_IS(avxvnni)
+#define LUNAI_QB 1
+#define LUNAI_QK 4
+#define LUNAI_QX 32
+#define LUNAI_QM 6
+#define LUNAI_QV 2
+#define vi __m256i
+#define vi_zero() _mm256_setzero_si256()
+#define vi_store(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
+#define vi_panel(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define vi_each(p) _mm256_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm256_dpbusd_avx_epi32(sum, x, w)
+#define vi_dot(sum, x, w) _mm256_dpbusd_avx_epi32(sum, vi_panel(x), vi_panel(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p, const int32_t *sums, int64_t left) {
+  const __m256i s = left < VF ? _mm256_maskload_epi32(sums, LUNAI_K(first_lanes)(left)) : vi_panel(sums);
+  return _mm256_cvtepi32_ps(_mm256_sub_epi32(vi_panel(p), _mm256_slli_epi32(s, 7)));
+}
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m256i n = _mm256_cvtps_epi32(x);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+  _mm_storel_epi64((__m128i *)(void *)q, _mm_add_epi8(_mm_packs_epi16(words, words), _mm_set1_epi8(-128)));
+}
+#elif LUNAI_IS(avx512)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 32
+#define LUNAI_QM 12
+#define LUNAI_QV 2
+#define vi __m512i
+#define vi_zero() _mm512_setzero_si512()
+#define vi_store(p, v) _mm512_storeu_si512(p, v)
+#define vi_panel(p) _mm512_loadu_si512(p)
+#define vi_each(p) _mm512_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm512_add_epi32(sum, _mm512_madd_epi16(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
+LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
+  return _mm512_maskz_cvtepi8_epi16(0xFFFFFFFF, _mm256_loadu_si256((const __m256i *)w));
+}
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm512_maskz_cvtepi32_ps(0xFFFF, vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m512i n = _mm512_maskz_cvtps_epi32(0xFFFF, x);
+  _mm256_storeu_si256((__m256i *)(void *)q, _mm512_maskz_cvtepi32_epi16(0xFFFF, n));
+}
+#elif LUNAI_IS(avx2)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 16
+#define LUNAI_QM 5                 /* of 6 one sum would be stored in each turn */
+#define LUNAI_QV 2
+#define vi __m256i
+#define vi_zero() _mm256_setzero_si256()
+#define vi_store(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
+#define vi_panel(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define vi_each(p) _mm256_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm256_add_epi32(sum, _mm256_madd_epi16(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), \
+                                      _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(w))))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm256_cvtepi32_ps(vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const __m256i n = _mm256_cvtps_epi32(x);
+  _mm_storeu_si128((__m128i *)(void *)q, _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1)));
+}
+#elif LUNAI_IS(sse2)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 8
+#define LUNAI_QM 4
+#define LUNAI_QV 2
+#define vi __m128i
+#define vi_zero() _mm_setzero_si128()
+#define vi_store(p, v) _mm_storeu_si128((__m128i *)(void *)(p), v)
+#define vi_panel(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
+#define vi_each(p) _mm_set1_epi32(LUNAI_K(int8_word)(p))
+#define vi_multiply(sum, x, w) _mm_add_epi32(sum, _mm_madd_epi16(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), LUNAI_K(int8_wide)(w))
+LUNAI_INLINE vi LUNAI_K(int8_wide)(const void *w) {
+  const vi bytes = _mm_loadl_epi64((const __m128i *)w);
+  return _mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8);
+}
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return _mm_cvtepi32_ps(vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const vi n = _mm_cvtps_epi32(x);
+  _mm_storel_epi64((__m128i *)(void *)q, _mm_packs_epi32(n, n));
+}
+#elif LUNAI_IS(neon)
+#define vi int32x4_t
+#define vi_zero() vdupq_n_s32(0)
+#define vi_store(p, v) vst1q_s32(p, v)
+#define LUNAI_QM 8
+#define LUNAI_QV 2
+#ifdef __ARM_FEATURE_DOTPROD
+#define LUNAI_QB 1
+#define LUNAI_QK 4
+#define LUNAI_QX 16
+#define vi_panel(p) vld1q_s8((const int8_t *)(p))
+#define vi_each(p) vreinterpretq_s8_s32(vdupq_n_s32(LUNAI_K(int8_word)(p)))
+#define vi_multiply(sum, x, w) vdotq_s32(sum, w, x)
+#define vi_dot(sum, x, w) vdotq_s32(sum, vi_panel(w), vi_panel(x))
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const int16x4_t n = vmovn_s32(vcvtnq_s32_f32(x));
+  vst1_lane_s32((int32_t *)(void *)q, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(n, n))), 0);
+}
+#else
+#define LUNAI_QB 2
+#define LUNAI_QK 1
+#define LUNAI_QX 8
+#define vi_panel(p) vld1_s16((const int16_t *)(const void *)(p))
+#define vi_each(p) vld1_dup_s16((const int16_t *)(const void *)(p))
+#define vi_multiply(sum, x, w) vmlal_s16(sum, x, w)
+#define vi_dot(sum, x, w) LUNAI_K(int8_dot)(sum, (const int16_t *)(const void *)(x), w)
+LUNAI_INLINE vi LUNAI_K(int8_dot)(vi sum, const int16_t *x, const int8_t *w) {
+  const int16x8_t a = vld1q_s16(x), b = vmovl_s8(vld1_s8(w));
+  return vmlal_high_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(b)), a, b);
+}
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  vst1_s16((int16_t *)(void *)q, vmovn_s32(vcvtnq_s32_f32(x)));
+}
+#endif
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return vcvtq_f32_s32(vld1q_s32(p)); }
+#elif LUNAI_IS(wasm)
+#define LUNAI_QB 2
+#define LUNAI_QK 2
+#define LUNAI_QX 8
+#define LUNAI_QM 4
+#define LUNAI_QV 2
+#define vi v128_t
+#define vi_zero() wasm_i32x4_splat(0)
+#define vi_store(p, v) wasm_v128_store(p, v)
+#define vi_panel(p) wasm_v128_load(p)
+#define vi_each(p) wasm_v128_load32_splat(p)
+#define vi_multiply(sum, x, w) wasm_i32x4_add(sum, wasm_i32x4_dot_i16x8(x, w))
+#define vi_dot(sum, x, w) vi_multiply(sum, vi_panel(x), wasm_i16x8_load8x8(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return wasm_f32x4_convert_i32x4(vi_panel(p)); }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) {
+  const v128_t n = wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(x));
+  wasm_v128_store64_lane(q, wasm_i16x8_narrow_i32x4(n, n), 0);
+}
+#else
+#define LUNAI_QB 2
+#define LUNAI_QK 1
+#define LUNAI_QX 1
+#define LUNAI_QM 4
+#define LUNAI_QV 4
+#define vi int32_t
+#define vi_zero() 0
+#define vi_store(p, v) ((void)(*(p) = (v)))
+#define vi_panel(p) (*(const int16_t *)(const void *)(p))
+#define vi_each(p) vi_panel(p)
+#define vi_multiply(sum, x, w) ((sum) + (x) * (w))
+#define vi_dot(sum, x, w) ((sum) + vi_panel(x) * *(w))
+LUNAI_INLINE vf LUNAI_K(int8_floats)(const int32_t *p) { return (float)*p; }
+LUNAI_INLINE void LUNAI_K(int8_put)(char *q, vf x) { *(int16_t *)(void *)q = lunai_int8_of(x, 1); }
+#endif
+#if !LUNAI_IS(vnni) && !LUNAI_IS(avxvnni)
+#define LUNAI_INT8_FLOATS(p, sums, left) LUNAI_K(int8_floats)(p)
+#else
+#define LUNAI_INT8_FLOATS(p, sums, left) LUNAI_K(int8_floats)(p, sums, left)
+#endif
+
+/* the sums of four vectors' lanes */
+#if LUNAI_IS(vnni) || LUNAI_IS(avx512)
+#define vi_add(a, b) _mm512_add_epi32(a, b)
+LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) {
+  const __m256i a = _mm256_add_epi32(_mm512_maskz_extracti32x8_epi32(0xFF, v, 0),
+                                     _mm512_maskz_extracti32x8_epi32(0xFF, v, 1));
+  return _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+}
+#elif LUNAI_IS(avxvnni) || LUNAI_IS(avx2)
+#define vi_add(a, b) _mm256_add_epi32(a, b)
+LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) {
+  return _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+#elif LUNAI_IS(sse2)
+#define vi_add(a, b) _mm_add_epi32(a, b)
+LUNAI_INLINE __m128i LUNAI_K(int8_four)(vi v) { return v; }
+#elif LUNAI_IS(neon)
+#define vi_add(a, b) vaddq_s32(a, b)
+#define LUNAI_INT8_SUM(v) vaddvq_s32(v)
+#elif LUNAI_IS(wasm)
+#define vi_add(a, b) wasm_i32x4_add(a, b)
+#define LUNAI_INT8_SUM(v) \
+  (wasm_i32x4_extract_lane(v, 0) + wasm_i32x4_extract_lane(v, 1) + wasm_i32x4_extract_lane(v, 2) + \
+   wasm_i32x4_extract_lane(v, 3))
+#else
+#define vi_add(a, b) ((a) + (b))
+#define LUNAI_INT8_SUM(v) (v)
+#endif
+LUNAI_INLINE void LUNAI_K(int8_sum4)(const vi *v, int32_t *out) {
+#ifdef LUNAI_INT8_SUM
+  for (int i = 0; i < 4; i++) out[i] = LUNAI_INT8_SUM(v[i]);
+#else
+  const __m128i a = LUNAI_K(int8_four)(v[0]), b = LUNAI_K(int8_four)(v[1]), c = LUNAI_K(int8_four)(v[2]),
+      d = LUNAI_K(int8_four)(v[3]);
+  const __m128i ab = _mm_add_epi32(_mm_unpacklo_epi32(a, b), _mm_unpackhi_epi32(a, b)),
+      cd = _mm_add_epi32(_mm_unpacklo_epi32(c, d), _mm_unpackhi_epi32(c, d));
+  _mm_storeu_si128((__m128i *)(void *)out, _mm_add_epi32(_mm_unpacklo_epi64(ab, cd), _mm_unpackhi_epi64(ab, cd)));
+#endif
+}
+
+/* a row of x; q has room for whole vectors; -> its scale */
+LUNAI_FN float LUNAI_K(int8_quantize)(int64_t k, const float *x, char *q) {
+  vf largest = vf_zero(), zero = vf_zero();
+  for (int64_t i = 0; i < k; i += VF) {
+    const vf v = LUNAI_K(get)(x + i, k - i);
+    largest = vf_max(vf_abs(v), largest);
+    zero = vf_add(zero, vf_sub(v, v));  /* NaN for NaN and Inf */
+  }
+  const float scale = vf_sum(zero) == 0 ? lunai_int8_scale(vf_hmax(largest)) : (float)NAN;
+  const bool some = scale > 0;
+  const vf divisor = vf_set(some ? scale : 1);
+  for (int64_t i = 0; i < k; i += VF)
+    LUNAI_K(int8_put)(q + i * LUNAI_QB, some ? vf_div(LUNAI_K(get)(x + i, k - i), divisor) : vf_zero());
+  return scale;
+}
+#undef LUNAI_INT8
+#if LUNAI_QB == 1
+#define LUNAI_INT8 int8_t
+#else
+#define LUNAI_INT8 int16_t
+#endif
+/* n columns of W^T, the last panel filled up with zeros */
+LUNAI_FN void LUNAI_K(int8_panels)(int64_t n, int64_t k, const int8_t *w, char *panels) {
+  const int64_t lines = lunai_divide_up(k, LUNAI_QK), whole = k / LUNAI_QK;
+  for (int64_t j = 0; j < n; j += LUNAI_QN, panels += lines * LUNAI_QN * LUNAI_QK * LUNAI_QB) {
+    const int64_t columns = lunai_min(LUNAI_QN, n - j);
+    if (whole < lines || columns < LUNAI_QN) memset(panels, 0, (size_t)(lines * LUNAI_QN * LUNAI_QK * LUNAI_QB));
+    for (int64_t i = 0; i < columns; i++, w += k) {
+      char *to = panels + i * LUNAI_QK * LUNAI_QB;
+      for (int64_t line = 0; line < lines; line++, to += LUNAI_QN * LUNAI_QK * LUNAI_QB) {
+        LUNAI_INT8 word[LUNAI_QK] = { 0 };
+        if (line == whole) for (int64_t p = 0; p < k - whole * LUNAI_QK; p++) word[p] = w[whole * LUNAI_QK + p];
+        else if (LUNAI_QB == 1) memcpy(word, w + line * LUNAI_QK, sizeof word);
+        else for (int p = 0; p < LUNAI_QK; p++) word[p] = w[line * LUNAI_QK + p];
+        memcpy(to, word, sizeof word);
+      }
+    }
+  }
+}
+
+/* y of a row: `columns` <= LUNAI_QN sums become floats */
+LUNAI_INLINE void LUNAI_K(int8_finish)(const lunai_int8_block *b, const int32_t *sum, int64_t row, int64_t j,
+                                       int64_t columns) {
+  const vf scale = vf_set(b->q_scale[row]);
+  float *c = b->c + row * b->c_row + j;
+  for (int64_t l = 0; l < columns; l += VF) {
+    const int64_t left = columns - l;
+    vf y = LUNAI_INT8_FLOATS(sum + l, b->sums + j + l, left);
+    y = vf_mul(y, vf_mul(LUNAI_K(get)(b->scale + j + l, left), scale));
+    if (b->bias) y = vf_add(y, LUNAI_K(get)(b->bias + j + l, left));
+    LUNAI_K(put)(c + l, y, left);
+  }
+}
+LUNAI_INLINE void LUNAI_K(int8_tile)(int rows, int64_t lines, const char *q, int64_t q_row, const char *panel,
+                                     int32_t *out) {
+  vi sum[LUNAI_QM][LUNAI_QV];
+  const char *at[LUNAI_QM / 3 + 1];
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    if (i % 3 == 0) at[i / 3] = q + i * q_row;
+    LUNAI_UNROLL
+    for (int j = 0; j < LUNAI_QV; j++) sum[i][j] = vi_zero();
+  }
+  for (; lines > 0; lines--, panel += LUNAI_QN * LUNAI_QK * LUNAI_QB) {
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i++) {
+      LUNAI_UNROLL
+      for (int j = 0; j < LUNAI_QV; j++)
+        sum[i][j] = vi_multiply(sum[i][j], vi_each(at[i / 3] + i % 3 * q_row),
+                                vi_panel(panel + j * VF * LUNAI_QK * LUNAI_QB));
+    }
+    LUNAI_UNROLL
+    for (int i = 0; i < rows; i += 3) at[i / 3] += LUNAI_QK * LUNAI_QB;
+  }
+  LUNAI_UNROLL
+  for (int i = 0; i < rows; i++) {
+    LUNAI_UNROLL
+    for (int j = 0; j < LUNAI_QV; j++) vi_store(out + i * LUNAI_QN + j * VF, sum[i][j]);
+  }
+}
+/* a row of x by one of W, by lanes; a tail is copied, for nothing may be read behind W */
+LUNAI_INLINE vi LUNAI_K(int8_lanes)(int64_t k, const char *q, const int8_t *w) {
+  vi sum0 = vi_zero(), sum1 = sum0;
+  int64_t p = 0;
+  for (; p + 2 * LUNAI_QX <= k; p += 2 * LUNAI_QX) {
+    sum0 = vi_dot(sum0, q + p * LUNAI_QB, w + p);
+    sum1 = vi_dot(sum1, q + (p + LUNAI_QX) * LUNAI_QB, w + p + LUNAI_QX);
+  }
+  for (; p < k; p += LUNAI_QX) {
+    int8_t tail[LUNAI_QX] = { 0 };
+    const bool whole = p + LUNAI_QX <= k;
+    if (!whole) memcpy(tail, w + p, (size_t)(k - p));
+    sum0 = vi_dot(sum0, q + p * LUNAI_QB, whole ? w + p : tail);
+  }
+  return vi_add(sum0, sum1);
+}
+LUNAI_INLINE void LUNAI_K(int8_dots)(int64_t n, int64_t k, const char *q, const int8_t *w, int32_t *out) {
+  vi dot[LUNAI_QN];
+  int64_t i;
+  for (i = 0; i < n; i++, w += k) dot[i] = LUNAI_K(int8_lanes)(k, q, w);
+  for (; i % 4; i++) dot[i] = vi_zero();
+  for (i = 0; i < n; i += 4) LUNAI_K(int8_sum4)(dot + i, out + i);
+}
+LUNAI_FN void LUNAI_K(int8_rows)(const lunai_int8_block *b) {
+  const int64_t lines = lunai_divide_up(b->k, LUNAI_QK), panel = lines * LUNAI_QN * LUNAI_QK * LUNAI_QB;
+  int32_t out[LUNAI_QM * LUNAI_QN];
+  for (int64_t j = 0; j < b->n; j += LUNAI_QN)
+    for (int64_t i = 0, rows; i < b->m; i += rows) {
+      const int64_t columns = lunai_min(LUNAI_QN, b->n - j);
+      const char *q = b->q + i * b->q_row, *at = b->panels + j / LUNAI_QN * panel;
+      rows = b->w ? 1 : b->m - i >= LUNAI_QM ? LUNAI_QM : b->m - i >= 4 ? 4 : 1;
+      if (b->w) LUNAI_K(int8_dots)(columns, b->k, q, b->w + j * b->k, out);
+      else if (rows == LUNAI_QM) LUNAI_K(int8_tile)(LUNAI_QM, lines, q, b->q_row, at, out);
+      else if (rows == 4) LUNAI_K(int8_tile)(4, lines, q, b->q_row, at, out);
+      else LUNAI_K(int8_tile)(1, lines, q, b->q_row, at, out);
+      for (int64_t r = 0; r < rows; r++)
+        LUNAI_K(int8_finish)(b, out + r * LUNAI_QN, i + r, j, columns);
+    }
+}
+static const lunai_int8_loops LUNAI_K(int8_loops) = {
+  LUNAI_QM, LUNAI_QN, LUNAI_QK, LUNAI_QB,
+#define LUNAI_FIELD(result, name, arguments) LUNAI_K(name),
+  LUNAI_INT8_LOOPS(LUNAI_FIELD)
+#undef LUNAI_FIELD
+};
+#elif !defined(LUNAI_PASS) && !defined(LUNA_NO_INT8)
+
+/* ---- the driver: x's rows become integers, then each thread has rows or columns of y ---- */
+LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels);
+#define LUNAI_INT8_FEW 16            /* rows of x that read W as it lies; more read panels */
+typedef struct lunai_int8_work {
+  const lunai_kernels *kernels;
+  const lunai_int8_loops *loops;
+  const lunai_gemm *g;
+  char *q, *panels;                  /* x's integers; panels of each thread's own, `columns` columns */
+  float *scales;                     /* of x */
+  int64_t q_row, panel, columns;     /* panel: bytes of one */
+  bool dots;
+} lunai_int8_work;
+/* the layout in scratch, null: only counts; *bytes: of it */
+LUNAI_FN lunai_int8_work lunai_int8_start(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads,
+                                          void *scratch, size_t *bytes) {
+  lunai_int8_work w;
+  char *at = scratch ? (char *)scratch : (char *)&w, *const start = at;
+  memset(&w, 0, sizeof w);
+  w.kernels = kernels;
+  w.loops = lunai_int8_loops_of(kernels);
+  w.g = g;
+  w.dots = !g->b_panels && g->m <= LUNAI_INT8_FEW;
+  w.q_row = (int64_t)lunai_round((size_t)(g->k * w.loops->bytes)) + LUNAI_ALIGN; /* no power of two: gemm's KA */
+  w.panel = lunai_divide_up(g->k, w.loops->qk) * w.loops->qk * w.loops->qn * w.loops->bytes;
+  w.columns = lunai_min(LUNAI_NC / w.loops->qn, lunai_divide_up(g->n, w.loops->qn)) * w.loops->qn;
+  w.scales = lunai_take(&at, g->m);
+  w.q = at;
+  at += g->m * w.q_row;
+  w.panels = at;
+  if (!w.dots && !g->b_panels) at += threads * (w.columns / w.loops->qn * w.panel);
+  *bytes = (size_t)(at - start);
+  return w;
+}
+LUNAI_FN size_t lunai_int8_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
+  size_t bytes;
+  (void)lunai_int8_start(kernels, g, threads, NULL, &bytes);
+  return bytes;
+}
+LUNAI_FN size_t lunai_int8_panels_bytes(const lunai_kernels *kernels, const lunai_gemm *g) {
+  size_t bytes;
+  const lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL, &bytes);
+  return (size_t)(lunai_divide_up(g->n, w.loops->qn) * w.panel);
+}
+LUNAI_FN void lunai_int8_panels_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_int8_work *w = (const lunai_int8_work *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t n = lunai_divide_up(g->n, w->loops->qn), first = lunai_share(n, thread, threads);
+  const int64_t column = first * w->loops->qn,
+      end = lunai_min(g->n, lunai_share(n, thread + 1, threads) * w->loops->qn);
+  if (column < end)
+    w->loops->int8_panels(end - column, g->k, g->b_int8->at + (g->b_first + column) * g->k,
+                          w->panels + first * w->panel);
+}
+LUNAI_FN void lunai_int8_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                                     void *panels) {
+  size_t bytes;
+  lunai_int8_work w = lunai_int8_start(kernels, g, 1, NULL, &bytes);
+  w.panels = (char *)panels;
+  lunai_run(parallel, lunai_int8_panels_task, &w);
+}
+LUNAI_FN void lunai_int8_quantize_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_int8_work *w = (const lunai_int8_work *)work;
+  for (int64_t i = lunai_share(w->g->m, thread, threads); i < lunai_share(w->g->m, thread + 1, threads); i++)
+    w->scales[i] = w->loops->int8_quantize(w->g->k, w->g->a + i * w->g->a_row, w->q + i * w->q_row);
+}
+/* rows [row, end) by columns [column, column + n), a block */
+LUNAI_FN void lunai_int8_multiply(const lunai_int8_work *w, int64_t row, int64_t end, int64_t column, int64_t n,
+                                  const char *panels) {
+  const lunai_gemm *g = w->g;
+  const int64_t weight = g->b_first + column;
+  lunai_int8_block b;
+  memset(&b, 0, sizeof b);
+  b.n = n, b.k = g->k, b.q_row = w->q_row, b.c_row = g->c_row;
+  b.w = w->dots ? g->b_int8->at + weight * g->k : NULL;
+  b.panels = panels;
+  b.scale = g->b_int8->scale + weight;
+  b.sums = g->b_int8->sums + weight;
+  b.bias = g->bias ? g->bias + column : NULL;
+  for (; row < end; row += b.m) {
+    b.m = lunai_min(end - row, w->loops->qm);
+    b.q = w->q + row * w->q_row;
+    b.q_scale = w->scales + row;
+    b.c = g->c + row * g->c_row + column;
+    w->loops->int8_rows(&b);
+    for (int64_t i = 0; i < b.m; i++) {
+      float *y = b.c + i * b.c_row;
+      if (g->activation != LUNAI_NO_ACTIVATION) w->kernels->activate(g->activation, n, y, y);
+      if (g->residual) w->kernels->add(n, y, g->residual + (row + i) * g->c_row + column, y);
+    }
+  }
+}
+LUNAI_FN void lunai_int8_task(void *work, int64_t thread, int64_t threads) {
+  const lunai_int8_work *w = (const lunai_int8_work *)work;
+  const lunai_gemm *g = w->g;
+  const int64_t qn = w->loops->qn;
+  const bool by_rows = !w->dots && g->m >= g->n;
+  const int64_t row = by_rows ? lunai_part_at(g->m, w->loops->qm, thread, threads) : 0,
+      end = by_rows ? lunai_part_at(g->m, w->loops->qm, thread + 1, threads) : g->m,
+      last = by_rows ? g->n : lunai_part_at(g->n, qn, thread + 1, threads);
+  char *own = w->panels + thread * (w->columns / qn * w->panel);
+  for (int64_t j = by_rows ? 0 : lunai_part_at(g->n, qn, thread, threads), n; j < last && row < end; j += n) {
+    n = lunai_min(w->columns, last - j);
+    if (!w->dots && !g->b_panels) w->loops->int8_panels(n, g->k, g->b_int8->at + (g->b_first + j) * g->k, own);
+    lunai_int8_multiply(w, row, end, j, n, g->b_panels ? (const char *)g->b_panels + j / qn * w->panel : own);
+  }
+}
+LUNAI_FN void lunai_int8_run(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
+                             void *scratch) {
+  size_t bytes;
+  lunai_int8_work w = lunai_int8_start(kernels, g, lunai_threads(parallel), scratch, &bytes);
+  lunai_run(g->m > 1 ? parallel : NULL, lunai_int8_quantize_task, &w);
+  lunai_run(parallel, lunai_int8_task, &w);
+}
+#endif
+
+/* .....................................................................................................................
    >>gemm: C = act(alpha A B + bias) (+ C), or alpha A B + bias + residual; A [m, k], B [k, n], any strides
    B is copied into panels of NR columns, [panel][k][NR], zero padded; a tile of up to MR rows of C by one panel lives
    in registers while k runs in order over a block of KC; blocks are added to C in order. Nothing else touches an
@@ -3270,6 +3927,7 @@ LUNAI_FN double lunai_inner(int64_t n, const float *a, int64_t a_step, const flo
 }
 LUNAI_FN void lunai_gemm_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *scratch) {
   (void)parallel, (void)scratch;
+  LUNAI_BY_INT8(g, lunai_int8_reference(g); return);
   for (int64_t item = 0; item < g->batch[0] * g->batch[1]; item++) {
     const int64_t x = item / g->batch[1], y = item % g->batch[1], first = x * g->c_batch[0] + y * g->c_batch[1];
     const float *a = g->a + x * g->a_batch[0] + y * g->a_batch[1], *b = g->b + x * g->b_batch[0] + y * g->b_batch[1];
@@ -3670,10 +4328,6 @@ typedef struct lunai_gemm_thread {
   int64_t held_n, held_k;
 } lunai_gemm_thread;
 
-/* where part `part` of n lines begins: at a whole tile of `unit` */
-LUNAI_INLINE int64_t lunai_part_at(int64_t n, int64_t unit, int64_t part, int64_t parts) {
-  return parts == 1 ? part * n : lunai_min(n, lunai_share(lunai_divide_up(n, unit), part, parts) * unit);
-}
 typedef struct lunai_gemm_work { const lunai_kernels *kernels; const lunai_gemm *g; float *panels; } lunai_gemm_work;
 
 /* the panels of a B that several products read, block of k after block of k */
@@ -3689,12 +4343,14 @@ LUNAI_FN void lunai_panels_task(void *work, int64_t thread, int64_t threads) {
     w->kernels->fill_panels(n, lunai_min(g->k - p, LUNAI_KC), g->b + p * g->b_row + column * g->b_column, g->b_row,
                             g->b_column, w->panels + lunai_panels_at(w->kernels, g, column, p));
 }
-LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, int64_t n, int64_t k) {
-  return lunai_round((size_t)lunai_panels_size(kernels, n, k) * sizeof(float));
+LUNAI_FN size_t lunai_panels_bytes(const lunai_kernels *kernels, const lunai_gemm *g) {
+  LUNAI_BY_INT8(g, return lunai_int8_panels_bytes(kernels, g));
+  return lunai_round((size_t)lunai_panels_size(kernels, g->n, g->k) * sizeof(float));
 }
 LUNAI_FN void lunai_run_make_panels(const lunai_kernels *kernels, const lunai_gemm *g, const lunai_parallel *parallel,
                                     void *panels) {
   lunai_gemm_work w = { kernels, g, (float *)panels };
+  LUNAI_BY_INT8(g, lunai_int8_make_panels(kernels, g, parallel, panels); return);
   lunai_run(parallel, lunai_panels_task, &w);
 }
 
@@ -3803,6 +4459,7 @@ LUNAI_FN void lunai_dots_task(void *work, int64_t thread, int64_t threads) {
 }
 LUNAI_FN size_t lunai_gemm_scratch(const lunai_kernels *kernels, const lunai_gemm *g, int64_t threads) {
   const int64_t count = lunai_max(threads, 1);
+  LUNAI_BY_INT8(g, return lunai_int8_scratch(kernels, g, count));
   if (lunai_gemm_dots(g)) return 0;
   lunai_gemm_plan p = lunai_gemm_plan_of(kernels, g, count);
   return (size_t)(lunai_gemm_plan_bytes(&p) * count);
@@ -3811,6 +4468,7 @@ LUNAI_FN void lunai_run_gemm(const lunai_kernels *kernels, const lunai_gemm *g, 
                              void *scratch) {
   const int64_t threads = lunai_threads(parallel);
   if (g->m <= 0 || g->n <= 0) return;
+  LUNAI_BY_INT8(g, lunai_int8_run(kernels, g, parallel, scratch); return);
   if (lunai_gemm_dots(g)) {
     lunai_gemm_work dots = { kernels, g, NULL };
     lunai_run(parallel, lunai_dots_task, &dots);
@@ -7786,7 +8444,7 @@ LUNAI_FN void lunai_run_causal_luna_backward(const lunai_kernels *kernels, const
 #ifndef LUNAI_PASS
 /* the reference's: no panels, and scratch only where a row's probabilities or a running mean need it */
 LUNAI_FN size_t lunai_gemm_scratch_reference(const lunai_gemm *g, int64_t threads) { return (void)g, (void)threads, 0; }
-LUNAI_FN size_t lunai_panels_bytes_reference(int64_t n, int64_t k) { return (void)n, (void)k, 0; }
+LUNAI_FN size_t lunai_panels_bytes_reference(const lunai_gemm *g) { return (void)g, 0; }
 LUNAI_FN void lunai_make_panels_reference(const lunai_gemm *g, const lunai_parallel *parallel, void *panels) {
   (void)g, (void)parallel, (void)panels;
 }
@@ -7847,7 +8505,7 @@ LUNAI_DRIVER_SCRATCH(causal_luna_scratch, lunai_causal_luna)
 LUNAI_FN size_t LUNAI_K(gemm_scratch)(const lunai_gemm *g, int64_t threads) {
   return lunai_gemm_scratch(&LUNAI_K(kernels), g, threads);
 }
-LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panels_bytes(&LUNAI_K(kernels), n, k); }
+LUNAI_FN size_t LUNAI_K(panels_bytes)(const lunai_gemm *g) { return lunai_panels_bytes(&LUNAI_K(kernels), g); }
 
 #endif /* LUNAI_PASS_LOOPS */
 
@@ -7869,6 +8527,8 @@ LUNAI_FN size_t LUNAI_K(panels_bytes)(int64_t n, int64_t k) { return lunai_panel
 #define LUNAI_ISA_avx512 4
 #define LUNAI_ISA_neon 5
 #define LUNAI_ISA_wasm 6
+#define LUNAI_ISA_vnni 7             /* these two of >>int8 alone: for machines of AVX-512 and of AVX2 that have it */
+#define LUNAI_ISA_avxvnni 8
 #ifndef LUNA_HEADER_FILENAME
 #define LUNA_HEADER_FILENAME "luna.h"
 #endif
@@ -7935,6 +8595,22 @@ LUNAI_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 #undef LUNAI_PASS
 LUNAI_TARGET_END
 #endif
+#ifndef LUNA_NO_INT8
+LUNAI_TARGET("avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
+#define LUNAI_PASS _vnni
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
+#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2 && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 11))
+#define LUNAI_AVXVNNI                /* no machine at hand has it: compiled, and never run */
+LUNAI_TARGET("avxvnni,avx2,fma")
+#define LUNAI_PASS _avxvnni
+#include LUNA_HEADER_FILENAME
+#undef LUNAI_PASS
+LUNAI_TARGET_END
+#endif
+#endif
 
 #ifdef LUNAI_MSVC
 LUNAI_FN void lunai_cpuid(uint32_t leaf, uint32_t part, uint32_t out[4]) {
@@ -7955,7 +8631,7 @@ LUNAI_FN uint32_t lunai_xgetbv(void) {
 #endif
 /* supported by the processor and saved by the operating system: xgetbv tells whether wide registers survive a
    context switch */
-LUNAI_FN int lunai_isa_detect(void) {
+LUNAI_FN int lunai_isa_supported(void) {
   uint32_t r[4];
   lunai_cpuid(0, 0, r);
   if (r[0] < 7) return LUNAI_ISA(LUNAI_BASELINE);
@@ -7967,17 +8643,31 @@ LUNAI_FN int lunai_isa_detect(void) {
   if ((low & 0xE0) == 0xE0 && (r[1] & avx512) == avx512) return LUNA_ISA_AVX512;
   return LUNAI_ISA(LUNAI_BASELINE) > LUNAI_ISA_avx2 ? LUNAI_ISA(LUNAI_BASELINE) : LUNAI_ISA_avx2;
 }
+#define LUNAI_HAS_VNNI 256           /* beside the instruction set: its int8 products */
+#define LUNAI_HAS_AVXVNNI 512
+LUNAI_FN int lunai_isa_detect(void) {
+  const int isa = lunai_isa_supported();
+  uint32_t r[4], known = 0;
+  if (isa >= LUNAI_ISA_avx2) {
+    lunai_cpuid(7, 0, r);
+    if (isa == LUNAI_ISA_avx512 && (r[2] & (1u << 11))) known |= LUNAI_HAS_VNNI;
+    const bool more = r[0] >= 1;
+    lunai_cpuid(7, 1, r);
+    if (more && (r[0] & (1u << 4))) known |= LUNAI_HAS_AVXVNNI;
+  }
+  return isa | (int)known;
+}
 #endif /* LUNAI_X86 */
 
 /* CPUID traps in virtual machines, so its answer is kept. The only global: written once, always with the same value. */
-LUNA_API luna_isa luna_isa_best(void) {
+LUNAI_FN int lunai_isa_known(void) {
 #if !defined(LUNAI_X86)
-  return (luna_isa)LUNAI_ISA(LUNAI_BASELINE);
+  return LUNAI_ISA(LUNAI_BASELINE);
 #elif defined(LUNAI_MSVC)
   static volatile int known;
   int isa = known;
   if (isa == 0) known = isa = lunai_isa_detect();
-  return (luna_isa)isa;
+  return isa;
 #else
   static int known;
   int isa = __atomic_load_n(&known, __ATOMIC_RELAXED);
@@ -7985,9 +8675,10 @@ LUNA_API luna_isa luna_isa_best(void) {
     isa = lunai_isa_detect();
     __atomic_store_n(&known, isa, __ATOMIC_RELAXED);
   }
-  return (luna_isa)isa;
+  return isa;
 #endif
 }
+LUNA_API luna_isa luna_isa_best(void) { return (luna_isa)(lunai_isa_known() & 255); }
 
 /* the kernels of an instruction set, LUNA_ISA_BEST: the best available; null when this build or machine lacks it */
 LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
@@ -8010,6 +8701,27 @@ LUNAI_CALL const lunai_kernels *lunai_kernels_of(luna_isa isa) {
 }
 
 LUNA_API bool luna_isa_available(luna_isa isa) { return lunai_kernels_of(isa) != NULL; }
+
+#ifndef LUNA_NO_INT8
+LUNAI_FN const lunai_int8_loops *lunai_int8_loops_of(const lunai_kernels *kernels) {
+#ifdef LUNAI_X86
+  const int known = lunai_isa_known();
+#if LUNAI_ISA(LUNAI_BASELINE) < LUNAI_ISA_avx2
+  if (kernels == &lunai_kernels_sse2) return &lunai_int8_loops_sse2;
+#endif
+#if LUNAI_ISA(LUNAI_BASELINE) <= LUNAI_ISA_avx2
+#ifdef LUNAI_AVXVNNI
+  if (kernels == &lunai_kernels_avx2 && (known & LUNAI_HAS_AVXVNNI)) return &lunai_int8_loops_avxvnni;
+#endif
+  if (kernels == &lunai_kernels_avx2) return &lunai_int8_loops_avx2;
+#endif
+  (void)kernels;
+  return known & LUNAI_HAS_VNNI ? &lunai_int8_loops_vnni : &lunai_int8_loops_avx512;
+#else
+  return (void)kernels, &LUNAI_JOIN(lunai_int8_loops, LUNAI_BASELINE);
+#endif
+}
+#endif
 
 LUNA_API const char *luna_isa_name(luna_isa isa) {
   static const char *const name[] = { /* in luna_isa's order */
@@ -8250,7 +8962,8 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
     "these %d in a row") \
   X(FILE_CONFIG, "%s: %s is %s in %s and %s in the set's model; init that with the file's config, or let " \
     "luna_load_model take it from the file") \
-  X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64") \
+  X(FILE_TENSOR_MISSING, "%s: %s has no tensor '%s' of shape %t in F32, F16, BF16 or F64, nor in I8 " \
+    "beside its scales, NAME.scale of F32") \
   X(FILE_TENSOR_EXTRA, "%s: tensor '%s' of %s is not a parameter of this set") \
   X(FILE_TENSOR_SHAPE, "%s: parameter '%s' is %t and has another shape in %s") \
   X(FILE_TENSOR_COUNT, "%s: %s has %d tensors, the model %d") \
@@ -8567,6 +9280,7 @@ LUNA_API luna_status luna_causal_nested_attention_backward_f32(const luna_causal
    Guarded by tests/safetensors.c.
    ------------------------------------------------------------------------------------------------------------------ */
 #define LUNAI_ST_RANK 8                          /* dimensions a tensor may have */
+#define LUNAI_ST_NAME 1032                       /* bytes of a parameter's name and ".scale" */
 #define LUNAI_ST_HEADER 100000000u               /* bytes a header may have: the format's own limit */
 #define LUNAI_ST_BAD 0xFFFFFFFFu                 /* no character */
 
@@ -8602,9 +9316,13 @@ typedef struct lunai_st_tensor {
   int64_t count;                                 /* elements */
   const uint8_t *data;                           /* at any alignment */
   size_t bytes;
+  const uint8_t *scale;                          /* of I8 rows, F32 [shape[0]], by lunai_st_value; or null */
+  int64_t first;                                 /* element of a whole that data begins with */
 } lunai_st_tensor;
 
-LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) { return lunai_st_formats[t->dtype].exponent > 0; }
+LUNAI_FN bool lunai_st_is_real(const lunai_st_tensor *t) {
+  return lunai_st_formats[t->dtype].exponent > 0 || t->scale;
+}
 
 /* Text: UTF-8 and the escapes of JSON. */
 static LUNAI_UNUSED const char lunai_hex_digits[] = "0123456789abcdefABCDEF";
@@ -8820,6 +9538,8 @@ LUNAI_FN bool lunai_st_entry(const lunai_st *st, lunai_st_json *j, lunai_st_tens
   int64_t offsets[2] = { 0, 0 };
   lunai_st_text key, dtype;
   int seen = 0, part;
+  t->scale = NULL;
+  t->first = 0;
   for (j->first = true; lunai_st_member(j, &key); seen |= part) {
     if (lunai_st_equal(key, "dtype")) {
       part = 1;
@@ -8900,6 +9620,25 @@ LUNAI_FN bool lunai_st_find(const lunai_st *st, const char *name, lunai_st_tenso
     if (lunai_st_equal(out->name, name)) return true;
   return false;
 }
+
+#ifdef LUNA_ONLY_STREAM
+#define lunai_st_value lunai_st_find
+#else
+/* the same, and where a matrix is I8 its scales: the tensor NAME.scale, F32 [rows] */
+LUNAI_FN bool lunai_st_value(const lunai_st *st, const char *name, lunai_st_tensor *out) {
+  static const char end[] = ".scale";
+  char text[LUNAI_ST_NAME];
+  lunai_st_tensor scale;
+  const size_t size = strlen(name);
+  if (!lunai_st_find(st, name, out)) return false;
+  if (out->dtype != LUNAI_ST_I8 || out->rank != 2 || size + sizeof end > sizeof text) return true;
+  memcpy(text, name, size);
+  memcpy(text + size, end, sizeof end);
+  if (lunai_st_find(st, text, &scale) && scale.dtype == LUNAI_ST_F32 && scale.rank == 1 &&
+      scale.shape[0] == out->shape[0]) out->scale = scale.data;
+  return true;
+}
+#endif
 
 LUNAI_FN bool lunai_st_meta_next(const lunai_st *st, size_t *cursor, lunai_st_text *key, lunai_st_text *value) {
   lunai_st_json j = lunai_st_json_at(st, *cursor ? *cursor : st->meta);
@@ -9042,9 +9781,22 @@ LUNAI_FN const float *lunai_st_borrow(const lunai_st_tensor *t) {
   return fits ? (const float *)(const void *)t->data : NULL;
 }
 
-/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64 */
+LUNAI_FN float lunai_st_float(const uint8_t *at) {
+  const uint32_t bits = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+/* a tensor's elements as float; false when its dtype is none of F32, F16, BF16, F64, and not I8 with scales */
 LUNAI_FN bool lunai_st_floats(const lunai_st_tensor *t, float *out) {
   const int size = lunai_st_formats[t->dtype].size, exponent = lunai_st_formats[t->dtype].exponent;
+#ifndef LUNA_ONLY_STREAM
+  for (int64_t i = 0; t->scale && i < t->count; i++) {
+    const int value = t->data[i] < 128 ? t->data[i] : t->data[i] - 256;
+    out[i] = (float)value * lunai_st_float(t->scale + 4 * ((t->first + i) / t->shape[1]));
+  }
+  if (t->scale) return true;
+#endif
   if (t->dtype == LUNAI_ST_F32 && lunai_st_little()) {
     lunai_copy(out, t->data, t->bytes);
     return true;
@@ -9479,6 +10231,7 @@ struct luna_ctx {
   int64_t sets;                      /* parameter sets opened */
   lunai_failure failure;             /* the first that has not succeeded since: each begin reports it */
   uint64_t backwards;                /* luna_backward calls that succeeded */
+  uint64_t writes;                   /* calls that changed parameters */
   struct luna_optimizer *optimizers; /* newest first */
   bool unread;                       /* an optimiser on a device has made a step whose result the host has not read */
   luna_graph *graphs, *graph;        /* newest first; the one that has begun, whose table is then `backend` */
@@ -10137,6 +10890,12 @@ LUNAI_FN const char *lunai_options_wrong(const luna_ctx *ctx) {
   if (!o->allocator.allocate != !o->allocator.release)
     return "luna_open: options.allocator has allocate without release, or the reverse";
   if ((unsigned)o->form > LUNA_FORM_FOLDED) return "luna_open: options.form is no luna_form";
+  if ((unsigned)o->weights > LUNA_DTYPE_I8) return "luna_open: options.weights is no luna_dtype";
+#ifdef LUNA_NO_INT8
+  if (o->weights) return "luna_open: options.weights: this build has no products in 8 bits (LUNA_NO_INT8)";
+#endif
+  if (o->weights && lunai_on_device(ctx))
+    return "luna_open: a device has float products alone; options.weights must be 0";
   if (ctx->backend->version != 1 || ctx->backend->size != sizeof(luna_backend))
     return "luna_open: options.backend was compiled with another version of luna.h";
   if (o->block && lunai_on_device(ctx)) return "luna_open: a device has memory of its own; options.block must be null";
@@ -10423,6 +11182,14 @@ LUNAI_FN int64_t lunai_rows(const luna_tensor *t) { /* of the last axis, which m
 LUNAI_INLINE const luna_tensor *lunai_owner(const luna_tensor *t) { return t && t->base ? t->base : t; }
 LUNAI_INLINE float *lunai_grad(const luna_op *op, int i) { return op->in[i] ? op->in[i]->grad : NULL; }
 LUNAI_FN void lunai_query_nothing(luna_op *op) { (void)op; }
+/* input i in 8 bits, for a product of an inference */
+LUNAI_INLINE const lunai_int8 *lunai_op_int8(const luna_op *op, int i) {
+#ifdef LUNA_NO_INT8
+  return (void)op, (void)i, (const lunai_int8 *)NULL;
+#else
+  return op->ctx->training ? NULL : op->in[i]->int8;
+#endif
+}
 
 /* --- shapes: permute, slice, concat, repeat --- */
 LUNAI_FN luna_status lunai_permute_run(luna_op *op, bool back) {
@@ -10913,6 +11680,8 @@ LUNAI_FN void lunai_linear_columns(const luna_op *op, int which, lunai_matrix y,
     lunai_gemm_set(g, X, lunai_transposed(W), (float *)(uintptr_t)y.at);
     g->c_row = y.row;
     g->bias = bias ? lunai_offset(bias->data, first) : NULL;
+    g->b_int8 = lunai_op_int8(op, 1);
+    g->b_first = first;
   } else if (which == 1) lunai_gemm_set(g, y, W, x->grad);
   else lunai_gemm_set(g, lunai_transposed(y), X, lunai_offset(weight->grad, first * in));
   g->accumulate = which == 2 || (which == 1 && (first > 0 || !(op->sets & 1)));
@@ -10938,7 +11707,7 @@ LUNAI_FN bool lunai_linear_changes(const luna_op *op) {
 LUNAI_FN void lunai_linear_query(luna_op *op) {
   lunai_gemm g;
   size_t slope = 0; /* of the backward workspace: y's gradient as it leaves the activation or the dropout */
-  if (op->dots) return;              /* they need no scratch */
+  if (op->dots && !lunai_op_int8(op, 1)) return; /* they need no scratch */
   if (LUNAI_TRAINS && op->loss) {
     op->backward_workspace_size = lunai_logits_workspace(op, op->loss, true);
     return;
@@ -11052,6 +11821,7 @@ LUNAI_FN void lunai_ffn_product(const lunai_ffn_work *w, int which, lunai_gemm *
     default: lunai_gemm_set(g, dH, W1, lunai_offset(op->in[0]->grad, x)); break;                     /* dx */
   }
   if (which < 2 && op->in[2 + 2 * which]) g->bias = op->in[2 + 2 * which]->data;
+  if (which < 2) g->b_int8 = lunai_op_int8(op, 1 + 2 * which);
   if (which == 0) {
     g->activation = (int)op->activation;
     g->pre = op->activation == LUNA_ACTIVATION_RELU ? NULL : w->given;
@@ -11086,7 +11856,7 @@ LUNAI_FN size_t lunai_ffn_start(lunai_ffn_work *w, luna_op *op, bool backward, v
     if (backward ? which != 3 && which != 5 && (which != 0 || keeps) : which > 1) continue;
     w->panels[which] = (float *)(void *)at;
     lunai_ffn_product(w, which, &g);
-    at += lunai_k(op)->panels_bytes(g.n, g.k);
+    at += lunai_k(op)->panels_bytes(&g);
     if (workspace) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels[which]);
   }
   char *const own = at;
@@ -11343,6 +12113,13 @@ LUNAI_FN void lunai_scatter_rows(const luna_op *op, int64_t count, int64_t first
 }
 LUNAI_FN void lunai_embedding_body(luna_op *op, int64_t first, int64_t last) {
   const int64_t d = lunai_last(op->in[0]);
+#ifndef LUNA_NO_INT8
+  if (!op->in[0]->data) {            /* a stream's, stored in 8 bits alone */
+    for (int64_t i = first; i < last; i++)
+      lunai_int8_floats(op->in[0]->int8, op->index[i], 1, op->out[0]->data + i * d);
+    return;
+  }
+#endif
   for (int64_t i = first; i < last; i++)
     memcpy(op->out[0]->data + i * d, op->in[0]->data + op->index[i] * d, (size_t)d * sizeof(float));
 }
@@ -11578,8 +12355,8 @@ LUNAI_FN size_t lunai_logits_start(lunai_logits *w, luna_op *op, const luna_op *
   w->part.logits = w->part.grad = w->panel;
   if (backward) {
     w->panels = (float *)(void *)at;
-    at += lunai_k(op)->panels_bytes(lunai_last(op->in[0]), rows);
     lunai_logits_product(w, 2, &g);
+    at += lunai_k(op)->panels_bytes(&g);
     if (workspace && g.c) lunai_k(op)->make_panels(&g, &op->ctx->parallel, w->panels);
   } else {
     w->part.sums = (lunai_row_sums *)(void *)at;
@@ -12882,6 +13659,7 @@ LUNA_API luna_status luna_write(luna_tensor *t, const float *values) {
   if (!lunai_computes(t->ctx)) return LUNA_OK;
   if (lunai_owner(t)->own->released || (!t->data && bytes))
     return lunai_fail_status(t->ctx, LUNA_ERROR_RELEASED, "luna_write", t);
+  t->ctx->writes++;
   return t->ctx->backend->copy(t->ctx, t->data, values, bytes, 1);
 }
 /* writes what `make` makes of `from`, on the host; op: named in its failure, an op's */
@@ -14143,11 +14921,13 @@ LUNAI_FN luna_status lunai_fill(luna_ctx *ctx, float *data, const lunai_st_tenso
   const int64_t size = (int64_t)lunai_st_formats[t->dtype].size;
   luna_status status = LUNA_OK;
   float block[1024];
+  ctx->writes++;
   if (!lunai_on_device(ctx)) lunai_st_floats(t, data);
   else if (lunai_st_borrow(t)) status = ctx->backend->copy(ctx, data, t->data, t->bytes, 1);
   else for (int64_t at = 0; at < t->count && status == LUNA_OK; at += 1024) {
     lunai_st_tensor part = *t;
     part.data += at * size;
+    part.first = at;
     part.count = lunai_min(1024, t->count - at);
     part.bytes = (size_t)(part.count * size);
     lunai_st_floats(&part, block);
@@ -14161,7 +14941,7 @@ LUNAI_FN bool lunai_fills(const lunai_st *st, luna_ctx *ctx, const char *name, i
                           lunai_st_tensor *t) {
   luna_tensor like;
   lunai_tensor_set(&like, ctx, rank, shape);
-  if (lunai_st_find(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
+  if (lunai_st_value(st, name, t) && lunai_st_like(t, &like) && lunai_st_is_real(t)) return true;
   lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_MISSING, ctx->call, lunai_file_name(ctx), name, &like);
   return false;
 }
@@ -15115,6 +15895,39 @@ LUNA_API luna_tensor *luna_matmul(luna_tensor *a, luna_tensor *b, bool transpose
   return lunai_matmul_by(a, b, transpose_a, transpose_b, false);
 }
 
+#ifdef LUNA_NO_INT8
+#define lunai_int8_ready(s, i) ((void)(s), true)
+#else
+/* how often the values of a context's parameters have changed, its own and those that it shares */
+LUNAI_FN uint64_t lunai_writes(const luna_ctx *ctx) {
+  uint64_t writes = ctx->writes;
+  for (const luna_params *set = ctx->newest, *root; set; set = set->older) {
+    for (root = set; root->shared; root = root->shared) continue;
+    if (root->ctx != ctx) writes += root->ctx->writes;
+  }
+  return writes;
+}
+/* An inference's weight, input i, gets its copy in 8 bits, or a new one when parameters were written. False: there is
+   no memory, which is reported. */
+LUNAI_FN bool lunai_int8_ready(lunai_build *s, int i) {
+  luna_ctx *ctx = s->op.ctx;
+  luna_tensor *w = s->op.in[i];
+  void *memory;
+  if (!ctx->options.weights || ctx->training || LUNAI_BUMPS(ctx) || !w->parameter || !lunai_int8_fits(lunai_last(w)))
+    return true;
+  const size_t bytes = lunai_int8_bytes(w->shape[0], w->shape[1]);
+  const uint64_t writes = lunai_writes(ctx);
+  if (!w->int8) {
+    if (!lunai_persist(ctx, bytes, false, &memory)) return lunai_op_no_memory(s, bytes) != NULL;
+    w->int8 = lunai_int8_place(memory, w->shape[0], w->shape[1]);
+  }
+  if (w->int8->from == w->data && w->int8->writes == writes) return true;
+  w->int8->from = w->data;
+  w->int8->writes = writes;
+  if (lunai_computes(ctx)) (void)lunai_int8_fill(w->int8, w->data); /* of a row that is not finite the scale is NaN */
+  return true;
+}
+#endif
 /* whether a stream computes single rows */
 LUNAI_FN bool lunai_is_single_row(const luna_tensor *x) { return LUNAI_BUMPS(x->ctx) && x->ctx->bump->single; }
 /* act(x W^T + b), or drop(x W^T + b) + residual, which in a stream is an op of its own */
@@ -15126,6 +15939,7 @@ LUNAI_FN luna_tensor *lunai_linear_with(luna_tensor *x, luna_tensor *weight, lun
       !lunai_fits(&s, "x [...,i] weight [o,i] bias? [o] residual? [...,o]")) return NULL;
   if (LUNAI_BUMPS(x->ctx) && residual)
     return luna_add(residual, lunai_linear_with(x, weight, bias, activation, NULL, dropout));
+  if (!lunai_int8_ready(&s, 1)) return NULL;
   s.op.dots = lunai_is_single_row(x);
   s.op.activation = activation;
   s.op.last_dropout = dropout;
@@ -15164,6 +15978,7 @@ LUNA_API luna_tensor *luna_feed_forward(luna_tensor *x, luna_tensor *w1, luna_te
     y = luna_dropout(luna_linear(luna_dropout(y, c->activation_dropout), w2, b2), c->dropout);
     return lunai_result(scope, c->residual ? luna_add(c->residual, y) : y);
   }
+  if (!lunai_int8_ready(&s, 1) || !lunai_int8_ready(&s, 3)) return NULL;
   s.op.inputs = 6;                   /* no gate */
   s.op.activation = activation;
   s.op.dropout = c->activation_dropout;
@@ -15343,6 +16158,7 @@ LUNA_API luna_tensor *luna_linear_cross_entropy(luna_tensor *x, luna_tensor *wei
   if (weight->shape[0] <= LUNAI_LOGIT_COLUMNS || !lunai_has_op(x, LUNA_OP_LINEAR_CROSS_ENTROPY))
     return luna_cross_entropy(luna_linear(x, weight, bias), labels, config);
   if (!lunai_product_fits(&s, lunai_rows(x), weight->shape[0], LUNAI_MAX_COUNT)) return lunai_abandon(&s);
+  if (!lunai_int8_ready(&s, 1)) return NULL;
   return lunai_labels(&s, lunai_rows(x), weight->shape[0], labels, config) ?
       lunai_rank_loss(lunai_finish(&s, 1, &one)) : lunai_abandon(&s);
 }
@@ -17222,15 +18038,16 @@ LUNAI_FN const char *lunai_fields_read(const lunai_st *st, const lunai_field *fi
 /* not the model's: an optimiser's moments */
 LUNAI_FN bool lunai_st_ours(lunai_st_text name) { return name.size >= 5 && memcmp(name.at, "luna.", 5) == 0; }
 
-/* the tensors of a file that are the model's, and the numbers in them */
+/* The tensors of a file that are the model's, and the numbers in them. One of I8 has another beside it, its scales,
+   which are not counted: whether they are there is seen when it is read. */
 LUNAI_FN int64_t lunai_st_tensors(const lunai_st *st, double *numbers) {
   lunai_st_tensor t;
   size_t cursor = 0;
   int64_t count = 0;
   while (lunai_st_next(st, &cursor, &t)) {
     if (lunai_st_ours(t.name)) continue;
-    count++;
-    if (numbers) *numbers += (double)t.count;
+    count += t.dtype == LUNAI_ST_I8 ? 0 : 1;
+    if (numbers) *numbers += (double)t.count - (t.dtype == LUNAI_ST_I8 && t.rank > 0 ? (double)t.shape[0] : 0);
   }
   return count;
 }
@@ -18351,6 +19168,7 @@ LUNA_API luna_status luna_optimizer_apply(luna_optimizer *o) {
   if (status == LUNA_OK) status = lunai_optimizer_join(o, "luna_optimizer_step");
   if (status != LUNA_OK) return status;
   o->backwards = ctx->backwards;
+  ctx->writes++;
   if (lunai_ranks(ctx)) status = lunai_gradients_sum(o);
   if (ctx->options.measure || status != LUNA_OK) return status;
   /* Adam squares gradients, Apollo takes directions to the fourth power */
@@ -18535,23 +19353,29 @@ LUNAI_FN void lunai_st_put_pair(lunai_st_writer *w, const char *key, const char 
   lunai_st_write_string(w, value);
   w->pair = ",", w->tensor = "},", w->end = "}}";
 }
-/* data: like's, may be null without elements */
-LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+/* a tensor's entry in the header; false: it is the data's turn */
+LUNAI_FN bool lunai_st_put_entry(lunai_st_writer *w, const char *name, const char *dtype, const luna_tensor *like,
+                                 int size) {
   const int64_t count = lunai_shape_count(like->rank, like->shape), begin = w->begin;
   char places[160];
-  if (count < 0 || (count > 0 && !data) || strcmp(name, "__metadata__") == 0) w->failed = true;
-  if (w->failed) return;
-  if (!w->tensor) {
-    lunai_st_write_floats(w, data, count);
-    return;
-  }
-  w->begin += 4 * count;
+  if (count < 0 || strcmp(name, "__metadata__") == 0) w->failed = true;
+  if (w->failed || !w->tensor) return w->failed;
+  w->begin += size * count;
   lunai_print(places, sizeof places, "%t,\"data_offsets\":[%d,%d]}", like, begin, w->begin);
   lunai_st_write_text(w, w->tensor);
   lunai_st_write_string(w, name);
-  lunai_st_write_text(w, ":{\"dtype\":\"F32\",\"shape\":");
+  lunai_st_write_text(w, ":{\"dtype\":\"");
+  lunai_st_write_text(w, dtype);
+  lunai_st_write_text(w, "\",\"shape\":");
   lunai_st_write_text(w, places);
   w->tensor = ",", w->end = "}";
+  return true;
+}
+/* data: like's, may be null without elements */
+LUNAI_FN void lunai_st_put_tensor(lunai_st_writer *w, const char *name, const luna_tensor *like, const float *data) {
+  const int64_t count = lunai_shape_count(like->rank, like->shape);
+  if (count > 0 && !data) w->failed = true;
+  if (!lunai_st_put_entry(w, name, "F32", like, 4)) lunai_st_write_floats(w, data, count);
 }
 
 /* what puts a file's pairs, then its tensors; their names and keys must be unique */
@@ -18592,16 +19416,62 @@ LUNAI_FN luna_status lunai_save_io(luna_ctx *ctx, const char *name, lunai_st_con
   if (ctx->options.measure || lunai_st_write(&w, contents, what)) return LUNA_OK;
   return lunai_fail_status(ctx, LUNA_ERROR_WRITE_FAILED, name, lunai_file_name(ctx));
 }
-LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
-  const luna_params *params = (const luna_params *)set;
+LUNAI_FN void lunai_put_pairs(lunai_st_writer *w, const luna_params *params) {
   char horizon[24];
   for (const lunai_meta *m = params->metas; m; m = m->next) lunai_st_put_pair(w, m->key, m->value);
   lunai_print(horizon, sizeof horizon, "%d", params->horizon);
   if (params->horizon > 0) lunai_st_put_pair(w, "luna.horizon", horizon);
   if (params->horizon_fixed) lunai_st_put_pair(w, "luna.fixed_horizon", "1");
+}
+LUNAI_FN void lunai_put_set(lunai_st_writer *w, const void *set) {
+  const luna_params *params = (const luna_params *)set;
+  lunai_put_pairs(w, params);
   for (const lunai_param *p = params->first; p; p = p->next)
     lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
 }
+#ifndef LUNA_NO_INT8
+/* a row's scale, or with `scale` its integers */
+LUNAI_FN float lunai_put_row(lunai_st_writer *w, const float *x, int64_t n, const float *scale) {
+  float block[1024], largest = 0;
+  int8_t q[1024];
+  for (int64_t i = 0, part; i < n && !w->failed; i += part) {
+    part = lunai_min(1024, n - i);
+    if (!w->fetch) memcpy(block, x + i, (size_t)part * sizeof(float));
+    else w->failed = !w->fetch(w->device, block, x + i, part);
+    for (int64_t j = 0; j < part && !w->failed; j++) {
+      if (scale) q[j] = lunai_int8_of(block[j], *scale);
+      else if (!lunai_is_finite(block[j])) return (float)NAN;
+      else if (fabsf(block[j]) > largest) largest = fabsf(block[j]);
+    }
+    if (scale && !w->failed) lunai_st_write_bytes(w, q, (size_t)part);
+  }
+  return lunai_int8_scale(largest);
+}
+/* the scales of a weight, or its integers, with their entries in the header */
+LUNAI_FN void lunai_put_int8(lunai_st_writer *w, const lunai_param *p, bool scales) {
+  const luna_tensor *t = &p->tensor, like = lunai_like(t->ctx, 1, t->shape);
+  char name[LUNAI_ST_NAME];
+  lunai_print(name, sizeof name, scales ? "%s.scale" : "%s", p->name);
+  if (lunai_st_put_entry(w, name, scales ? "F32" : "I8", scales ? &like : t, scales ? 4 : 1)) return;
+  for (int64_t r = 0; r < t->shape[0] && !w->failed; r++) {
+    const float *row = t->data + r * t->shape[1], scale = lunai_put_row(w, row, t->shape[1], NULL);
+    uint32_t bits;
+    memcpy(&bits, &scale, sizeof bits);
+    if (scales) lunai_st_write_little(w, bits, 4);
+    else (void)lunai_put_row(w, row, t->shape[1], &scale);
+  }
+}
+/* floats first, so that they stay aligned */
+LUNAI_FN void lunai_put_set_int8(lunai_st_writer *w, const void *set) {
+  const luna_params *params = (const luna_params *)set;
+  lunai_put_pairs(w, params);
+  for (int pass = 0; pass < 2; pass++)
+    for (const lunai_param *p = params->first; p; p = p->next) {
+      if (lunai_int8_part(p->name, p->tensor.rank, p->tensor.shape)) lunai_put_int8(w, p, pass == 0);
+      else if (pass == 0) lunai_st_put_tensor(w, p->name, &p->tensor, p->tensor.data);
+    }
+}
+#endif
 LUNAI_FN bool lunai_buffer_write(void *to, const void *bytes, size_t size) {
   luna_file *file = (luna_file *)to;
   if (*file->written <= file->size && size <= file->size - *file->written)
@@ -18615,6 +19485,15 @@ LUNAI_FN lunai_param *lunai_param_of(const luna_params *params, const lunai_st_t
   const size_t size = lunai_st_decode(t->name, name, sizeof name);
   /* a name with a zero byte in it is no parameter's */
   return size < sizeof name && strlen(name) == size ? lunai_param_find(params, name) : NULL;
+}
+/* whether a tensor of a file is the scales of a parameter that is I8 there */
+LUNAI_FN bool lunai_st_scales(const luna_params *params, const lunai_st *st, const lunai_st_tensor *t) {
+  char name[LUNAI_ST_NAME];
+  lunai_st_tensor of;
+  const size_t size = lunai_st_decode(t->name, name, sizeof name);
+  if (size < 6 || size >= sizeof name || strlen(name) != size || strcmp(name + size - 6, ".scale") != 0) return false;
+  name[size - 6] = 0;
+  return lunai_param_find(params, name) && lunai_st_find(st, name, &of) && of.dtype == LUNAI_ST_I8;
 }
 /* What the file's model and the set's are, where both say it: most of it is in no tensor's name or shape. Dropouts may
    differ, and so may the longest sequence, which a learned table has as its shape. */
@@ -18643,7 +19522,9 @@ LUNAI_FN luna_status lunai_load_check(luna_params *params, const lunai_st *st) {
     if (lunai_st_ours(t.name)) continue;
     lunai_st_decode(t.name, name, sizeof name);
     lunai_param *p = lunai_param_of(params, &t);
+    if (!p && lunai_st_scales(params, st, &t)) continue;
     if (!p) return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_EXTRA, ctx->call, name, file);
+    (void)lunai_st_value(st, p->name, &t);
     if (!lunai_st_like(&t, &p->tensor))
       return lunai_fail_status(ctx, LUNA_ERROR_FILE_TENSOR_SHAPE, ctx->call, name, &p->tensor, file);
     if (!lunai_st_is_real(&t))
@@ -18694,9 +19575,8 @@ LUNAI_FN luna_status lunai_load(luna_ctx *ctx, void *set, lunai_st *st) {
   if (status == LUNA_OK) status = lunai_load_pairs(params, st);
   if (status == LUNA_OK) lunai_load_horizon(params, st);
   lunai_st_tensor t;
-  size_t cursor = 0;
-  while (status == LUNA_OK && !ctx->options.measure && lunai_st_next(st, &cursor, &t))
-    if (!lunai_st_ours(t.name)) status = lunai_fill(ctx, lunai_param_of(params, &t)->tensor.data, &t);
+  for (lunai_param *p = params->first; p && status == LUNA_OK && !ctx->options.measure; p = p->next)
+    if (lunai_st_value(st, p->name, &t)) status = lunai_fill(ctx, p->tensor.data, &t);
   return status;
 }
 
@@ -18818,7 +19698,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
   if (params->borrowing) return lunai_fail_status(ctx, LUNA_ERROR_SET_BORROWED, ctx->call);
   m->loaded = m->missing = m->unused = 0;
   for (lunai_param *p = params->first; p && status == LUNA_OK; p = p->next) {
-    const char *why = !lunai_st_find(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
+    const char *why = !lunai_st_value(st, p->name, &t) ? "is not in the file" : !lunai_st_like(&t, &p->tensor) ?
         "has another shape in the file" : lunai_st_is_real(&t) ? NULL : "is not stored as real numbers";
     if (!why) m->loaded++;
     if (!why && !ctx->options.measure) status = lunai_fill(ctx, p->tensor.data, &t);
@@ -18827,7 +19707,7 @@ LUNAI_FN luna_status lunai_load_matching(luna_ctx *ctx, void *into, lunai_st *st
   }
   if (status != LUNA_OK) return status;
   while (lunai_st_next(st, &cursor, &t)) {
-    if (lunai_st_ours(t.name) || lunai_param_of(params, &t)) continue;
+    if (lunai_st_ours(t.name) || lunai_param_of(params, &t) || lunai_st_scales(params, st, &t)) continue;
     m->unused++;
     lunai_st_decode(t.name, name, sizeof name);
     if (m->report) m->report(m->user, name, "is in the file and no parameter here");
@@ -19358,6 +20238,11 @@ LUNAI_FN luna_status lunai_read_file(luna_ctx *ctx, const char *name, lunai_load
 LUNA_API luna_status luna_save(const luna_params *params, luna_file file) {
   return params ? lunai_save(params->ctx, "luna_save", lunai_put_set, params, &file) : LUNA_BAD_ARGUMENT;
 }
+#ifndef LUNA_NO_INT8
+LUNA_API luna_status luna_save_int8(const luna_params *params, luna_file file) {
+  return params ? lunai_save(params->ctx, "luna_save_int8", lunai_put_set_int8, params, &file) : LUNA_BAD_ARGUMENT;
+}
+#endif
 LUNA_API luna_status luna_load(luna_params *params, luna_file file) {
   return lunai_read_file(lunai_ctx_of(params), "luna_load", lunai_load, params, &file);
 }
@@ -19437,6 +20322,11 @@ struct luna_stream {
   int64_t sources;                   /* as in lunai_past */
   float scale;                       /* of the embedding */
   bool cross;                        /* a decoder */
+#ifndef LUNA_NO_INT8
+  bool int8;                         /* weights are in 8 bits: */
+  size_t int8_size, int8_used;       /* bytes of what they take beside a file, */
+  char *int8_at;                     /* where they are */
+#endif
   char *state;                       /* all layers' means and histories */
   size_t state_size;
   char *inputs, *host_inputs;        /* of a step: lunai_inputs; on the host the same */
@@ -19453,6 +20343,19 @@ struct luna_stream {
 LUNAI_FN bool lunai_stream_folds(const lunai_lm_sizes *s) { return s->heads * s->memory <= s->dim + s->memory; }
 LUNAI_FN int64_t lunai_stream_fold_size(const lunai_lm_sizes *s) {
   return (lunai_stream_folds(s) ? s->heads : 1) * s->memory * s->dim;
+}
+#ifndef LUNA_NO_INT8
+/* whether folded scores are a product in 8 bits */
+LUNAI_FN bool lunai_stream_rounds_scores(const luna_stream *s) {
+  return s->int8 && LUNAI_SOURCES(s) == 1 && lunai_stream_folds(&s->sizes) && lunai_int8_fits(s->sizes.dim);
+}
+#endif
+/* floats of all layers' scores, one after the other */
+LUNAI_FN int64_t lunai_stream_scores_size(const luna_stream *s) {
+#ifndef LUNA_NO_INT8
+  if (lunai_stream_rounds_scores(s)) return 0;
+#endif
+  return LUNAI_SOURCES(s) * lunai_stream_fold_size(&s->sizes);
 }
 /* of a memory that forgets, the weights of a sequence's means */
 LUNAI_FN int64_t lunai_stream_weights(const lunai_lm_sizes *s) { return s->forget ? s->heads * s->memory : 0; }
@@ -19616,23 +20519,65 @@ LUNAI_FN void lunai_stream_fold_bias(const lunai_lm_sizes *z, const float *queri
   for (int64_t i = 0, j; i < z->heads * l; i++)
     for (out[i] = 0, j = 0; j < d; j++) out[i] += queries[i * d + j] * key_bias[i / l * d + j];
 }
+#ifdef LUNA_NO_INT8
+#define lunai_stream_floats(s, w) (w)
+#else
+/* While a stream is measured, a weight's copy in 8 bits: nothing reads it. */
+static const lunai_int8 lunai_int8_placeholder = { NULL, NULL, NULL, 0, 0, NULL, 0 };
+/* A weight as float, in the step's memory where a file may have it in 8 bits */
+LUNAI_FN luna_tensor *lunai_stream_floats(luna_stream *s, luna_tensor *w) {
+  luna_tensor *own;
+  void *memory = NULL;
+  if (!w || !s->int8) return w;
+  if (!s->model_ctx && !lunai_bump_take(&s->bump, true, (size_t)luna_count(w) * sizeof(float), &memory)) return NULL;
+  own = lunai_stream_view(s, s->model_ctx ? w->data : (float *)memory, 2, w->shape[0], w->shape[1], 1);
+  if (own && memory && lunai_computes(&s->ctx)) {
+    if (w->data) memcpy(memory, w->data, (size_t)luna_count(w) * sizeof(float));
+    else lunai_int8_floats(w->int8, 0, w->shape[0], (float *)memory);
+  }
+  return own;
+}
+/* a copy of values in 8 bits, in the stream's memory */
+LUNAI_FN lunai_int8 *lunai_stream_int8(luna_stream *s, int64_t rows, int64_t columns, const float *values) {
+  const size_t bytes = lunai_int8_bytes(rows, columns);
+  lunai_int8 *w;
+  if (s->ctx.reserving) s->int8_size += bytes;
+  if (s->ctx.reserving) return (lunai_int8 *)(uintptr_t)&lunai_int8_placeholder;
+  if (bytes > s->int8_size - s->int8_used) return NULL;
+  w = lunai_int8_place(s->int8_at + s->int8_used, rows, columns);
+  s->int8_used += bytes;
+  (void)lunai_int8_fill(w, values);
+  return w;
+}
+#endif
+/* those of source i where they stay */
+LUNAI_FN bool lunai_stream_store_scores(luna_stream *s, luna_tensor *to, int64_t i, const luna_tensor *scores) {
+#ifndef LUNA_NO_INT8
+  if (lunai_stream_rounds_scores(s))
+    return scores && (to->int8 = lunai_stream_int8(s, to->shape[0], to->shape[1], scores->data)) != NULL;
+#endif
+  return lunai_stream_store(s, lunai_offset(to->data, i * lunai_stream_fold_size(&s->sizes)), scores);
+}
 /* what the scores need of a layer's memory [sources, slots, dim], once */
 LUNAI_FN bool lunai_stream_fold(luna_stream *s, lunai_stream_layer *layer, const float *memory) {
   const lunai_lm_sizes *z = &s->sizes;
-  const luna_causal_attention_layer *attention = LUNAI_CROSS(s) ? &layer->of.decoder.self_attention :
-      &layer->of.causal.attention;
   const bool device = lunai_stream_on_device(s), folds = lunai_stream_folds(z);
   bool good = true;
   for (int64_t i = 0; i < LUNAI_SOURCES(s) && good; i++) {
     float *p = lunai_offset((float *)(uintptr_t)memory, i * z->memory * z->dim),
         *out_bias = lunai_offset(layer->past.scores_bias.data, i * z->heads * z->memory);
     lunai_bump_begin(&s->bump, false);
-    luna_tensor *queries = lunai_causal_queries(attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1)),
-        *bias = NULL, *scores = folds ? lunai_causal_folded(attention, queries, device ? &bias : NULL) : queries;
-    good = lunai_stream_store(s, lunai_offset(layer->past.scores.data, i * lunai_stream_fold_size(z)), scores) &&
+    luna_causal_attention_layer attention = LUNAI_CROSS(s) ? layer->of.decoder.self_attention :
+        layer->of.causal.attention;
+    attention.pq.weight = lunai_stream_floats(s, attention.pq.weight);
+    attention.pc.weight = lunai_stream_floats(s, attention.pc.weight);
+    if (!attention.pq.weight || !attention.pc.weight) return false;
+    luna_tensor *queries = lunai_causal_queries(&attention, lunai_stream_view(s, p, 2, z->memory, z->dim, 1)),
+        *bias = NULL, *scores = folds ? lunai_causal_folded(&attention, queries, device ? &bias : NULL) : queries;
+    good = lunai_stream_store_scores(s, &layer->past.scores, i, scores) &&
            (!(folds && device) || lunai_stream_store(s, out_bias, bias));
     if (folds && !device && good && lunai_computes(&s->ctx))
-      lunai_stream_fold_bias(z, queries->data, attention->pc.bias->data, out_bias);
+      lunai_stream_fold_bias(z, queries->data, attention.pc.bias->data, out_bias);
   }
   return good;
 }
@@ -19668,6 +20613,13 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
   if (s->scale == 0) s->scale = 1;
   lunai_lm_from_sizes(z, &s->model.config);
   if (!s->ctx.kernels) return "config.isa is not available on this machine";
+  if (config && (unsigned)config->weights > LUNA_DTYPE_I8) return "config.weights is no luna_dtype";
+#ifndef LUNA_NO_INT8
+  if (config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
+  if (s->int8 && lunai_stream_on_device(s)) return "a device has float products alone; config.weights must be 0";
+#else
+  if (config && config->weights) return "config.weights: this build has no products in 8 bits";
+#endif
   if (s->horizon < LUNA_HORIZON_NONE) return "config.horizon is less than LUNA_HORIZON_NONE";
   if (rows < 0) return "config.batch or config.chunk is negative or too large";
   for (int i = 0; i < 8; i++)
@@ -19676,15 +20628,61 @@ LUNAI_FN const char *lunai_stream_config(luna_stream *s, const luna_stream_confi
 }
 
 /* while a stream is measured: a tensor of this shape, which all parameters of that shape share */
-LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const int64_t *shape) {
+LUNAI_FN luna_tensor *lunai_stream_placeholder(luna_stream *s, int rank, const int64_t *shape, lunai_int8 *int8) {
   const size_t each = lunai_bump_size(false, sizeof(luna_tensor));
   s->measured++;
   for (size_t at = 0; at < s->bump.part[0].used; at += each) {
     luna_tensor *t = (luna_tensor *)(void *)(s->bump.part[0].start + at);
-    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1])) return t;
+    if (t->rank == rank && t->shape[0] == shape[0] && (rank == 1 || t->shape[1] == shape[1]) && t->int8 == int8)
+      return t;
   }
-  return lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
+  luna_tensor *t = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
+  if (t) t->int8 = int8;
+  return t;
 }
+/* A parameter's copy in 8 bits, or null where it has none: made of `values` or, while the stream is measured, counted
+   (of a file, lunai_stream_int8_file has) */
+LUNAI_FN lunai_int8 *lunai_stream_int8_of(luna_stream *s, const char *name, int rank, const int64_t *shape,
+                                          const float *values) {
+#ifndef LUNA_NO_INT8
+  if (!s->int8 || !lunai_int8_part(*name ? name : ".weight", rank, shape)) return NULL; /* a decoder's have no names */
+  if (s->ctx.reserving && !s->model_ctx) return (lunai_int8 *)(uintptr_t)&lunai_int8_placeholder;
+  return lunai_stream_int8(s, shape[0], shape[1], values);
+#else
+  return (void)s, (void)name, (void)rank, (void)shape, (void)values, (lunai_int8 *)NULL;
+#endif
+}
+#ifndef LUNA_NO_INT8
+/* a file's I8 tensor in place, but for its sums; null: it or its scales are not aligned, or not used in 8 bits */
+LUNAI_FN lunai_int8 *lunai_stream_int8_in(luna_stream *s, const char *name, const lunai_st_tensor *t) {
+  const size_t head = lunai_round(sizeof(lunai_int8)), bytes = head + lunai_round((size_t)t->shape[0] * 4);
+  if (!t->scale || (uintptr_t)t->scale % sizeof(float) != 0 || !lunai_st_little() ||
+      !lunai_int8_part(name, t->rank, t->shape) || bytes > s->int8_size - s->int8_used) return NULL;
+  lunai_int8 *w = (lunai_int8 *)(void *)(s->int8_at + s->int8_used);
+  s->int8_used += bytes;
+  memset(w, 0, sizeof *w);
+  w->rows = t->shape[0];
+  w->columns = t->shape[1];
+  w->at = (const int8_t *)t->data;
+  w->scale = (const float *)(const void *)t->scale;
+  w->sums = (const int32_t *)(const void *)((char *)w + head);
+  lunai_int8_sum(w);
+  return w;
+}
+/* What a file's weights will take: of those in I8 the sums, of others, where the stream is in 8 bits, copies. It is in
+   8 bits where one of the file's is. */
+LUNAI_FN void lunai_stream_int8_file(luna_stream *s, const lunai_st *st) {
+  lunai_st_tensor t;
+  char name[LUNAI_ST_NAME];
+  for (size_t cursor = 0; lunai_st_next(st, &cursor, &t);) s->int8 = s->int8 || t.dtype == LUNAI_ST_I8;
+  for (size_t cursor = 0; s->int8 && lunai_st_next(st, &cursor, &t);) {
+    if (lunai_st_decode(t.name, name, sizeof name) >= sizeof name || lunai_st_ours(t.name) ||
+        !lunai_int8_part(name, t.rank, t.shape)) continue;
+    s->int8_size += t.dtype == LUNAI_ST_I8 ? lunai_round(sizeof(lunai_int8)) + lunai_round((size_t)t.shape[0] * 4) :
+        lunai_int8_bytes(t.shape[0], t.shape[1]);
+  }
+}
+#endif
 /* The stream's own tensors of parts, which then point to them: of a model those that they pointed to, else the file's
    by their names; without a file their shapes alone. False: s->ctx.error says what is wrong. */
 LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int count, const char *prefix,
@@ -19695,12 +20693,17 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       const int rank = i || p->columns == LUNAI_VECTOR ? 1 : 2;
       const int64_t shape[2] = { p->rows, rank == 1 ? 1 : p->columns };
       if (!p->has || !at || (s->model_ctx && !*at)) continue; /* a decoder's output has no bias */
-      if (s->ctx.reserving) own = s->model_ctx ? lunai_stream_placeholder(s, (*at)->rank, (*at)->shape) :
-          lunai_stream_placeholder(s, rank, shape);
+      const int own_rank = s->model_ctx ? (*at)->rank : rank; /* a decoder's parts do not say it */
+      const int64_t *own_shape = s->model_ctx ? (*at)->shape : shape;
+      lunai_int8 *int8 = i || st ? NULL :
+          lunai_stream_int8_of(s, p->name, own_rank, own_shape, s->model_ctx ? (*at)->data : NULL);
+      if (s->ctx.reserving) own = lunai_stream_placeholder(s, own_rank, own_shape, int8);
       else own = lunai_stream_view(s, NULL, rank, shape[0], shape[1], 1);
       if (!own) return false;
       if (s->model_ctx && !s->ctx.reserving) *own = **at;
       own->ctx = &s->ctx;
+      own->own = &s->ctx.none;
+      own->int8 = int8;
       *at = own;
       if (!st) continue;
       lunai_st_tensor found;
@@ -19710,10 +20713,17 @@ LUNAI_FN bool lunai_stream_own(luna_stream *s, const lunai_part *parts, int coun
       if (i) name.at -= sizeof "weight" - 1;
       if (i) lunai_put(&name, "bias");
       *name.at = 0;
-      if (lunai_st_find(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
-          (rank == 1 || found.shape[1] == p->columns)) own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+      if (lunai_st_value(st, s->ctx.error, &found) && found.rank == rank && found.shape[0] == p->rows &&
+          (rank == 1 || found.shape[1] == p->columns)) {
+        own->data = (float *)(uintptr_t)lunai_st_borrow(&found);
+        if (own->data && !i) own->int8 = lunai_stream_int8_of(s, p->name, rank, shape, own->data);
+#ifndef LUNA_NO_INT8
+        if (!own->data) own->int8 = lunai_stream_int8_in(s, p->name, &found);
+        if (own->int8) continue;
+#endif
+      }
       if (own->data) continue;
-      lunai_put(&name, " is missing, of another shape, not F32, not aligned to 4 bytes, "
+      lunai_put(&name, " is missing, of another shape, not F32 (nor I8 with scales), not aligned to 4 bytes, "
                        "or this machine is not little-endian");
       *name.at = 0;
       return false;
@@ -19812,7 +20822,7 @@ LUNAI_FN bool lunai_stream_fill(luna_stream *s, const void *layers, const lunai_
 #ifdef LUNA_ONLY_STREAM
 #define LUNAI_MEASURED 29
 #else
-#define LUNAI_MEASURED 44
+#define LUNAI_MEASURED 48
 #endif
 /* What steps of any number of rows and opening take, found by running them on one layer (from: a model's, or null)
    without computing. On the host more rows take more. */
@@ -19837,11 +20847,17 @@ LUNAI_FN bool lunai_stream_measure(luna_stream *s, const void *from) {
   s->ctx.reserving = true;
   bool good = lunai_stream_model_open(s, NULL);
   const size_t beside = s->measured, bytes = lunai_bump_size(false, sizeof(luna_tensor));
+#ifndef LUNA_NO_INT8
+  const size_t beside8 = s->int8_size;
+#endif
   good = good && lunai_stream_layer_open(s, 0, from, NULL);
   size_t each = (s->measured - beside) * bytes, stays = b->floor = b->kept = b->part[0].used;
   const size_t shared = s->measured * bytes - stays; /* by placeholders, and by nothing later */
   s->sizes.layers = 1;
   good = good && lunai_stream_fold(s, &layer, NULL);
+#ifndef LUNA_NO_INT8
+  s->int8_size = beside8 + (s->int8_size - beside8) * layers;
+#endif
   const size_t folding = b->part[0].peak; /* before anything is recorded */
   if (LUNAI_REPLAYS) {               /* recorded of more layers: as much more as of one than of none */
     good = good && lunai_stream_rows(s, 1, true) != NULL;
@@ -19894,6 +20910,9 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
   s->logits = (float *)lunai_stream_take(base, &used, s->batch * lunai_lm_outputs(z), sizeof(float));
   s->standard = (float *)lunai_stream_take(base, &used, 2 * z->features, sizeof(float));
   s->output_norm = (float *)lunai_stream_take(base, &used, z->output_norm ? 2 * z->outputs : 0, sizeof(float));
+#ifndef LUNA_NO_INT8
+  s->int8_at = (char *)lunai_stream_take(base, &used, (int64_t)s->int8_size, 1);
+#endif
   const size_t host_size = used;
   if (device) { base = s->device_memory; used = 0; }
   const size_t state = used;
@@ -19908,7 +20927,7 @@ LUNAI_FN size_t lunai_stream_lay_out(luna_stream *s, char *base) {
       past->history = (float *)lunai_stream_take(base, &used, s->batch * z->dim * lunai_max(0, z->convolution - 1),
                                                  sizeof(float));
     } else {
-      past->scores.data = (float *)lunai_stream_take(base, &used, n * lunai_stream_fold_size(z), sizeof(float));
+      past->scores.data = (float *)lunai_stream_take(base, &used, lunai_stream_scores_size(s), sizeof(float));
       past->scores_bias.data = (float *)lunai_stream_take(base, &used,
           lunai_stream_folds(z) ? n * z->heads * z->memory : 0, sizeof(float));
       past->keys.data = (float *)lunai_stream_take(base, &used, cross * n * z->memory * z->dim, sizeof(float));
@@ -19944,6 +20963,10 @@ LUNAI_FN size_t lunai_stream_describe(luna_stream *s, lunai_st *st, const void *
   if (!*wrong && (uintptr_t)st->data % sizeof(float) != 0) *wrong = "the values in bytes are not aligned to 4 bytes";
   if (!*wrong) *wrong = lunai_lm_read(st, &s->sizes);
   if (!*wrong) s->horizon = lunai_st_horizon(st);
+#ifndef LUNA_NO_INT8
+  if (!*wrong && config && config->weights == LUNA_DTYPE_I8) s->int8 = true;
+  if (!*wrong) lunai_stream_int8_file(s, st);
+#endif
   if (!*wrong) *wrong = lunai_stream_config(s, config);
   if (!*wrong && !lunai_stream_measure(s, NULL)) *wrong = LUNAI_STREAM_TOO_LARGE;
   if (*wrong) return 0;
@@ -20014,6 +21037,7 @@ LUNAI_FN luna_stream *lunai_stream_make(luna_ctx *ctx, luna_stream *first, const
   memset(&own, 0, sizeof own);
   if (config) own = *config;
   if (own.isa == LUNA_ISA_BEST) own.isa = ctx->options.isa;
+  if (own.weights == LUNA_DTYPE_F32) own.weights = ctx->options.weights;
   lunai_graph_flush(ctx, "a stream was opened");
   first->model_ctx = ctx;
   first->ctx.backend = luna_backend_of(ctx);

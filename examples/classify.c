@@ -10,7 +10,8 @@
 
    Tokens are words, by their hash, or bytes. A tenth of the lines, chosen by chance, is kept to validate: by them the
    best model is kept, training ends early (--patience), and the model's logits are divided by a temperature, so that its
-   probabilities are what they say. Labels and the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the training early and keeps what has been learnt. */
+   probabilities are what they say. Labels and the rest lie in the checkpoint: M is all one needs. Ctrl-C ends the
+   training early and keeps what has been learnt. */
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
 
@@ -40,6 +41,7 @@ static const flag flags[] = {
   FLAG_PATIENCE,
   FLAG_SEED("t"),
   FLAG_THREADS("tep"),
+  FLAG_WEIGHTS("ep"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

@@ -72,7 +72,7 @@ const luna_backend *luna_cuda_backend(int device); /* of luna_cuda.cuh, in a fil
 static struct settings {             /* the settings that many examples have */
   const char *out, *plot, *resume, *profile;
   int64_t steps, batch, layers, dim, heads, memory, ffn, attention, pooling, positions, save_every, seed, threads,
-      device, validations, patience, parallel, recompute, forget, output_gate;
+      device, validations, patience, parallel, recompute, forget, output_gate, weights;
   double lr, dropout;
 } set;
 static const char *program = "example";
@@ -212,6 +212,8 @@ typedef struct flag {
 #define FLAG_SEED(commands) { "--seed", commands, WHOLE(set.seed, 0, 9e15), "the same seed gives the same result" }
 #define FLAG_THREADS(commands) \
   { "--threads", commands, WHOLE(set.threads, 0, 1024), "0 for one a core; any number gives the same result" }
+#define FLAG_WEIGHTS(commands) /* names in the order of luna_dtype */ \
+  { "--weights", commands, CHOICE(set.weights, "f32 i8"), "i8: products in 8 bits, faster and within about 1%" }
 #define FLAG_PARALLEL \
   { "--parallel", "t", CHOICE(set.parallel, "no data sequence"), \
    "what the ranks of mpirun share, of a program that make mpi built" }
@@ -426,7 +428,8 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
   for (int i = 2; i < count; i++)
     if (asks_help(given[i])) return usage(stdout, commands, flags, c), 0;
   if (parse(c, flags, count - 2, given + 2, words)) return 2;
-  luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed };
+  luna_options options = { .threads = (int)set.threads, .seed = (uint64_t)set.seed,
+                           .weights = (luna_dtype)set.weights };
 #ifdef EXAMPLE_CUDA
   if (set.device) options.backend = luna_cuda_backend(0);
 #else
@@ -440,9 +443,11 @@ TOOL int run_example(const char *name, const command *commands, const flag *flag
 #else
   if (set.parallel) return fail("this program was built without MPI: make mpi builds one with it");
 #endif
+  const char *error = NULL;
+  options.error = &error;
   luna_ctx *ctx = luna_open(&options);
   profiled = set.profile ? ctx : NULL;
-  int status = !ctx ? fail("out of memory") : luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
+  int status = !ctx ? fail("%s", error) : luna_error_status(ctx) != LUNA_OK ? fail("%s", luna_error(ctx)) :
       c->run(ctx, words);
   if (status == 0 && set.profile && !profiled && ranks.rank == 0) status = write_profile(ctx);
   if (status == 0 && ranks.ranks > 1)

@@ -47,6 +47,7 @@ static const flag flags[] = {
   FLAG_PATIENCE,
   FLAG_SEED("tew"),
   FLAG_THREADS("te"),
+  FLAG_WEIGHTS("e"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,
   { 0 }

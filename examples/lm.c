@@ -51,6 +51,7 @@ static const flag flags[] = {
   { "--top-k", "g", WHOLE(own.top_k, 0, 256), "choose among the k likeliest bytes, 0 for all" },
   FLAG_SEED("tg"),
   FLAG_THREADS("tge"),
+  FLAG_WEIGHTS("ge"),
   FLAG_DEVICE("te"),
   FLAG_RECOMPUTE,
   FLAG_PARALLEL,

@@ -1334,6 +1334,10 @@ static void case_luna_save(void) {
   if (pick(2) == 0) { file_save_io(); return; }
   got_status(luna_save(turn() ? NULL : w->set[1], luna_path(a_path())), false);
 }
+static void case_luna_save_int8(void) {
+  if (pick(2) == 0) { file_save_io(); return; }
+  got_status(luna_save_int8(turn() ? NULL : w->set[1], luna_path(a_path())), false);
+}
 static void case_luna_load(void) {
   if (pick(3) == 0) { file_load_io(); return; }
   if (pick(3) == 0) { file_load_bytes(); return; }
@@ -2079,7 +2083,7 @@ static void case_luna_stream_error_id(void) {
   F(luna_params_tensor_count) F(luna_params_at) F(luna_params_element_count) F(luna_params_zero_grad) \
   F(luna_params_set) F(luna_params_get) F(luna_path) F(luna_bytes) F(luna_buffer) F(luna_callbacks) \
   F(luna_load_borrowed) \
-  F(luna_file_tensor_read) F(luna_inspect) F(luna_save) \
+  F(luna_file_tensor_read) F(luna_inspect) F(luna_save) F(luna_save_int8) \
   F(luna_load) F(luna_load_matching) F(luna_linear_layer_init) F(luna_linear_layer_forward) F(luna_norm_layer_init) \
   F(luna_norm_layer_forward) F(luna_nested_attention_layer_init) F(luna_nested_attention_layer_forward) \
   F(luna_causal_attention_layer_init) F(luna_causal_attention_layer_forward) F(luna_attention_layer_init) \

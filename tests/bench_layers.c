@@ -38,8 +38,10 @@ static void layer_run(void *arg) {
   }
 }
 
-static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, layer_kind kind, bool training) {
-  luna_options options = {.threads = threads, .isa = bench_isa()};
+enum { FORWARD, TRAINING, FORWARD_INT8 };
+static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, layer_kind kind, int work) {
+  luna_options options = {.threads = threads, .isa = bench_isa(),
+                          .weights = work == FORWARD_INT8 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32};
   luna_layer_config config = {.dim = DIM, .heads = HEADS, .ffn = FFN,
                               .forget = kind == FORGETTING ? LUNA_FORGET_GATED : LUNA_FORGET_NONE};
   const luna_init normal = {LUNA_INIT_NORMAL, 1};
@@ -51,7 +53,7 @@ static void layer_open(layer_bench *b, int threads, int64_t n, int64_t memory, l
   b->x = luna_param(b->inputs, "x", 3, x, normal);
   b->p = luna_param(b->inputs, "p", 3, p, normal);
   b->kind = kind;
-  b->training = training;
+  b->training = work == TRAINING;
   if (kind != ENCODER) luna_causal_layer_init(&b->causal, b->params, "", memory, &config);
   else luna_encoder_layer_init(&b->encoder, b->params, "", &config);
   b->adam = luna_adam(b->params, &(luna_optimizer_config){.lr = 1e-4f});
@@ -232,9 +234,9 @@ static void classifier_rows(int64_t batch, int threads, luna_pooling pooling) {
 }
 
 #ifdef BENCH_SHARED                  /* what tests/bench_peers.py calls */
-void *peer_layer(int threads, int64_t n, int64_t memory, int kind, int training) { /* kind: a layer_kind */
+void *peer_layer(int threads, int64_t n, int64_t memory, int kind, int work) { /* kind: a layer_kind */
   layer_bench *b = (layer_bench *)malloc(sizeof *b);
-  layer_open(b, threads, n, memory, (layer_kind)kind, training != 0);
+  layer_open(b, threads, n, memory, (layer_kind)kind, work);
   return b;
 }
 void peer_layer_run(void *b) { layer_run(b); }

@@ -23,35 +23,41 @@ static void stream_run(void *arg) {
   int32_t token = 'a';
   if (!luna_stream_step(((stream_bench *)arg)->stream, &token)) exit(1);
 }
-static void stream_open(stream_bench *b) {
+static void stream_open(stream_bench *b, int64_t dim, luna_dtype weights) {
   luna_options options = {.threads = 1, .isa = bench_isa()};
   luna_lm_config config = {.vocab = 256, .layers = LAYERS, .memory = 16,
-                           .layer = {.dim = DIM, .heads = HEADS, .ffn = FFN}};
+                           .layer = {.dim = dim, .heads = HEADS, .ffn = 4 * dim}};
   b->ctx = luna_open(&options);
   if (luna_lm_init(&b->model, luna_params_open(b->ctx), &config) != LUNA_OK ||
-      (b->stream = luna_stream_open(&b->model, NULL)) == NULL) exit(1);
+      (b->stream = luna_stream_open(&b->model, &(luna_stream_config){.weights = weights})) == NULL) exit(1);
 }
-static void stream_row(void) {
-  stream_bench b;
+/* in float, and in 8 bits */
+static void stream_rows(int64_t dim) {
+  stream_bench b[2];
   /* folded pack, q, v, out, feed-forward; the output */
-  const int64_t weights = LAYERS * (HEADS * 16 * DIM + 3 * DIM * DIM + 2 * DIM * FFN) + 256 * DIM;
+  const int64_t weights = LAYERS * (HEADS * 16 * dim + 3 * dim * dim + 8 * dim * dim) + 256 * dim;
   float *same = (float *)malloc((size_t)weights * sizeof(float));
-  bench_case row;
-  memset(&row, 0, sizeof row);
+  bench_case row[2];
+  memset(row, 0, sizeof row);
   if (!same) exit(1);
-  stream_open(&b);
   for (int64_t i = 0; i < weights; i++) same[i] = (float)i; /* pages of zeros may be one page */
-  row.read = same;
-  row.floats = weights;
-  snprintf(row.name, sizeof row.name, "a step, %.1f MB of weights", 4e-6 * (double)weights);
-  row.flops = 2.0 * (double)weights;
-  row.run = stream_run;
-  row.arg = &b;
-  row.ctx = b.ctx;
-  row.min = 0.85;
-  bench_cases(&row, 1);
-  luna_stream_close(b.stream);
-  luna_close(b.ctx);
+  for (int i = 0; i < 2; i++) {
+    stream_open(&b[i], dim, i ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32);
+    row[i].read = same;
+    row[i].floats = i ? weights / 4 : weights;
+    snprintf(row[i].name, sizeof row[i].name, "a step, %.1f MB of weights%s", (i ? 1e-6 : 4e-6) * (double)weights,
+             i ? " in 8 bits" : "");
+    row[i].flops = 2.0 * (double)weights;
+    row[i].run = stream_run;
+    row[i].arg = &b[i];
+    row[i].ctx = b[i].ctx;
+    row[i].min = i ? 0 : dim == DIM ? 0.85 : 0;
+  }
+  bench_cases(row, 2);
+  if (row[1].seconds > 0)
+    printf("    d = %d: %.0f tokens a second, %.0f in 8 bits: %.2f times as many\n", (int)dim, 1 / row[0].seconds,
+           1 / row[1].seconds, row[0].seconds / row[1].seconds);
+  for (int i = 0; i < 2; i++) luna_stream_close(b[i].stream), luna_close(b[i].ctx);
   free(same);
 }
 
@@ -164,9 +170,9 @@ static void model_run(void *arg) {
   }
   must(b->ctx);
 }
-static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention,
-                       luna_pooling pooling, bool training) {
-  luna_options options = {.threads = threads, .isa = bench_isa()};
+static void model_open_in(model_bench *b, luna_dtype weights, int threads, int64_t n, int64_t layers,
+                          luna_attention_kind attention, luna_pooling pooling, bool training) {
+  luna_options options = {.threads = threads, .isa = bench_isa(), .weights = weights};
   luna_classifier_config config = {.classes = 2, .pooling = pooling,
                                    .encoder = {.layers = layers, .dim = DIM, .heads = HEADS, .ffn = FFN, .memory = 16}};
   luna_params *params;
@@ -180,6 +186,10 @@ static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, l
   for (int64_t i = 0; i < n; i++) b->tokens[i] = (int32_t)(i * 7919 % 256);
   b->n = n;
   b->training = training;
+}
+static void model_open(model_bench *b, int threads, int64_t n, int64_t layers, luna_attention_kind attention,
+                       luna_pooling pooling, bool training) {
+  model_open_in(b, LUNA_DTYPE_F32, threads, n, layers, attention, pooling, training);
 }
 static void model_close(model_bench *b) {
   free(b->tokens);
@@ -222,18 +232,21 @@ static void transformer_rows(void) {
 
 /* a classifier of one layer that reads the memory alone, and one that reads every token */
 static void inference_rows(void) {
-  model_bench b[2];
-  bench_case c[2];
+  model_bench b[3];
+  bench_case c[3];
   memset(c, 0, sizeof c);
-  for (int i = 0; i < 2; i++) {
-    model_open(&b[i], 1, 4096, 1, LUNA_ATTENTION_LUNA, i ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY, false);
-    snprintf(c[i].name, sizeof c[i].name, "1 layer, n = 4096, %s pooled, forward", i ? "mean" : "memory");
+  for (int i = 0; i < 3; i++) {
+    model_open_in(&b[i], i == 2 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32, 1, 4096, 1, LUNA_ATTENTION_LUNA,
+                  i ? LUNA_POOLING_MEAN : LUNA_POOLING_MEMORY, false);
+    snprintf(c[i].name, sizeof c[i].name, "1 layer, n = 4096, %s pooled, forward%s", i ? "mean" : "memory",
+             i == 2 ? " in 8 bits" : "");
     c[i].run = model_run;
     c[i].arg = &b[i];
     c[i].ctx = b[i].ctx;
   }
-  bench_cases(c, 2);
-  for (int i = 0; i < 2; i++) model_close(&b[i]);
+  bench_cases(c, 3);
+  if (c[2].seconds > 0) printf("    8 bits: %.2f times as fast as float\n", c[1].seconds / c[2].seconds);
+  for (int i = 0; i < 3; i++) model_close(&b[i]);
 }
 
 /* --- a million tokens --- */
@@ -257,9 +270,9 @@ static void million_row(int threads) {
 }
 
 #ifdef BENCH_SHARED                  /* what tests/bench_peers.py calls */
-void *peer_stream(void) {
+void *peer_stream(int64_t dim, int weights) {
   stream_bench *b = (stream_bench *)malloc(sizeof *b);
-  stream_open(b);
+  stream_open(b, dim, (luna_dtype)weights);
   return b;
 }
 void peer_stream_run(void *b) { stream_run(b); }
@@ -268,8 +281,9 @@ void peer_stream_run(void *b) { stream_run(b); }
 int main(int argc, char **argv) {
   const int threads = 2;
   bench_start(argc, argv);
-  bench_title("streaming a 4-layer causal language model, d = 256, l = 16, share of a read-only pass over its weights");
-  stream_row();
+  bench_title("streaming a 4-layer causal language model, l = 16, share of a read-only pass over its weights");
+  stream_rows(DIM);
+  stream_rows(4 * DIM);
   bench_title("streaming a detector: 9 numbers a step, 2 layers, d = 32, l = 16");
   detector_row();
   bench_budget = 0.25;

@@ -12,7 +12,8 @@ processors here (by a preloaded answer to its question): otherwise PyTorch's pro
 for instance).
 PyTorch runs each layer in each of its forms: `plain` with scaled_dot_product_attention, `folded` by hand as luna.h
 folds, and both `compiled` by torch.compile (a C++ compiler must be there; the first run compiles for some minutes,
-and build/peers keeps what it made). JAX runs the encoder layer compiled by jit; where it cannot be imported its rows
+and build/peers keeps what it made). Rows in 8 bits are
+beside its dynamic quantisation. JAX runs the encoder layer compiled by jit; where it cannot be imported its rows
 are left out. A pair is measured for --seconds, but three times at least, and a side that does not answer within
 --limit seconds, or ends, is a row that says so. --isa names the instruction sets that both sides are held to in turn.
 The last lines are luna.h beside the best of all forms, and the rows where that takes less than 1.1 times luna.h's
@@ -24,6 +25,7 @@ BUILD = os.path.join(ROOT, "build", "peers")
 D, H, FFN, N = 256, 4, 1024, 4096
 FORMS = ["torch plain", "torch folded", "torch compiled plain", "torch compiled folded"]
 JAX = ["jax plain", "jax folded"]
+INT8 = ["torch int8 plain", "torch int8 folded"]
 # what holds each side to an instruction set; "best": nothing
 ISA = {"SSE2": ("default", "SSE4_2", "SSE41"), "AVX2": ("avx2", "AVX2", "AVX2"),
        "AVX-512": ("avx512", "AVX512", "AVX512_CORE")}
@@ -41,7 +43,9 @@ def cases():
     rows += [(f"{layer}, l = 16, {what}", ["torch chunked", "torch compiled chunked"])
              for layer in ("causal layer", "causal layer that forgets") for what in ("forward", "training")]
     rows += [(f"classifier, batch {b}, training", FORMS) for b in (1, 4)]
-    rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"])]
+    rows += [("streaming step, 4 causal layers, l = 16", ["torch folded"]),
+             ("encoder layer, l = 16, forward in 8 bits", INT8),
+             ("streaming step, 4 causal layers, l = 16, in 8 bits", ["torch int8 folded"])]
     return rows
 
 
@@ -61,11 +65,12 @@ def luna_open(name, threads):
         handle = ctypes.c_void_p(lib.peer_classifier(threads, i64(batch), i64(N), 0))
         return lambda: lib.peer_classifier_run(handle)
     if name.startswith("streaming"):
-        handle = ctypes.c_void_p(lib.peer_stream())
+        handle = ctypes.c_void_p(lib.peer_stream(i64(D), int("8 bits" in name)))
         return lambda: lib.peer_stream_run(handle)
     l = int(name.split("l = ")[1].split(",")[0])
     kind = ("causal" in name) + ("forgets" in name)
-    handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), kind, int("training" in name)))
+    work = 2 if "8 bits" in name else int("training" in name)
+    handle = ctypes.c_void_p(lib.peer_layer(threads, i64(N), i64(l), kind, work))
     return lambda: lib.peer_layer_run(handle)
 
 
@@ -102,6 +107,21 @@ def torch_open(name, threads, form):
 
     # PyTorch before 2.0 has none of its own
     compiled, form = "compiled" in form, form.replace("compiled ", "")
+    int8, form = "int8" in form, form.replace("int8 ", "")
+
+    def rounded(module):             # its Linear modules: weights in 8 bits, inputs too, by a scale found in each call
+        if not int8:
+            return module
+        import torch.ao.quantization as ao
+        return ao.quantize_dynamic(module, {torch.nn.Linear}, dtype=torch.qint8)
+
+    def linear(weight, bias=None):   # as F.linear
+        module = torch.nn.Linear(*weight.t().shape, bias is not None)
+        module.weight.data = weight.detach()
+        if bias is not None:
+            module.bias.data = bias.detach()
+        return rounded(torch.nn.Sequential(module)) if int8 else lambda x: F.linear(x, weight, bias)
+
     if compiled and os.environ.get("BENCH_ISA") == "AVX2":
         import torch._inductor.config
         torch._inductor.config.cpp.simdlen = 256
@@ -207,12 +227,12 @@ def torch_open(name, threads, form):
                 pq = split(layer.pq(layer.p)) * (D // H) ** -0.5
                 g = (pq @ layer.pc.weight.view(H, D // H, D)).reshape(-1, D) * log2
                 bias = (pq @ layer.pc.bias.view(H, D // H, 1)).reshape(-1) * log2
-                self.weight = torch.cat([g, layer.q.weight * (D // H) ** -0.5, layer.c.weight])
-                self.bias = torch.cat([bias, layer.q.bias * (D // H) ** -0.5, layer.c.bias])
+                self.project = linear(torch.cat([g, layer.q.weight * (D // H) ** -0.5, layer.c.weight]),
+                                      torch.cat([bias, layer.q.bias * (D // H) ** -0.5, layer.c.bias]))
                 self.layer, self.sum, self.l = layer, torch.zeros(H, D // H, g.shape[0] // H), g.shape[0]
 
             def __call__(self, x, t):
-                y = F.linear(x, self.weight, self.bias)
+                y = self.project(x)
                 a = F.softplus(y[:, :self.l]).view(H, 1, -1) / log2
                 q, v = y[:, self.l:self.l + D].view(H, 1, -1), y[:, self.l + D:].view(H, -1, 1)
                 self.sum.baddbmm_(v, a)
@@ -222,6 +242,9 @@ def torch_open(name, threads, form):
 
         with torch.no_grad():
             steps = [Step(layer) for layer in layers]
+            for step in steps:
+                step.layer = rounded(step.layer)
+            output = linear(table)
         time_now = [0]
 
         def run():
@@ -230,7 +253,7 @@ def torch_open(name, threads, form):
                 x = table[97:98] * 16
                 for step in steps:
                     x = step(x, time_now[0])
-                return F.linear(x, table)
+                return output(x)
         return run
     if name.startswith("classifier"):
         batch = int(name.split("batch ")[1].split(",")[0])
@@ -251,6 +274,10 @@ def torch_open(name, threads, form):
         l = int(name.split("l = ")[1].split(",")[0])
         layer = Forgetting(l) if "forgets" in name else Causal(l) if "causal" in name else Luna()
         x, p = torch.randn(1, N, D, requires_grad=True), torch.randn(1, l, D, requires_grad=True)
+        if int8 and form == "folded":    # what is folded stays float
+            layer.ffn = rounded(layer.ffn)
+        elif int8:
+            layer = rounded(layer)
         called = compile(layer)
         forward = (lambda: called(x)) if "causal" in name else (lambda: called(x, p)[0])
         weights, loss = list(layer.parameters()), lambda: forward().mean()

@@ -57,6 +57,11 @@ check "an empty prompt is a line break" lm generate a.safetensors --bytes 10 --p
 check "lm eval succeeds" lm eval a.safetensors text
 check "it gives bits per byte" grep -q '[0-9]\.[0-9]* bits per byte' out
 cp out first
+check "and in 8 bits" lm eval a.safetensors text --weights i8
+bits() { sed -n 's/.*: \([0-9.]*\) bits per byte.*/\1/p' "$1"; }
+check "about as well" \
+  sh -c "echo $(bits first) $(bits out) | awk '{ exit !(NF == 2 && \$2 < \$1 + 0.02 && \$2 > \$1 - 0.02) }'"
+check "it writes in 8 bits" lm generate a.safetensors --bytes 20 --prompt "the moon" --weights i8
 lm eval a.safetensors text --threads 1
 check "the same for any number of threads" same out first
 printf 'ab' >two

@@ -152,6 +152,14 @@ check "a line for each of its features: the column, its mean, its deviation" awk
 check "any safetensors file will do" run "$root/tests/data/causal_tied.safetensors"
 check "with its pairs" grep -q '^  pack_activation softplus2' out
 refuses "one file"
+refuses "two files" --quantize m.safetensors
+refuses "missing" --quantize missing q.safetensors
+check "a model's copy in 8 bits" run --quantize m.safetensors q.safetensors
+check "it is smaller" [ "$(wc -c <q.safetensors)" -lt "$(($(wc -c <m.safetensors) * 6 / 10))" ]
+check "and can be looked at" run q.safetensors
+check "a matrix in 8 bits" grep -q 'encoder.layers.0.fc1.weight *I8 *64 x 32 *2.0 kB' out
+check "its scales" grep -q 'encoder.layers.0.fc1.weight.scale *F32 *64 ' out
+check "and is a model" run --quantize q.safetensors again.safetensors
 refuses "missing" missing
 refuses "[a-z]" text
 refuses "[a-z]" empty

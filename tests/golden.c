@@ -1,12 +1,12 @@
 /* golden [FOLDER]: runs what the authors' own code computed (folder: tests/data, and tests/data/baselines), on every
-   instruction set, in the plain and the folded form: outputs to 2e-6, gradients to 2e-5 (error of a tensor: ||a - b|| /
-   ||b||; of a gradient that is small beside the file's largest, or zero in exact arithmetic, as key biases' and those of
-   a softmax over one key: see golden_gradient_error). A file of a layer (attention, causal, encoder_layer,
-   decoder_layer) holds parameters, inputs x, p, context, lengths, outputs y, yp, seed.y and seed.yp, and the gradients of
-   sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model (classifier, seq2seq) tokens, lengths, labels, what the
-   encoder gives, logits, and the gradients of the mean cross-entropy. One of another attention (its kind is a name in
-   examples/attentions/attentions.h): its options as metadata, its parameters, arrays and inputs. Included by cuda.c, it
-   runs on a device. */
+   instruction set, in the plain and the folded form: outputs to 2e-6 (with products in 8 bits, on the best instruction
+   set, to 2e-2), gradients to 2e-5 (error of a tensor: ||a - b|| / ||b||; of a gradient that is small beside the file's
+   largest, or zero in exact arithmetic, as key biases' and those of a softmax over one key: see golden_gradient_error).
+   A file of a layer (attention, causal, encoder_layer, decoder_layer) holds parameters, inputs x, p, context, lengths,
+   outputs y, yp, seed.y and seed.yp, and the gradients of sum(seed.y y) + sum(seed.yp yp) as grad.NAME; one of a model
+   (classifier, seq2seq) tokens, lengths, labels, what the encoder gives, logits, and the gradients of the mean
+   cross-entropy. One of another attention (its kind is a name in examples/attentions/attentions.h): its options as
+   metadata, its parameters, arrays and inputs. Included by cuda.c, it runs on a device. */
 #include "test.h"
 #define LUNA_IMPLEMENTATION
 #include "luna.h"
@@ -17,6 +17,7 @@
 
 #define OUTPUT_LIMIT 2e-6
 #define GRADIENT_LIMIT 2e-5
+#define INT8_LIMIT 2e-2
 /* of the file's largest gradient, both by their root mean squares. A gradient below BORDER of it is limited by the
    cancellation of larger ones: it is held to GRADIENT_LIMIT * BORDER = 1e-7 of the largest. Below TRUE_ZERO the
    reference counts as zero */
@@ -43,6 +44,7 @@ typedef struct golden {
 } golden;
 
 static const luna_backend *golden_backend; /* null: the CPU, on every instruction set */
+static luna_dtype golden_weights;          /* of inferences */
 
 static int64_t golden_number(const golden *g, const char *key) {
   st_item pair;
@@ -293,6 +295,7 @@ static void golden_run(golden *g, luna_isa isa, luna_form form, bool training) {
   options.isa = isa;
   options.form = form;
   options.backend = golden_backend;
+  options.weights = golden_weights;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   if (!CHECK(golden_init(g, &layer, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
@@ -376,6 +379,7 @@ static void golden_run_model(golden *g, luna_isa isa, luna_form form, bool train
   options.isa = isa;
   options.form = form;
   options.backend = golden_backend;
+  options.weights = golden_weights;
   luna_ctx *ctx = luna_open(&options);
   luna_params *params = luna_params_open(ctx);
   if (CHECK(golden_model_init(g, &model, params) == LUNA_OK, "%s: %s", g->name, luna_error(ctx))) {
@@ -542,6 +546,18 @@ static void golden_run_attention(golden *g, luna_isa isa, luna_form form, bool t
   free(lengths);
 }
 
+/* with products in 8 bits, an inference's outputs to 2e-2 */
+static void golden_int8(golden *g, void (*run)(golden *g, luna_isa isa, luna_form form, bool training)) {
+  const golden_worst exact = g->output;
+  memset(&g->output, 0, sizeof g->output);
+  golden_weights = LUNA_DTYPE_I8;
+  for (int form = 0; form < 2; form++) run(g, LUNA_ISA_BEST, form ? LUNA_FORM_FOLDED : LUNA_FORM_UNFOLDED, false);
+  golden_weights = LUNA_DTYPE_F32;
+  printf("golden: %s: outputs in 8 bits %.2g (%s)\n", g->name, g->output.error, g->output.where);
+  CHECK(g->output.error <= INT8_LIMIT, "%s: an output in 8 bits is off by %.3g", g->name, g->output.error);
+  g->output = exact;
+}
+
 static int golden_file(golden *g) { /* 1 when it was compared */
   static const char *const kinds[6] = {"attention", "causal", "encoder_layer", "decoder_layer", "classifier",
                                        "seq2seq"};
@@ -568,6 +584,9 @@ static int golden_file(golden *g) { /* 1 when it was compared */
         g->name, g->gradient.own, g->gradient.share);
   CHECK(g->zero.error <= GRADIENT_LIMIT, "%s: a gradient that is zero is %.3g of the file's largest", g->name,
         g->zero.error);
+#ifndef LUNA_NO_INT8
+  if (!g->system && !golden_backend) golden_int8(g, known < 4 ? golden_run : golden_run_model);
+#endif
   return 1;
 }
 

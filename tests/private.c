@@ -16,6 +16,9 @@
 #define main gemm_main
 #include "gemm.c"
 #undef main
+#define main int8_main
+#include "int8.c"
+#undef main
 #define main safetensors_main
 #include "safetensors.c"
 #undef main
@@ -26,7 +29,8 @@
 int main(int argc, char **argv) {
   static const struct { const char *name; int (*run)(void); } chapters[] = {
     {"vectors", vectors_main}, {"attention", attention_main}, {"causal", causal_main},
-    {"elementwise", elementwise_main}, {"gemm", gemm_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
+    {"elementwise", elementwise_main}, {"gemm", gemm_main},
+    {"int8", int8_main}, {"safetensors", safetensors_main}, {"stream", stream_main}
   };
   int passed = 0, failed = 0;
   for (size_t i = 0; i < sizeof chapters / sizeof chapters[0]; i++) {
