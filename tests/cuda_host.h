@@ -292,6 +292,7 @@ struct launch {
   size_t shared;
   std::function<void()> call;
   std::vector<uintptr_t> pointers;
+  std::vector<std::vector<char>> arguments; /* their bytes */
   int device;
 };
 struct node { std::function<void()> run; bool kernel; };
@@ -699,7 +700,7 @@ inline bool pointers_are_good(const launch &l) {
   return true;
 }
 
-inline void run_launch(const launch &l) {
+inline void emulate(const launch &l) {
   m.now = &l;
   m.abandoned = false;
   m.launch_serial++;
@@ -732,6 +733,8 @@ inline void run_launch(const launch &l) {
   m.current = -1;
   m.now = nullptr;
 }
+/* what runs launches: another than the emulator may be put here (tests/ptx_host.cpp) */
+inline void (*run_launch)(const launch &) = emulate;
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>meeting: barriers, shuffles, votes
@@ -1263,6 +1266,9 @@ cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
   l->shared = shared;
   l->device = m.current_device;
   std::apply([&](const P &...x) { (find_pointers(x, l->pointers), ...); }, values);
+  std::apply([&](const P &...x) {
+    (l->arguments.emplace_back((const char *)&x, (const char *)(&x + 1)), ...);
+  }, values);
   l->call = [kernel, values] { std::apply(kernel, values); };
   if (e == cudaSuccess)
     e = s && !is_elsewhere(device_of_stream(s), "a launch into a stream") ? check_launch(*l)
