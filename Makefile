@@ -33,7 +33,7 @@
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
-#   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels run as C++
+#   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
 #                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
 CC ?= cc

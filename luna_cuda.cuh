@@ -99,12 +99,15 @@ inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, flo
   cuda_host_wide(p, 16);
   p[0] = x; p[1] = y; p[2] = z; p[3] = w;
 }
+inline void lunacu_store4(float *p, float4 x) { *(float4 *)p = x; }
 #else
 #define LUNACU_ROLLED _Pragma("unroll 1")
 __device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
 __device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) {
   *(float4 *)p = make_float4(x, y, z, w);
 }
+/* four neighbours in device memory; a plain store nvcc may split in four, each of which takes as many sectors */
+__device__ __forceinline__ void lunacu_store4(float *p, float4 x) { __stwb((float4 *)p, x); }
 #endif
 
 #define LUNACU_FULL 0xFFFFFFFFu
@@ -294,11 +297,21 @@ __device__ __forceinline__ float lunacu_drop(const lunacu_dropout &d, int64_t el
   const int at = (int)(element % 8);
   return (word[at / 2] >> (at % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
 }
-/* the factors of elements 8 block to 8 block + 7 */
-__device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t block, float factor[8]) {
-  uint32_t word[4];
-  lunacu_philox(d, block, word);
-  for (int i = 0; i < 8; i++) factor[i] = (word[i / 2] >> (i % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
+/* the factors of elements i to i + 3 and i + 8 to i + 11, of two blocks: lanes side by side make one each, for i a
+   multiple of 8 in the even lane and 4 more in the other, and give each other the halves that they need */
+__device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t i, float factor[8]) {
+  const uint32_t pair = 3u << (threadIdx.x % LUNACU_WARP & ~1u);
+  const bool odd = threadIdx.x % 2;
+  uint32_t word[4], have[4];
+  lunacu_philox(d, i / 8 + odd, word);
+  LUNACU_UNROLL for (int k = 0; k < 2; k++) {
+    const uint32_t other = __shfl_xor_sync(pair, odd ? word[k] : word[k + 2], 1),
+                   own = odd ? word[k + 2] : word[k];
+    have[k] = odd ? other : own;
+    have[k + 2] = odd ? own : other;
+  }
+  LUNACU_UNROLL for (int k = 0; k < 8; k++)
+    factor[k] = (have[k / 2] >> (k % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
 }
 /* x times its factor, where a dropped NaN is 0 */
 __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
@@ -574,12 +587,13 @@ static void lunacu_forget(void *user, void *graph) {
 template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) {
   return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0;
 }
-/* W floats at p, aligned to 16 bytes when W > 1 */
+/* W floats at p, aligned to 16 bytes when W > 1. Of eight, the other four lie eight further: two lanes side by side
+   have sixteen floats, and each of their requests is whole. */
 template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
   if constexpr (W == 1) v[0] = *p;
   else
     LUNACU_UNROLL for (int i = 0; i < W; i += 4) {
-      const float4 four = *(const float4 *)(p + i);
+      const float4 four = *(const float4 *)(p + 2 * i);
       v[i] = four.x;
       v[i + 1] = four.y;
       v[i + 2] = four.z;
@@ -595,19 +609,22 @@ template <int W> __device__ __forceinline__ void lunacu_put(float *p, float (&v)
   }
   if constexpr (W == 1) *p = v[0];
   else
-    LUNACU_UNROLL for (int i = 0; i < W; i += 4) *(float4 *)(p + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    LUNACU_UNROLL for (int i = 0; i < W; i += 4)
+      lunacu_store4(p + 2 * i, make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
 }
 
-/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i, a multiple of W, on. y may be where f
+/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i on, as lunacu_get has them. y may be where f
    reads. */
 template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float *y, bool add, F f) {
-  for (int64_t i = lunacu_index(); i < count / W; i += lunacu_stride()) {
+  const int64_t whole = W == 8 ? count / 16 * 2 : count / W; /* vectors; of eight, pairs of them */
+  for (int64_t n = lunacu_index(); n < whole; n += lunacu_stride()) {
+    const int64_t i = W == 8 ? n / 2 * 16 + n % 2 * 4 : n * W;
     float v[W];
-    f.at(i * W, v);
-    lunacu_put(y + i * W, v, add);
+    f.at(i, v);
+    lunacu_put(y + i, v, add);
   }
-  if (W > 1 && lunacu_index() < count % W) {
-    const int64_t i = count / W * W + lunacu_index();
+  if (W > 1 && lunacu_index() < count - whole * W) {
+    const int64_t i = whole * W + lunacu_index();
     float v[1];
     f.at(i, v);
     lunacu_put(y + i, v, add);
@@ -625,7 +642,8 @@ template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t 
                      add, f);
 }
 
-/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns
+/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once; f.add is given the number of the element,
+   (o rows + r) n + j, and r. A block's threads are `columns` columns
    of `lanes` lanes that share the rows, as often as there is room; rows are split among blocks where the columns alone
    are too few, and the parts then added in order. Sums are of at most 64 floats a lane, then in double. --- */
 #define LUNACU_SUMS 5                /* the maximum at once */
@@ -694,11 +712,14 @@ template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s,
     const lunacu_place at(s, first);
     const int me = threadIdx.x;
     double total[Q] = {};
+    const int64_t end = min(s.rows, (at.split + 1) * s.length), step = s.lanes * s.n;
     if (at.mine)
-      for (int64_t r = at.split * s.length + at.lane, end = min(s.rows, (at.split + 1) * s.length); r < end;) {
+      for (int64_t r = at.split * s.length + at.lane, i = (at.o * s.rows + r) * s.n + at.j; r < end;) {
         float sum[Q] = {};
-        LUNACU_UNROLL for (const int64_t stop = min(end, r + 64 * s.lanes); r < stop; r += s.lanes) f.add(at.o, r, at.j,
-            sum);
+        const int64_t stop = min(end, r + 64 * s.lanes);
+        for (; r + 3 * s.lanes < stop; r += 4 * s.lanes, i += 4 * step) /* so that four rows are on their way at once */
+          LUNACU_UNROLL for (int k = 0; k < 4; k++) f.add(i + k * step, r + k * s.lanes, sum);
+        for (; r < stop; r += s.lanes, i += step) f.add(i, r, sum);
         LUNACU_UNROLL for (int q = 0; q < Q; q++) total[q] += (double)sum[q];
       }
     LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] = total[q];
@@ -719,14 +740,13 @@ template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s,
 }
 struct lunacu_column {               /* f: x[o, r, j] */
   const float *x;
-  int64_t rows, n;
-  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += x[(o * rows + r) * n + j]; }
+  __device__ void add(int64_t i, int64_t, float (&sum)[1]) const { sum[0] += x[i]; }
 };
 /* parts [splits, count], added in order */
 static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial,
                             const lunacu_sums_to &to) {
   const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
-  const lunacu_column f = {partial, splits, count};
+  const lunacu_column f = {partial};
   LUNACU_LAUNCH((lunacu_sums_kernel<1, lunacu_column>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
                 (float *)NULL);
 }
@@ -819,7 +839,7 @@ static luna_status lunacu_expand_forward(luna_op *op) {
 }
 static luna_status lunacu_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  const lunacu_column f = {op->out[0]->grad, op->arg.expand.count, n};
+  const lunacu_column f = {op->out[0]->grad};
   const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_sets(op, 0)};
   lunacu_sums_run<1>(op, lunacu_sums_of(1, op->arg.expand.count, n, true), f, to, (float *)op->workspace);
   return lunacu_row_done(op);
@@ -929,10 +949,9 @@ struct lunacu_each {
 };
 struct lunacu_each_column {          /* as lunacu_column */
   lunacu_each f;
-  int64_t rows, n;
-  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const {
+  __device__ void add(int64_t i, int64_t, float (&sum)[1]) const {
     float v[1];
-    f.at((o * rows + r) * n + j, v);
+    f.at(i, v);
     sum[0] += v[0];
   }
 };
@@ -978,8 +997,8 @@ static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool
     float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner),
         *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
     const lunacu_sums_to to = {{sums}, {1}, inner, 1, 1.0f, left == 1 && !lunacu_sets(op, k)};
-    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from, shape[a], inner}, to, partial);
-    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k), shape[a], inner}, to, partial);
+    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from}, to, partial);
+    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k)}, to, partial);
     shape[a] = 1;
     from = sums;
   }
@@ -1058,14 +1077,16 @@ static luna_status lunacu_activation_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- dropout: eight elements a thread, what one Philox block decides --- */
-/* v = drop(v) for elements i on, all of one block of eight or one alone */
+/* --- dropout: eight elements a thread, as many as one Philox block decides; four where there is none --- */
+/* v = drop(v) for elements i on */
 template <int W> __device__ __forceinline__ void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[W]) {
-  float factor[W];
-  if (d.threshold == 0) return;
-  if constexpr (W == 8) lunacu_drop8(d, i / 8, factor);
-  else factor[0] = lunacu_drop(d, i);
-  LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_dropped(v[k], factor[k]);
+  if constexpr (W != 4) {
+    float factor[W];
+    if (d.threshold == 0) return;
+    if constexpr (W == 8) lunacu_drop8(d, i, factor);
+    else factor[0] = lunacu_drop(d, i);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_dropped(v[k], factor[k]);
+  }
 }
 struct lunacu_drops {
   const float *x;
@@ -1127,7 +1148,7 @@ static void lunacu_reduce_query(luna_op *op) {
                                                                  op->arg.reduce.inner, true), 1) * sizeof(float);
 }
 static luna_status lunacu_reduce_forward(luna_op *op) {
-  const lunacu_column f = {op->in[0]->data, op->arg.reduce.axis, op->arg.reduce.inner};
+  const lunacu_column f = {op->in[0]->data};
   const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->arg.reduce.inner, 1, op->arg.reduce.factor, false};
   lunacu_sums_run<1>(op, lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), f, to,
                      (float *)op->workspace);
@@ -1360,7 +1381,7 @@ static int64_t lunacu_columns_floats(int64_t rows, int64_t width) {
 }
 static void lunacu_column_sums(const luna_op *op, const lunacu_columns &c, float *to, float *scratch) {
   if (to && c.rows > 0)
-    lunacu_sums_run<1>(op, lunacu_sums_of(c.items, c.rows, c.width, true), lunacu_column{c.x, c.rows, c.width},
+    lunacu_sums_run<1>(op, lunacu_sums_of(c.items, c.rows, c.width, true), lunacu_column{c.x},
                        {{to}, {1}, c.width, 1, 1.0f, true}, scratch);
 }
 
@@ -1391,8 +1412,9 @@ struct lunacu_ending {
   }
 };
 static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
-  lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre),
-                e);
+  const bool wide = lunacu_wide(0, e.x, e.bias, e.residual, e.pre);
+  if (e.dropout.threshold) lunacu_map<8>(op, count, y, false, wide && (!e.bias || e.width % 16 == 0), e);
+  else lunacu_map<4>(op, count, y, false, wide && (!e.bias || e.width % 4 == 0), e);
 }
 /* backward: slope(given) drop(dy); given null: no activation */
 struct lunacu_beginning {
@@ -1410,7 +1432,9 @@ struct lunacu_beginning {
   }
 };
 static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const lunacu_beginning &b) {
-  lunacu_map<8>(op, count, y, false, lunacu_wide(0, b.dy, b.given), b);
+  const bool wide = lunacu_wide(0, b.dy, b.given);
+  if (b.dropout.threshold) lunacu_map<8>(op, count, y, false, wide, b);
+  else lunacu_map<4>(op, count, y, false, wide, b);
 }
 /* a residual input's gradient, where it is not out[0]'s very own */
 static void lunacu_residual_backward(const luna_op *op, int at) {
@@ -1839,13 +1863,13 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
 }
 /* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2,
    n], where K > 0, or null: sums over the block's rows of dy xhat and of dy, by each team in registers, then over its
-   teams in turn. */
+   teams, of which the upper half gives its sums to the lower, again and again. */
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept,
                               const float *dy, float *dx, bool add, float *partial) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
-  LUNACU_SHARED(float, both, 2 * LUNACU_WARP * LUNACU_HELD);
-  const int lane = threadIdx.x % t.team, turns = K && partial ? blockDim.x / t.team : 0;
+  LUNACU_SHARED(float, both, K ? LUNACU_BLOCK * LUNACU_HELD : 4);
+  const int lane = threadIdx.x % t.team;
   float dweight[K ? K : 1][W] = {}, dbias[K ? K : 1][W] = {};
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, n = row < t.rows ? t.n : 0;
@@ -1877,34 +1901,40 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const fl
       lunacu_put(dx + row * t.n + c, v, add);
     }
   }
-  for (int turn = 0; turn < turns; turn++) {
-    float *part = partial + 2 * blockIdx.x * t.n;
-    if ((int)threadIdx.x / t.team == turn)
-      LUNACU_EACH_VECTOR(t, k, c)
-        LUNACU_UNROLL for (int i = 0; i < W && c < t.n; i++) {
-          const int at = (int)c + i, other = LUNACU_WARP * LUNACU_HELD + at;
-          if (turn > 0) {
-            dweight[K ? k : 0][i] += both[at];
-            dbias[K ? k : 0][i] += both[other];
-          }
-          if (turn < turns - 1) {
-            both[at] = dweight[K ? k : 0][i];
-            both[other] = dbias[K ? k : 0][i];
-          } else {
-            part[c + i] = dweight[K ? k : 0][i];
-            part[t.n + c + i] = dbias[K ? k : 0][i];
-          }
+  if constexpr (K > 0) {
+    const int team = threadIdx.x / t.team, width = t.team * LUNACU_HELD;
+    for (int half = partial ? blockDim.x / t.team / 2 : 0; half > 0; half /= 2) {
+      const lunacu_shared<float> room = both + 2 * width * (team % half);
+      if (team >= half && team < 2 * half)
+        LUNACU_EACH_VECTOR(t, k, c) {
+          lunacu_write4(room + c, dweight[k][0], dweight[k][1], dweight[k][2], dweight[k][3]);
+          lunacu_write4(room + width + c, dbias[k][0], dbias[k][1], dbias[k][2], dbias[k][3]);
         }
-    __syncthreads();
+      __syncthreads();
+      if (team < half)
+        LUNACU_EACH_VECTOR(t, k, c) {
+          const float4 w = lunacu_read4(room + c), b = lunacu_read4(room + width + c);
+          dweight[k][0] += w.x; dweight[k][1] += w.y; dweight[k][2] += w.z; dweight[k][3] += w.w;
+          dbias[k][0] += b.x; dbias[k][1] += b.y; dbias[k][2] += b.z; dbias[k][3] += b.w;
+        }
+      __syncthreads();
+    }
+    if (partial && team == 0)
+      LUNACU_EACH_VECTOR(t, k, c) {
+        float *part = partial + 2 * blockIdx.x * t.n + c;
+        if (c >= t.n) continue;
+        lunacu_put(part, dweight[k], false);
+        lunacu_put(part + t.n, dbias[k], false);
+      }
   }
 }
 /* the same two sums over all rows, where K = 0 */
 struct lunacu_normed {
   const float *x, *dy, *kept;
-  int64_t rows, n;
-  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[2]) const {
-    const float g = dy[r * n + j];
-    sum[0] += g * ((x[r * n + j] - kept[r]) * kept[rows + r]);
+  int64_t rows;
+  __device__ void add(int64_t i, int64_t r, float (&sum)[2]) const {
+    const float g = dy[i];
+    sum[0] += g * ((x[i] - kept[r]) * kept[rows + r]);
     sum[1] += g;
   }
 };
@@ -1943,7 +1973,7 @@ static luna_status lunacu_layer_norm_backward(luna_op *op) {
                !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
   else if (sums)
-    lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
+    lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows}, to, partial);
   return lunacu_row_done(op);
 }
 
@@ -2275,7 +2305,7 @@ static void lunacu_cross_entropy_rows(const luna_op *op, int64_t first, int64_t 
 }
 static void lunacu_cross_entropy_sum(const luna_op *op, int64_t rows, const float *loss, float *scratch) {
   const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->arg.cross_entropy.factor, false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, 1, true), lunacu_column{loss, rows, 1}, to, scratch);
+  lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, 1, true), lunacu_column{loss}, to, scratch);
 }
 static luna_status lunacu_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunacu_rows(op->in[0]);
@@ -2366,8 +2396,8 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
 static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) { return lunacu_logits_backward(op, op, NULL); }
 
 /* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias +
-   sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel. Backward: dx_t (+)= sum_i weight_i dy_(t +
-   width - 1 - i). A row that does not exist has no term. --- */
+   sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel, or of four. Backward: dx_t (+)= sum_i
+   weight_i dy_(t + width - 1 - i). A row that does not exist has no term. --- */
 #define LUNACU_STRIP 4
 struct lunacu_convolution {
   const float *x, *weight, *bias;    /* x: dy in backward */
@@ -2375,38 +2405,47 @@ struct lunacu_convolution {
   int64_t batch, n, d, width;
   bool back, add;
 };
-__global__ void lunacu_convolution_kernel(lunacu_convolution a) {
-  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP;
-  for (int64_t i = lunacu_index(); i < a.batch * strips * a.d; i += lunacu_stride()) {
-    const int64_t c = i % a.d, t = i / a.d % strips * LUNACU_STRIP, start = i / a.d / strips * a.n * a.d + c;
-    const int64_t first = a.back ? t : max((int64_t)0, t - a.width + 1),
-        last = min(a.n, t + LUNACU_STRIP + (a.back ? a.width - 1 : 0));
-    float sum[LUNACU_STRIP];
-    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) sum[k] = a.bias ? a.bias[c] : 0;
-    for (int64_t s = first; s < last; s++) {
-      const float v = a.x[start + s * a.d];
-      LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) {
-        const int64_t lag = a.back ? s - t - k : t + k - s;
-        if (lag >= 0 && lag < a.width) sum[k] += a.weight[c * a.width + a.width - 1 - lag] * v;
-      }
+/* a strip of W channels from c on, rows from t on, of a sequence that starts at `start`; TAPS: the width, whose weights
+   are held, or 0 for any */
+template <int W, int TAPS>
+__device__ __forceinline__ void lunacu_convolve_strip(const lunacu_convolution &a, int64_t start, int64_t t,
+                                                      int64_t c) {
+  const int taps = TAPS ? TAPS : (int)a.width;
+  const float *weight = a.weight + c * taps;
+  float held[TAPS ? TAPS : 1][W], sum[LUNACU_STRIP][W] = {}, v[W]; /* as they lie in memory */
+  LUNACU_UNROLL for (int q = 0; q < TAPS; q++) lunacu_get(weight + q * W, held[q]);
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP && a.bias; k++) lunacu_get(a.bias + c, sum[k]);
+  LUNACU_UNROLL for (int s = 0; s < LUNACU_STRIP + taps - 1; s++) {
+    const int64_t row = a.back ? t + s : t + s - (taps - 1);
+    if (row < 0 || row >= a.n) continue;
+    lunacu_get(a.x + start + row * a.d, v);
+    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) {
+      const int lag = a.back ? s - k : k - s + taps - 1, q = taps - 1 - lag;
+      if (lag >= 0 && lag < taps)
+        LUNACU_UNROLL for (int w = 0; w < W; w++)
+          sum[k][w] += (TAPS ? held[(w * TAPS + q) / W][(w * TAPS + q) % W] : weight[w * taps + q]) * v[w];
     }
-    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++)
-      if (t + k < a.n) {
-        float *to = a.y + start + (t + k) * a.d;
-        *to = a.add ? *to + sum[k] : sum[k];
-      }
+  }
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++)
+    if (t + k < a.n) lunacu_put(a.y + start + (t + k) * a.d, sum[k], a.add);
+}
+template <int W, int TAPS> __global__ void lunacu_convolution_kernel(lunacu_convolution a) {
+  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP, across = a.d / W;
+  for (int64_t i = lunacu_index(); i < a.batch * strips * across; i += lunacu_stride()) {
+    const int64_t strip = i / across, item = strip / strips, c = (i - strip * across) * W;
+    lunacu_convolve_strip<W, TAPS>(a, item * a.n * a.d + c, (strip - item * strips) * LUNACU_STRIP, c);
   }
 }
-/* sums over all rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy */
+/* sums over all rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy; back: floats to the row
+   of a tap, or -1 for none */
 struct lunacu_taps {
   const float *x, *dy;
-  int64_t n, d, width, base;
-  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[5]) const {
-    const float g = dy[r * d + j];
-    LUNACU_UNROLL for (int q = 0; q < 4; q++) {
-      const int64_t lag = width - 1 - base - q;
-      if (lag >= 0 && lag <= r % n) sum[q] += g * x[(r - lag) * d + j];
-    }
+  int64_t n, lag, back[4];           /* lag: the first tap's */
+  __device__ void add(int64_t i, int64_t r, float (&sum)[5]) const {
+    const int64_t row = (uint64_t)(r | n) >> 32 ? r % n : (uint32_t)r % (uint32_t)n;
+    const float g = dy[i], *here = x + i;
+    LUNACU_UNROLL for (int q = 0; q < 4; q++)
+      if (back[q] >= 0 && lag - q <= row) sum[q] += g * here[-back[q]];
     sum[4] += g;
   }
 };
@@ -2444,12 +2483,16 @@ static void lunacu_convolve(const luna_op *op, const float *x, const float *bias
   const luna_tensor *in = op->in[0];
   const lunacu_convolution a = {x, op->in[1]->data, bias, y, in->shape[0], in->shape[1], in->shape[2],
                                 lunacu_last(op->in[1]), back, add};
-  const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d;
+  const bool wide = lunacu_wide(a.d, x, a.weight, bias, y);
+  const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d / (wide ? 4 : 1);
+  void (*kernel)(lunacu_convolution) = !wide ? lunacu_convolution_kernel<1, 0> : lunacu_convolution_kernel<4, 0>;
+  if (wide && a.width == 2) kernel = lunacu_convolution_kernel<4, 2>;
+  if (wide && a.width == 3) kernel = lunacu_convolution_kernel<4, 3>;
+  if (wide && a.width == 4) kernel = lunacu_convolution_kernel<4, 4>;
   if (count > 0 && op->history)
     LUNACU_LAUNCH(lunacu_history_kernel, lunacu_blocks(a.batch * a.d, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
                   a, op->history);
-  else if (count > 0)
-    LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  else if (count > 0) LUNACU_LAUNCH(kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
 }
 static luna_status lunacu_short_convolution_forward(luna_op *op) {
   lunacu_convolve(op, op->in[0]->data, lunacu_data(op, 2), op->out[0]->data, false, false);
@@ -2460,9 +2503,10 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
   float *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2);
   if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_sets(op, 0));
   for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0); base += 4) {
-    const lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, d, width, base};
+    lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, width - 1 - base, {}};
     lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5,
                          1.0f, true};
+    for (int q = 0; q < 4; q++) f.back[q] = f.lag < q ? -1 : (f.lag - q) * d;
     for (int q = 0; q < 4 && dweight && base + q < width; q++) to.to[q] = dweight + base + q;
     lunacu_sums_run<5>(op, lunacu_taps_sums(op), f, to, (float *)op->workspace);
   }
@@ -2528,7 +2572,7 @@ __device__ __forceinline__ float4 lunacu_get4(const float *row, int c, int width
                      c + 3 < width ? row[c + 3] : 0);
 }
 __device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float4 x) {
-  if (vector && c + 4 <= width) *(float4 *)(row + c) = x;
+  if (vector && c + 4 <= width) lunacu_store4(row + c, x);
   else {
     if (c < width) row[c] = x.x;
     if (c + 1 < width) row[c + 1] = x.y;
@@ -3026,8 +3070,8 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
         ds[c] = sees ? p[c] * ((g[i][j + c] + add) * factor[c] - delta) : 0;
         p[c] *= factor[c];
       }
-      *(float4 *)(w.p + at + T::column(j)) = make_float4(p[0], p[1], p[2], p[3]);
-      *(float4 *)(w.ds + at + T::column(j)) = make_float4(ds[0], ds[1], ds[2], ds[3]);
+      lunacu_store4(w.p + at + T::column(j), make_float4(p[0], p[1], p[2], p[3]));
+      lunacu_store4(w.ds + at + T::column(j), make_float4(ds[0], ds[1], ds[2], ds[3]));
     }
   }
 }
@@ -3846,7 +3890,7 @@ __device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum
       four.y += factor * sum[n + 1 < N ? n + 1 : 0];
       four.z += factor * sum[n + 2 < N ? n + 2 : 0];
       four.w += factor * sum[n + 3 < N ? n + 3 : 0];
-      *(float4 *)(to + at) = four;
+      lunacu_store4(to + at, four);
       continue;
     }
     LUNACU_UNROLL

@@ -900,28 +900,30 @@ inline void shuffle(warp &w, instruction &i, u32 lanes) {
     int from = i.mode == 'b' ? l ^ b : i.mode == 'i' ? (l & segment) | (b & ~segment) : i.mode == 'u' ? l - b : l + b;
     if (i.mode == 'u' ? from >= bound : from <= bound) inside |= 1u << l;
     else from = l;
-    if (!(lanes >> from & 1)) return error(&w, l, "shuffles from lane %d, which takes no part", from);
+    if (!(lanes & lane_of<u32>(w.of(i.from[3]), l) & 1u << from))
+      return error(&w, l, "shuffles from lane %d, which takes no part", from);
     result[l] = a[from];
   }
   for (u32 rest = lanes; rest; rest &= rest - 1) ((u32 *)w.of(i.to[0]))[first(rest)] = result[first(rest)];
   if (i.to[1].bits) set_bits(w.of(i.to[1]), inside, lanes);
 }
-/* Those of `lanes` at a shuffle or a warp's barrier: they wait until all whom the mask names have come. */
+/* Those of `lanes` at a shuffle or a warp's barrier: each waits until all whom its mask names have come. */
 inline void meet(warp &w, instruction &i, u32 lanes, u32 pc) {
-  const u32 named = lane_of<u32>(w.of(i.from[3]), first(lanes)) & w.exist;
-  u32 here = lanes;
+  const char *const masks = w.of(i.from[3]);
+  u32 here = lanes, all = 0;
   for (u32 rest = w.blocked; rest; rest &= rest - 1) if (w.pc[first(rest)] == pc) here |= 1u << first(rest);
-  if (named & w.done) return error(&w, first(lanes), "waits for lanes %08x, which have returned", named & w.done);
-  if (here & ~named) return error(&w, first(here & ~named), "is not in its own mask %08x", named);
-  if (here != named) {
-    w.blocked |= lanes;
-    for (u32 rest = lanes; rest; rest &= rest - 1) w.pc[first(rest)] = pc;
-    return;
+  for (u32 rest = here; rest; rest &= rest - 1) {
+    const u32 named = lane_of<u32>(masks, first(rest)) & w.exist;
+    if (named & w.done) return error(&w, first(rest), "waits for lanes %08x, which have returned", named & w.done);
+    if (!(named >> first(rest) & 1)) return error(&w, first(rest), "is not in its own mask %08x", named);
+    if (!(named & ~here)) all |= 1u << first(rest);
   }
-  w.blocked &= ~here;
+  w.blocked = (w.blocked & ~all) | (here & ~all);
+  for (u32 rest = lanes & ~all; rest; rest &= rest - 1) w.pc[first(rest)] = pc;
+  if (!all) return;
   i.executed++;
-  if (i.kind == SHUFFLE) shuffle(w, i, here);
-  for (u32 rest = here; rest; rest &= rest - 1) w.pc[first(rest)] = pc + 1;
+  if (i.kind == SHUFFLE) shuffle(w, i, all);
+  for (u32 rest = all; rest; rest &= rest - 1) w.pc[first(rest)] = pc + 1;
 }
 inline void go_on(warp &w, u32 lanes, u32 pc) {
   for (u32 rest = lanes; rest; rest &= rest - 1) w.pc[first(rest)] = pc;
