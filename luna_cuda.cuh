@@ -85,7 +85,6 @@ static cudaError_t lunacu_start(void (*kernel)(P...), dim3 grid, dim3 block, siz
   extern __shared__ __align__(16) unsigned char lunacu_dynamic[]; \
   type *name = (type *)lunacu_dynamic
 template <class T> using lunacu_shared = T *; /* a pointer into shared memory */
-template <class To, class From> __device__ __forceinline__ To *lunacu_cast(From *p) { return (To *)p; }
 #endif
 
 /* four neighbours in shared memory, at a multiple of 16 bytes */
@@ -113,11 +112,10 @@ __device__ __forceinline__ void lunacu_store4(float *p, float4 x) { __stwb((floa
 #define LUNACU_FULL 0xFFFFFFFFu
 #define LUNACU_WARP 32
 #define LUNACU_BLOCK 256             /* threads of a block, where nothing speaks for another number */
-#define LUNACU_MOST_BLOCKS 65535     /* along y and z; loops stride further */
 
 /* What one context needs of its device */
 struct lunacu {
-  int device, processors;
+  int device;
   luna_cuda_math math;
   cudaStream_t stream;
   cudaEvent_t event;                 /* of another context's stream that this one's waits for */
@@ -151,10 +149,15 @@ static cudaError_t lunacu_enter(const lunacu *self) {
   return lunacu_own(cudaSetDevice(self->device));
 }
 
-/* the sentence of a CUDA call that failed; of a launch for which nothing was compiled: how to compile */
+/* the sentence of a CUDA call that failed; of a launch for which nothing was compiled, or PTX that the driver does not
+   take: how to compile */
+static bool lunacu_refuses_ptx(cudaError_t error) {
+  return error == cudaErrorInvalidPtx || error == cudaErrorJitCompilerNotFound ||
+         error == cudaErrorUnsupportedPtxVersion || error == cudaErrorJitCompilationDisabled;
+}
 static bool lunacu_lacks_kernels(cudaError_t error) {
   return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
-         error == cudaErrorUnsupportedPtxVersion;
+         lunacu_refuses_ptx(error);
 }
 static void lunacu_sentence(char *room, size_t size, const char *what, int device, cudaError_t error) {
   int major = 0, minor = 0;
@@ -163,9 +166,9 @@ static void lunacu_sentence(char *room, size_t size, const char *what, int devic
   (void)lunacu_own(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   (void)lunacu_own(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   snprintf(room + at, size - (size_t)at,
-           "; compile luna_cuda.cuh with nvcc -gencode arch=compute_%d%d,code=sm_%d%d, or for every newer device too "
-           "with -gencode arch=compute_80,code=compute_80",
-           major, minor, major, minor);
+           "; compile luna_cuda.cuh with nvcc -gencode arch=compute_%d%d,code=sm_%d%d%s", major, minor, major, minor,
+           lunacu_refuses_ptx(error) ? ": the driver did not take what was compiled for every device" :
+           ", or for every newer device too with -gencode arch=compute_80,code=compute_80");
 }
 static luna_status lunacu_status(cudaError_t error) {
   if (error == cudaErrorMemoryAllocation) return LUNA_OUT_OF_MEMORY;
@@ -411,7 +414,7 @@ static void lunacu_close(void *user) {
 
 __global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped);
 /* why a device cannot be used, or null */
-static const char *lunacu_device_error(int device, int *processors, char *room, size_t size) {
+static const char *lunacu_device_error(int device, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -422,8 +425,7 @@ static const char *lunacu_device_error(int device, int *processors, char *room, 
     snprintf(room, size, "luna_open: there is no CUDA device %d (there are %d, from 0)", device, count);
   else if ((error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) != cudaSuccess ||
            (error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) != cudaSuccess ||
-           (error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess ||
-               (error = cudaSetDevice(device)) != cudaSuccess)
+           (error = cudaSetDevice(device)) != cudaSuccess)
     snprintf(room, size, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
   else if (major < 8)
     snprintf(room, size, "luna_open: CUDA device %d has compute capability %d.%d; 8.0 or newer is needed", device,
@@ -439,15 +441,13 @@ static luna_cuda_math lunacu_math_of(const luna_ctx *ctx);
 static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   char sentence[320];
   const int device = number - 1;     /* tensors say 0 for the CPU */
-  int processors = 0;
-  const char *wrong = lunacu_device_error(device, &processors, sentence, sizeof sentence);
+  const char *wrong = lunacu_device_error(device, sentence, sizeof sentence);
   if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
   lunacu *self = (lunacu *)calloc(1, sizeof *self);
   if (!self)
     return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY,
                              "luna_open: no memory for what a context keeps of its CUDA device");
   self->device = device;
-  self->processors = processors;
   self->math = lunacu_math_of(ctx);
   cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
@@ -2326,14 +2326,15 @@ static luna_status lunacu_cross_entropy_backward(luna_op *op) {
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
    gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise
    the same --- */
-#define LUNACU_LOGIT_ROWS 512
+/* rows of a block: each reads and writes all of dW, so that they are many; of few rows a part, for the memory's sake */
+static int64_t lunacu_logit_rows(int64_t rows) { return lunacu_min(rows, lunacu_max(512, lunacu_min(rows / 4, 2048))); }
 static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
-  return lunacu_take(at, lunacu_min(rows, LUNACU_LOGIT_ROWS) * classes);
+  return lunacu_take(at, lunacu_logit_rows(rows) * classes);
 }
 static size_t lunacu_logits_bytes(int64_t rows, int64_t classes) {
   char *at = NULL;
   (void)lunacu_logits_take(&at, rows, classes);
-  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_min(rows, LUNACU_LOGIT_ROWS), classes));
+  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_logit_rows(rows), classes));
   return (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
@@ -2348,12 +2349,12 @@ static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t ro
 }
 static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits) {
   const luna_tensor *x = op->in[0], *w = op->in[1];
-  const int64_t all = lunacu_rows(x), in = lunacu_last(x), classes = w->shape[0];
+  const int64_t all = lunacu_rows(x), most = lunacu_logit_rows(all), in = lunacu_last(x), classes = w->shape[0];
   char *at = (char *)op->workspace;
   float *block = lunacu_logits_take(&at, all, classes);
   luna_status status = LUNA_OK;
-  for (int64_t first = 0; first < all && status == LUNA_OK; first += LUNACU_LOGIT_ROWS) {
-    const int64_t rows = lunacu_min(all - first, LUNACU_LOGIT_ROWS);
+  for (int64_t first = 0; first < all && status == LUNA_OK; first += most) {
+    const int64_t rows = lunacu_min(all - first, most);
     const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first,
                                loss->out[0]->grad, loss->index + first, classes, rows,
                                loss->arg.cross_entropy.smoothing, loss->arg.cross_entropy.factor};
@@ -2381,11 +2382,11 @@ static void lunacu_linear_cross_entropy_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
 static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
-  const int64_t all = lunacu_rows(op->in[0]), classes = op->in[1]->shape[0];
+  const int64_t all = lunacu_rows(op->in[0]), most = lunacu_logit_rows(all), classes = op->in[1]->shape[0];
   char *at = (char *)op->workspace;
   float *block = lunacu_logits_take(&at, all, classes), *loss = lunacu_take(&at, all);
-  for (int64_t first = 0; first < all; first += LUNACU_LOGIT_ROWS) {
-    const int64_t rows = lunacu_min(all - first, LUNACU_LOGIT_ROWS);
+  for (int64_t first = 0; first < all; first += most) {
+    const int64_t rows = lunacu_min(all - first, most);
     const luna_status status = lunacu_logits_of(op, first, rows, block);
     if (status != LUNA_OK) return status;
     lunacu_cross_entropy_rows(op, first, rows, classes, block, loss);
