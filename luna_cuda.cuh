@@ -3084,8 +3084,9 @@ struct lunacu_gradient {
   int which, rows, width;            /* of the result */
   int tiles_down, tiles_across;
   int splits, depth;                 /* parts of the sum, and how long a part is */
-  bool vector;                       /* the result may be written by four */
-  float *partial;                    /* [pairs, splits, rows, width]; null: not split */
+  /* the result may be written by four; all batch rows have the same, and the wave several of them */
+  bool vector, shared;
+  float *partial;                    /* [pairs, splits, rows, width]; null: neither split nor shared */
 };
 /* the result, and the stride of its rows */
 __device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w,
@@ -3145,17 +3146,22 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
   }
 }
 __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
-  const int64_t element = lunacu_index(), size = (int64_t)g.rows * g.width, pair = element / size,
-      row = element % size / g.width, column = element % g.width;
-  if (pair >= w.pairs) return;
-  const lunacu_head head = lunacu_head_at(a, w.pair + pair);
-  const float *from = g.partial + pair * g.splits * size + element % size;
+  const int64_t size = (int64_t)g.rows * g.width, pairs = g.shared ? a.heads : w.pairs, first = lunacu_index() / size,
+      element = lunacu_index() % size, row = element / g.width, column = element % g.width;
   double sum = 0;
-  if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key)))
-    return;
-  for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
-  lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] +=
-      (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
+  bool any = false;
+  if (first >= pairs) return;
+  for (int64_t pair = first; pair < w.pairs; pair += pairs) {
+    const lunacu_head head = lunacu_head_at(a, w.pair + pair);
+    const float *from = g.partial + pair * g.splits * size + element;
+    if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key)))
+      continue;
+    any = true;
+    for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
+  }
+  if (any)
+    lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + first))[row * lunacu_gradient_row(a, g) + column] +=
+        (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
 }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -3204,14 +3210,19 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
   r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
-  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3),
-                                       2 * LUNACU_WORKSPACE);
+  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, lunacu_max(r->wide, 128),
+                                       pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
   for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
+}
+/* whether all batch rows have one and the same input, and so a gradient that is a sum over them */
+static bool lunacu_gradient_shared(const lunacu_attention &a, int which) {
+  return !a.query_offsets && a.batch > 1 &&
+         (which == LUNACU_GRAD_Q ? a.q_batch : which == LUNACU_GRAD_K ? a.k_batch : a.v_batch) == 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
 static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w,
@@ -3230,17 +3241,24 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
   g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
   g.splits = (int)lunacu_divide_up(q ? w.keys : w.queries, g.depth);
+  g.shared = maximum.pairs > a.heads && lunacu_gradient_shared(a, which);
   return g;
 }
-/* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one
-   pair's. And what backward needs, in floats */
+/* The largest wave: all scores of several pairs, or a part of one pair's; where the batch shares a gradient, of whole
+   batch rows whose parts of it there is room for, or of one. And what backward needs, in floats */
 static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
   const int64_t queries = lunacu_max(a.queries, 1), keys =
       lunacu_max(a.causal ? lunacu_min(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
-  const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
-  w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), shared ? a.heads : a.batch * a.heads));
+  w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), a.batch * a.heads));
+  for (int which = 0; which < 3; which++) {
+    const int64_t width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim,
+        size = (which == LUNACU_GRAD_Q ? queries : keys) * width;
+    if (!lunacu_gradient_shared(a, which)) continue;
+    const int64_t batch = lunacu_min(w.pairs, LUNACU_WORKSPACE / lunacu_max(size, 1)) / a.heads;
+    w.pairs = lunacu_min(w.pairs, lunacu_max(batch, 1) * a.heads);
+  }
   w.queries = (int)queries;
   w.keys = (int)keys;
   if (queries * row > LUNACU_WORKSPACE && queries <= keys) {
@@ -3253,7 +3271,7 @@ static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, ch
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
     const lunacu_gradient g = lunacu_gradient_plan(a, w, w, which);
-    if (g.splits > 1) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
+    if (g.splits > 1 || g.shared) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
   }
   w.p = lunacu_take(at, w.pairs * w.queries * w.row);
   w.ds = lunacu_take(at, w.pairs * w.queries * w.row);
@@ -3311,7 +3329,8 @@ template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const
     LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, false>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
   else LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, true>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
   if (g.partial)
-    LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK),
+    LUNACU_LAUNCH(lunacu_attention_gather_kernel,
+                  (unsigned)lunacu_divide_up((g.shared ? a.heads : w.pairs) * g.rows * g.width, LUNACU_BLOCK),
                   LUNACU_BLOCK, 0, stream, a, w, g);
 }
 /* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
@@ -3324,7 +3343,7 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
   for (int which = 0; which < 3; which++) {
     if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
     lunacu_gradient g = lunacu_gradient_plan(a, maximum, w, which);
-    if (g.splits > 1) g.partial = partial;
+    if (g.splits > 1 || g.shared) g.partial = partial;
     g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ?
         a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);

@@ -60,6 +60,10 @@ static luna_tensor *few_queries(void) { return attend(2, MEMORY, 2 * LONG, false
 static luna_tensor *pack(void) {
   return luna_pack(tensor(3, 2, HEADS * MEMORY, DIM, 0), rows(2, 2 * LONG), NULL, 0, NULL);
 }
+static luna_tensor *shared_queries(void) {
+  luna_attention_config config = {.heads = HEADS};
+  return luna_softmax_attention(rows(1, MEMORY), rows(4, LONG), rows(4, LONG), &config);
+}
 static luna_tensor *unpack(void) {
   return luna_unpack(rows(2, LONG), tensor(4, 2, HEADS, MEMORY, DIM), tensor(3, 2, HEADS, MEMORY, 0),
                      tensor(4, 2, HEADS, MEMORY, DIM), NULL);
@@ -121,6 +125,7 @@ static const ptx_case cases[] = {
   {"causal attention", causal_attention, (double)HEADS * LONG * LONG / 2},
   {"attention, few keys", few_keys, (double)2 * HEADS * LONG * MEMORY},
   {"attention, few queries", few_queries, (double)2 * HEADS * MEMORY * 2 * LONG},
+  {"attention, shared queries", shared_queries, (double)4 * HEADS * MEMORY * LONG},
   {"pack", pack, (double)2 * HEADS * MEMORY * 2 * LONG},
   {"unpack", unpack, (double)2 * HEADS * LONG * MEMORY},
   {"causal product", causal_product, (double)2 * LONG * DIM},
