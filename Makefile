@@ -33,6 +33,8 @@
 #   make cuda                compiles luna_cuda.cuh with nvcc (its tests, and lm as build/cuda/lm) and prints registers
 #                            and spills
 #   make cuda-test           the tests of luna_cuda.cuh on this machine's GPU; make test runs its kernels without one
+#   make ptx                 runs what nvcc makes of luna_cuda.cuh without a GPU, compares it with the kernels in C++
+#                            and counts it: a table, kernel by kernel; TEST_FULL=1 with all of tests/cuda.c
 #   make cuda-bench          speed on the GPU: tests/bench_cuda.cu; rows also in build/bench_cuda.json
 CC ?= cc
 CFLAGS ?= -O2
@@ -47,13 +49,14 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WARN = -Wall -Wextra
 # tests/private.c includes these: they are no programs of their own
 CHAPTERS = $(shell sed -n 's/^\#include "\(.*\)\.c".*/\1/p' tests/private.c)
-NAMES = $(filter-out bench_% cuda mpi% $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
+NAMES = $(filter-out bench_% cuda ptx mpi% $(CHAPTERS),$(patsubst tests/%.c,%,$(wildcard tests/*.c)))
 EXAMPLES = $(patsubst examples/%.c,$(BUILD)/%,$(wildcard examples/*.c))
 PROGRAMS = $(NAMES:%=$(BUILD)/tests/%)
 SCRIPTS = tests/cli.sh tests/classifiers.sh tests/examples_more.sh tests/series.sh tests/arena.sh tests/lra.sh \
   tests/export.sh tests/long_line.sh
 PUBLIC_C = $(filter-out tests/private.c,$(shell grep -L 'lunai_\|LUNAI_\|kernels.h' tests/*.c))
-PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/cuda.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
+PUBLIC = $(patsubst tests/%.c,$(BUILD)/tests/%,\
+  $(filter-out tests/cuda.c tests/ptx.c tests/mpi.c tests/mpi_bench.c,$(PUBLIC_C)))
 BENCHES = $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/bench_*.c))
 ASAN = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 # luna_cuda.cuh's kernels without a GPU: tests/cuda_host.h, where there is a C++ compiler
@@ -246,6 +249,33 @@ cuda:
 cuda-test: cuda
 	@BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(CUDA_TESTS:%=$(BUILD)/cuda/tests/%)
 
+# vectors of 32 lanes, bytes seen as many types, and no multiply-add but where the PTX says so
+$(BUILD)/ptx/ptx_host.o: tests/ptx_host.cpp tests/ptx_host.h tests/ptx.h tests/cuda_host.h
+	@mkdir -p $(BUILD)/ptx
+	$(CXX) -std=c++17 -O3 -march=native -ffp-contract=off -fno-strict-aliasing $(WARN) -Wno-unused-function -I. -c $< -o $@
+
+$(BUILD)/tests/ptx.o: tests/ptx.c luna.h $(wildcard tests/*.h)
+	$(call build,$(CC) $(CFLAGS) $(WARN) -DLUNAI_IMPLEMENTED -I. -c $<)
+
+# the kernels' names are looked up in the program itself
+$(BUILD)/ptx/%: $(BUILD)/tests/%.o $(BUILD)/ptx/ptx_host.o $(BUILD)/tests/cuda_device.o $(BUILD)/luna.o
+	$(CXX) -rdynamic $(filter-out $(if $(findstring /tests/cuda.o,$<),%/luna.o),$^) -o $@ $(LIBS) -ldl
+
+$(BUILD)/ptx/cuda_device.ptx: tests/cuda_device.cu luna_cuda.cuh luna.h tests/cuda_device.h
+	@mkdir -p $(BUILD)/ptx
+	$(NVCC) -std=c++17 -O3 -lineinfo -arch=compute_80 -ptx -I. $< -o $@
+
+$(BUILD)/ptx/registers.log: $(BUILD)/ptx/cuda_device.ptx
+	$(NVCC) -cubin -arch=sm_80 -Xptxas -v $< -o $(BUILD)/ptx/cuda_device.cubin >$@ 2>&1 || { cat $@; rm -f $@; exit 1; }
+
+PTX_TESTS = ptx $(if $(TEST_FULL),cuda,cuda_small)
+.SECONDARY: $(PTX_TESTS:%=$(BUILD)/tests/%.o)
+ptx:
+	@if command -v $(NVCC) >/dev/null 2>&1; \
+	  then $(MAKE) $(PTX_TESTS:%=$(BUILD)/ptx/%) $(BUILD)/ptx/registers.log && PTX=$(BUILD)/ptx/cuda_device.ptx \
+	    PTX_REGISTERS=$(BUILD)/ptx/registers.log BUILD=$(BUILD) JOBS=1 sh tests/run.sh $(PTX_TESTS:%=$(BUILD)/ptx/%); \
+	  else echo "nvcc is not here: its PTX is not run"; fi
+
 $(BUILD)/cuda/bench: $(BUILD)/cuda/bench_cuda.o $(BUILD)/luna.o
 	$(NVCC) $^ -o $@ -lcublas $(LIBS)
 
@@ -290,4 +320,4 @@ clean:
 	rm -rf build $(BUILD)
 
 .PHONY: run examples install programs test test-all mcu sanitize cross golden headers fuzz fuzz-coverage size bench \
-  arena compare cuda cuda-test cuda-bench mpi mpi-test mpi-bench web web-test clean
+  arena compare cuda cuda-test cuda-bench ptx mpi mpi-test mpi-bench web web-test clean

@@ -85,7 +85,6 @@ static cudaError_t lunacu_start(void (*kernel)(P...), dim3 grid, dim3 block, siz
   extern __shared__ __align__(16) unsigned char lunacu_dynamic[]; \
   type *name = (type *)lunacu_dynamic
 template <class T> using lunacu_shared = T *; /* a pointer into shared memory */
-template <class To, class From> __device__ __forceinline__ To *lunacu_cast(From *p) { return (To *)p; }
 #endif
 
 /* four neighbours in shared memory, at a multiple of 16 bytes */
@@ -99,22 +98,24 @@ inline void lunacu_write4(lunacu_shared<float> p, float x, float y, float z, flo
   cuda_host_wide(p, 16);
   p[0] = x; p[1] = y; p[2] = z; p[3] = w;
 }
+inline void lunacu_store4(float *p, float4 x) { *(float4 *)p = x; }
 #else
 #define LUNACU_ROLLED _Pragma("unroll 1")
 __device__ __forceinline__ float4 lunacu_read4(const float *p) { return *(const float4 *)p; }
 __device__ __forceinline__ void lunacu_write4(float *p, float x, float y, float z, float w) {
   *(float4 *)p = make_float4(x, y, z, w);
 }
+/* four neighbours in device memory; a plain store nvcc may split in four, each of which takes as many sectors */
+__device__ __forceinline__ void lunacu_store4(float *p, float4 x) { __stwb((float4 *)p, x); }
 #endif
 
 #define LUNACU_FULL 0xFFFFFFFFu
 #define LUNACU_WARP 32
 #define LUNACU_BLOCK 256             /* threads of a block, where nothing speaks for another number */
-#define LUNACU_MOST_BLOCKS 65535     /* along y and z; loops stride further */
 
 /* What one context needs of its device */
 struct lunacu {
-  int device, processors;
+  int device;
   luna_cuda_math math;
   cudaStream_t stream;
   cudaEvent_t event;                 /* of another context's stream that this one's waits for */
@@ -148,10 +149,15 @@ static cudaError_t lunacu_enter(const lunacu *self) {
   return lunacu_own(cudaSetDevice(self->device));
 }
 
-/* the sentence of a CUDA call that failed; of a launch for which nothing was compiled: how to compile */
+/* the sentence of a CUDA call that failed; of a launch for which nothing was compiled, or PTX that the driver does not
+   take: how to compile */
+static bool lunacu_refuses_ptx(cudaError_t error) {
+  return error == cudaErrorInvalidPtx || error == cudaErrorJitCompilerNotFound ||
+         error == cudaErrorUnsupportedPtxVersion || error == cudaErrorJitCompilationDisabled;
+}
 static bool lunacu_lacks_kernels(cudaError_t error) {
   return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
-         error == cudaErrorUnsupportedPtxVersion;
+         lunacu_refuses_ptx(error);
 }
 static void lunacu_sentence(char *room, size_t size, const char *what, int device, cudaError_t error) {
   int major = 0, minor = 0;
@@ -160,9 +166,9 @@ static void lunacu_sentence(char *room, size_t size, const char *what, int devic
   (void)lunacu_own(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
   (void)lunacu_own(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
   snprintf(room + at, size - (size_t)at,
-           "; compile luna_cuda.cuh with nvcc -gencode arch=compute_%d%d,code=sm_%d%d, or for every newer device too "
-           "with -gencode arch=compute_80,code=compute_80",
-           major, minor, major, minor);
+           "; compile luna_cuda.cuh with nvcc -gencode arch=compute_%d%d,code=sm_%d%d%s", major, minor, major, minor,
+           lunacu_refuses_ptx(error) ? ": the driver did not take what was compiled for every device" :
+           ", or for every newer device too with -gencode arch=compute_80,code=compute_80");
 }
 static luna_status lunacu_status(cudaError_t error) {
   if (error == cudaErrorMemoryAllocation) return LUNA_OUT_OF_MEMORY;
@@ -294,11 +300,21 @@ __device__ __forceinline__ float lunacu_drop(const lunacu_dropout &d, int64_t el
   const int at = (int)(element % 8);
   return (word[at / 2] >> (at % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
 }
-/* the factors of elements 8 block to 8 block + 7 */
-__device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t block, float factor[8]) {
-  uint32_t word[4];
-  lunacu_philox(d, block, word);
-  for (int i = 0; i < 8; i++) factor[i] = (word[i / 2] >> (i % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
+/* the factors of elements i to i + 3 and i + 8 to i + 11, of two blocks: lanes side by side make one each, for i a
+   multiple of 8 in the even lane and 4 more in the other, and give each other the halves that they need */
+__device__ __forceinline__ void lunacu_drop8(const lunacu_dropout &d, int64_t i, float factor[8]) {
+  const uint32_t pair = 3u << (threadIdx.x % LUNACU_WARP & ~1u);
+  const bool odd = threadIdx.x % 2;
+  uint32_t word[4], have[4];
+  lunacu_philox(d, i / 8 + odd, word);
+  LUNACU_UNROLL for (int k = 0; k < 2; k++) {
+    const uint32_t other = __shfl_xor_sync(pair, odd ? word[k] : word[k + 2], 1),
+                   own = odd ? word[k + 2] : word[k];
+    have[k] = odd ? other : own;
+    have[k + 2] = odd ? own : other;
+  }
+  LUNACU_UNROLL for (int k = 0; k < 8; k++)
+    factor[k] = (have[k / 2] >> (k % 2 * 16) & 0xFFFFu) < d.threshold ? 0.0f : d.keep;
 }
 /* x times its factor, where a dropped NaN is 0 */
 __device__ __forceinline__ float lunacu_dropped(float x, float factor) { return factor > 0 ? x * factor : 0.0f; }
@@ -398,7 +414,7 @@ static void lunacu_close(void *user) {
 
 __global__ void lunacu_begin_kernel(luna_step_state *state, bool training, bool stepped);
 /* why a device cannot be used, or null */
-static const char *lunacu_device_error(int device, int *processors, char *room, size_t size) {
+static const char *lunacu_device_error(int device, char *room, size_t size) {
   int count = 0, major = 0, minor = 0;
   cudaFuncAttributes attributes;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -409,8 +425,7 @@ static const char *lunacu_device_error(int device, int *processors, char *room, 
     snprintf(room, size, "luna_open: there is no CUDA device %d (there are %d, from 0)", device, count);
   else if ((error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) != cudaSuccess ||
            (error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) != cudaSuccess ||
-           (error = cudaDeviceGetAttribute(processors, cudaDevAttrMultiProcessorCount, device)) != cudaSuccess ||
-               (error = cudaSetDevice(device)) != cudaSuccess)
+           (error = cudaSetDevice(device)) != cudaSuccess)
     snprintf(room, size, "luna_open: CUDA device %d: %s", device, cudaGetErrorString(error));
   else if (major < 8)
     snprintf(room, size, "luna_open: CUDA device %d has compute capability %d.%d; 8.0 or newer is needed", device,
@@ -426,15 +441,13 @@ static luna_cuda_math lunacu_math_of(const luna_ctx *ctx);
 static luna_status lunacu_open(luna_ctx *ctx, int number, void **out) {
   char sentence[320];
   const int device = number - 1;     /* tensors say 0 for the CPU */
-  int processors = 0;
-  const char *wrong = lunacu_device_error(device, &processors, sentence, sizeof sentence);
+  const char *wrong = lunacu_device_error(device, sentence, sizeof sentence);
   if (wrong) return luna_backend_fail(ctx, LUNA_UNSUPPORTED, wrong);
   lunacu *self = (lunacu *)calloc(1, sizeof *self);
   if (!self)
     return luna_backend_fail(ctx, LUNA_OUT_OF_MEMORY,
                              "luna_open: no memory for what a context keeps of its CUDA device");
   self->device = device;
-  self->processors = processors;
   self->math = lunacu_math_of(ctx);
   cudaError_t error = cudaStreamCreateWithFlags(&self->stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) error = cudaEventCreateWithFlags(&self->event, cudaEventDisableTiming);
@@ -574,12 +587,13 @@ static void lunacu_forget(void *user, void *graph) {
 template <class... P> static bool lunacu_wide(int64_t unit, const P *...p) {
   return unit % 4 == 0 && ((uintptr_t)0 | ... | (uintptr_t)p) % 16 == 0;
 }
-/* W floats at p, aligned to 16 bytes when W > 1 */
+/* W floats at p, aligned to 16 bytes when W > 1. Of eight, the other four lie eight further: two lanes side by side
+   have sixteen floats, and each of their requests is whole. */
 template <int W> __device__ __forceinline__ void lunacu_get(const float *p, float (&v)[W]) {
   if constexpr (W == 1) v[0] = *p;
   else
     LUNACU_UNROLL for (int i = 0; i < W; i += 4) {
-      const float4 four = *(const float4 *)(p + i);
+      const float4 four = *(const float4 *)(p + 2 * i);
       v[i] = four.x;
       v[i + 1] = four.y;
       v[i + 2] = four.z;
@@ -595,19 +609,22 @@ template <int W> __device__ __forceinline__ void lunacu_put(float *p, float (&v)
   }
   if constexpr (W == 1) *p = v[0];
   else
-    LUNACU_UNROLL for (int i = 0; i < W; i += 4) *(float4 *)(p + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    LUNACU_UNROLL for (int i = 0; i < W; i += 4)
+      lunacu_store4(p + 2 * i, make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
 }
 
-/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i, a multiple of W, on. y may be where f
+/* y_i = f_i, or y_i += f_i, for i < count; f.at(i, v): W of them from i on, as lunacu_get has them. y may be where f
    reads. */
 template <int W, class F> __global__ void lunacu_map_kernel(int64_t count, float *y, bool add, F f) {
-  for (int64_t i = lunacu_index(); i < count / W; i += lunacu_stride()) {
+  const int64_t whole = W == 8 ? count / 16 * 2 : count / W; /* vectors; of eight, pairs of them */
+  for (int64_t n = lunacu_index(); n < whole; n += lunacu_stride()) {
+    const int64_t i = W == 8 ? n / 2 * 16 + n % 2 * 4 : n * W;
     float v[W];
-    f.at(i * W, v);
-    lunacu_put(y + i * W, v, add);
+    f.at(i, v);
+    lunacu_put(y + i, v, add);
   }
-  if (W > 1 && lunacu_index() < count % W) {
-    const int64_t i = count / W * W + lunacu_index();
+  if (W > 1 && lunacu_index() < count - whole * W) {
+    const int64_t i = whole * W + lunacu_index();
     float v[1];
     f.at(i, v);
     lunacu_put(y + i, v, add);
@@ -625,7 +642,8 @@ template <int W = 4, class F> static void lunacu_map(const luna_op *op, int64_t 
                      add, f);
 }
 
-/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once. A block's threads are `columns` columns
+/* --- sums over rows: y[o, j] = sum over r of f(o, r, j), for Q sums at once; f.add is given the number of the element,
+   (o rows + r) n + j, and r. A block's threads are `columns` columns
    of `lanes` lanes that share the rows, as often as there is room; rows are split among blocks where the columns alone
    are too few, and the parts then added in order. Sums are of at most 64 floats a lane, then in double. --- */
 #define LUNACU_SUMS 5                /* the maximum at once */
@@ -694,11 +712,14 @@ template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s,
     const lunacu_place at(s, first);
     const int me = threadIdx.x;
     double total[Q] = {};
+    const int64_t end = min(s.rows, (at.split + 1) * s.length), step = s.lanes * s.n;
     if (at.mine)
-      for (int64_t r = at.split * s.length + at.lane, end = min(s.rows, (at.split + 1) * s.length); r < end;) {
+      for (int64_t r = at.split * s.length + at.lane, i = (at.o * s.rows + r) * s.n + at.j; r < end;) {
         float sum[Q] = {};
-        LUNACU_UNROLL for (const int64_t stop = min(end, r + 64 * s.lanes); r < stop; r += s.lanes) f.add(at.o, r, at.j,
-            sum);
+        const int64_t stop = min(end, r + 64 * s.lanes);
+        for (; r + 3 * s.lanes < stop; r += 4 * s.lanes, i += 4 * step) /* so that four rows are on their way at once */
+          LUNACU_UNROLL for (int k = 0; k < 4; k++) f.add(i + k * step, r + k * s.lanes, sum);
+        for (; r < stop; r += s.lanes, i += step) f.add(i, r, sum);
         LUNACU_UNROLL for (int q = 0; q < Q; q++) total[q] += (double)sum[q];
       }
     LUNACU_UNROLL for (int q = 0; q < Q; q++) part[q * LUNACU_BLOCK + me] = total[q];
@@ -719,14 +740,13 @@ template <int Q, class F> __global__ void lunacu_sums_kernel(F f, lunacu_sums s,
 }
 struct lunacu_column {               /* f: x[o, r, j] */
   const float *x;
-  int64_t rows, n;
-  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const { sum[0] += x[(o * rows + r) * n + j]; }
+  __device__ void add(int64_t i, int64_t, float (&sum)[1]) const { sum[0] += x[i]; }
 };
 /* parts [splits, count], added in order */
 static void lunacu_sums_end(const luna_op *op, int64_t splits, int64_t count, const float *partial,
                             const lunacu_sums_to &to) {
   const lunacu_sums s = lunacu_sums_of(1, splits, count, false);
-  const lunacu_column f = {partial, splits, count};
+  const lunacu_column f = {partial};
   LUNACU_LAUNCH((lunacu_sums_kernel<1, lunacu_column>), s.blocks(), LUNACU_BLOCK, 0, lunacu_stream(op), f, s, to,
                 (float *)NULL);
 }
@@ -819,7 +839,7 @@ static luna_status lunacu_expand_forward(luna_op *op) {
 }
 static luna_status lunacu_expand_backward(luna_op *op) {
   const int64_t n = luna_count(op->in[0]);
-  const lunacu_column f = {op->out[0]->grad, op->arg.expand.count, n};
+  const lunacu_column f = {op->out[0]->grad};
   const lunacu_sums_to to = {{op->in[0]->grad}, {1}, n, 1, 1.0f, !lunacu_sets(op, 0)};
   lunacu_sums_run<1>(op, lunacu_sums_of(1, op->arg.expand.count, n, true), f, to, (float *)op->workspace);
   return lunacu_row_done(op);
@@ -929,10 +949,9 @@ struct lunacu_each {
 };
 struct lunacu_each_column {          /* as lunacu_column */
   lunacu_each f;
-  int64_t rows, n;
-  __device__ void add(int64_t o, int64_t r, int64_t j, float (&sum)[1]) const {
+  __device__ void add(int64_t i, int64_t, float (&sum)[1]) const {
     float v[1];
-    f.at((o * rows + r) * n + j, v);
+    f.at(i, v);
     sum[0] += v[0];
   }
 };
@@ -978,8 +997,8 @@ static size_t lunacu_unbroadcast(const luna_op *op, int k, char *workspace, bool
     float *sums = left == 1 ? op->in[k]->grad : lunacu_take(&at, outer * inner),
         *partial = lunacu_take(&at, lunacu_sums_floats(s, 1));
     const lunacu_sums_to to = {{sums}, {1}, inner, 1, 1.0f, left == 1 && !lunacu_sets(op, k)};
-    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from, shape[a], inner}, to, partial);
-    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k), shape[a], inner}, to, partial);
+    if (run && from) lunacu_sums_run<1>(op, s, lunacu_column{from}, to, partial);
+    else if (run) lunacu_sums_run<1>(op, s, lunacu_each_column{lunacu_each_of(op, k)}, to, partial);
     shape[a] = 1;
     from = sums;
   }
@@ -1058,14 +1077,16 @@ static luna_status lunacu_activation_backward(luna_op *op) {
   return lunacu_row_done(op);
 }
 
-/* --- dropout: eight elements a thread, what one Philox block decides --- */
-/* v = drop(v) for elements i on, all of one block of eight or one alone */
+/* --- dropout: eight elements a thread, as many as one Philox block decides; four where there is none --- */
+/* v = drop(v) for elements i on */
 template <int W> __device__ __forceinline__ void lunacu_drops_of(const lunacu_dropout &d, int64_t i, float (&v)[W]) {
-  float factor[W];
-  if (d.threshold == 0) return;
-  if constexpr (W == 8) lunacu_drop8(d, i / 8, factor);
-  else factor[0] = lunacu_drop(d, i);
-  LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_dropped(v[k], factor[k]);
+  if constexpr (W != 4) {
+    float factor[W];
+    if (d.threshold == 0) return;
+    if constexpr (W == 8) lunacu_drop8(d, i, factor);
+    else factor[0] = lunacu_drop(d, i);
+    LUNACU_UNROLL for (int k = 0; k < W; k++) v[k] = lunacu_dropped(v[k], factor[k]);
+  }
 }
 struct lunacu_drops {
   const float *x;
@@ -1127,7 +1148,7 @@ static void lunacu_reduce_query(luna_op *op) {
                                                                  op->arg.reduce.inner, true), 1) * sizeof(float);
 }
 static luna_status lunacu_reduce_forward(luna_op *op) {
-  const lunacu_column f = {op->in[0]->data, op->arg.reduce.axis, op->arg.reduce.inner};
+  const lunacu_column f = {op->in[0]->data};
   const lunacu_sums_to to = {{op->out[0]->data}, {1}, op->arg.reduce.inner, 1, op->arg.reduce.factor, false};
   lunacu_sums_run<1>(op, lunacu_sums_of(op->arg.reduce.outer, op->arg.reduce.axis, op->arg.reduce.inner, true), f, to,
                      (float *)op->workspace);
@@ -1360,7 +1381,7 @@ static int64_t lunacu_columns_floats(int64_t rows, int64_t width) {
 }
 static void lunacu_column_sums(const luna_op *op, const lunacu_columns &c, float *to, float *scratch) {
   if (to && c.rows > 0)
-    lunacu_sums_run<1>(op, lunacu_sums_of(c.items, c.rows, c.width, true), lunacu_column{c.x, c.rows, c.width},
+    lunacu_sums_run<1>(op, lunacu_sums_of(c.items, c.rows, c.width, true), lunacu_column{c.x},
                        {{to}, {1}, c.width, 1, 1.0f, true}, scratch);
 }
 
@@ -1391,8 +1412,9 @@ struct lunacu_ending {
   }
 };
 static void lunacu_end(const luna_op *op, int64_t count, float *y, const lunacu_ending &e) {
-  lunacu_map<8>(op, count, y, false, (!e.bias || e.width % 8 == 0) && lunacu_wide(0, e.x, e.bias, e.residual, e.pre),
-                e);
+  const bool wide = lunacu_wide(0, e.x, e.bias, e.residual, e.pre);
+  if (e.dropout.threshold) lunacu_map<8>(op, count, y, false, wide && (!e.bias || e.width % 16 == 0), e);
+  else lunacu_map<4>(op, count, y, false, wide && (!e.bias || e.width % 4 == 0), e);
 }
 /* backward: slope(given) drop(dy); given null: no activation */
 struct lunacu_beginning {
@@ -1410,7 +1432,9 @@ struct lunacu_beginning {
   }
 };
 static void lunacu_begin_back(const luna_op *op, int64_t count, float *y, const lunacu_beginning &b) {
-  lunacu_map<8>(op, count, y, false, lunacu_wide(0, b.dy, b.given), b);
+  const bool wide = lunacu_wide(0, b.dy, b.given);
+  if (b.dropout.threshold) lunacu_map<8>(op, count, y, false, wide, b);
+  else lunacu_map<4>(op, count, y, false, wide, b);
 }
 /* a residual input's gradient, where it is not out[0]'s very own */
 static void lunacu_residual_backward(const luna_op *op, int at) {
@@ -1839,13 +1863,13 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
 }
 /* dx (+)= r (g - mean(g) - xhat mean(g xhat)), g = dy weight, xhat = (x - mean) r; dx may be null. partial [blocks, 2,
    n], where K > 0, or null: sums over the block's rows of dy xhat and of dy, by each team in registers, then over its
-   teams in turn. */
+   teams, of which the upper half gives its sums to the lower, again and again. */
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
 lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *kept,
                               const float *dy, float *dx, bool add, float *partial) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
-  LUNACU_SHARED(float, both, 2 * LUNACU_WARP * LUNACU_HELD);
-  const int lane = threadIdx.x % t.team, turns = K && partial ? blockDim.x / t.team : 0;
+  LUNACU_SHARED(float, both, K ? LUNACU_BLOCK * LUNACU_HELD : 4);
+  const int lane = threadIdx.x % t.team;
   float dweight[K ? K : 1][W] = {}, dbias[K ? K : 1][W] = {};
   LUNACU_EACH_ROW(t, first) {
     const int64_t row = first + threadIdx.x / t.team, n = row < t.rows ? t.n : 0;
@@ -1877,34 +1901,40 @@ lunacu_layer_norm_back_kernel(lunacu_teams t, bool rms, const float *x, const fl
       lunacu_put(dx + row * t.n + c, v, add);
     }
   }
-  for (int turn = 0; turn < turns; turn++) {
-    float *part = partial + 2 * blockIdx.x * t.n;
-    if ((int)threadIdx.x / t.team == turn)
-      LUNACU_EACH_VECTOR(t, k, c)
-        LUNACU_UNROLL for (int i = 0; i < W && c < t.n; i++) {
-          const int at = (int)c + i, other = LUNACU_WARP * LUNACU_HELD + at;
-          if (turn > 0) {
-            dweight[K ? k : 0][i] += both[at];
-            dbias[K ? k : 0][i] += both[other];
-          }
-          if (turn < turns - 1) {
-            both[at] = dweight[K ? k : 0][i];
-            both[other] = dbias[K ? k : 0][i];
-          } else {
-            part[c + i] = dweight[K ? k : 0][i];
-            part[t.n + c + i] = dbias[K ? k : 0][i];
-          }
+  if constexpr (K > 0) {
+    const int team = threadIdx.x / t.team, width = t.team * LUNACU_HELD;
+    for (int half = partial ? blockDim.x / t.team / 2 : 0; half > 0; half /= 2) {
+      const lunacu_shared<float> room = both + 2 * width * (team % half);
+      if (team >= half && team < 2 * half)
+        LUNACU_EACH_VECTOR(t, k, c) {
+          lunacu_write4(room + c, dweight[k][0], dweight[k][1], dweight[k][2], dweight[k][3]);
+          lunacu_write4(room + width + c, dbias[k][0], dbias[k][1], dbias[k][2], dbias[k][3]);
         }
-    __syncthreads();
+      __syncthreads();
+      if (team < half)
+        LUNACU_EACH_VECTOR(t, k, c) {
+          const float4 w = lunacu_read4(room + c), b = lunacu_read4(room + width + c);
+          dweight[k][0] += w.x; dweight[k][1] += w.y; dweight[k][2] += w.z; dweight[k][3] += w.w;
+          dbias[k][0] += b.x; dbias[k][1] += b.y; dbias[k][2] += b.z; dbias[k][3] += b.w;
+        }
+      __syncthreads();
+    }
+    if (partial && team == 0)
+      LUNACU_EACH_VECTOR(t, k, c) {
+        float *part = partial + 2 * blockIdx.x * t.n + c;
+        if (c >= t.n) continue;
+        lunacu_put(part, dweight[k], false);
+        lunacu_put(part + t.n, dbias[k], false);
+      }
   }
 }
 /* the same two sums over all rows, where K = 0 */
 struct lunacu_normed {
   const float *x, *dy, *kept;
-  int64_t rows, n;
-  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[2]) const {
-    const float g = dy[r * n + j];
-    sum[0] += g * ((x[r * n + j] - kept[r]) * kept[rows + r]);
+  int64_t rows;
+  __device__ void add(int64_t i, int64_t r, float (&sum)[2]) const {
+    const float g = dy[i];
+    sum[0] += g * ((x[i] - kept[r]) * kept[rows + r]);
     sum[1] += g;
   }
 };
@@ -1943,7 +1973,7 @@ static luna_status lunacu_layer_norm_backward(luna_op *op) {
                !lunacu_sets(op, 0), sums ? partial : NULL);
   if (sums && held) lunacu_sums_end(op, blocks, 2 * t.n, partial, to);
   else if (sums)
-    lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows, t.n}, to, partial);
+    lunacu_sums_run<2>(op, lunacu_sums_of(1, t.rows, t.n, true), lunacu_normed{x, dy, kept, t.rows}, to, partial);
   return lunacu_row_done(op);
 }
 
@@ -2275,7 +2305,7 @@ static void lunacu_cross_entropy_rows(const luna_op *op, int64_t first, int64_t 
 }
 static void lunacu_cross_entropy_sum(const luna_op *op, int64_t rows, const float *loss, float *scratch) {
   const lunacu_sums_to to = {{op->out[0]->data}, {1}, 1, 1, op->arg.cross_entropy.factor, false};
-  lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, 1, true), lunacu_column{loss, rows, 1}, to, scratch);
+  lunacu_sums_run<1>(op, lunacu_sums_of(1, rows, 1, true), lunacu_column{loss}, to, scratch);
 }
 static luna_status lunacu_cross_entropy_forward(luna_op *op) {
   const int64_t rows = lunacu_rows(op->in[0]);
@@ -2296,14 +2326,15 @@ static luna_status lunacu_cross_entropy_backward(luna_op *op) {
 /* --- linear cross-entropy: in x, weight, bias; the cross-entropy of x W^T + b, by blocks of rows, whose logits and
    gradients are stored alone. Kept: as above. LINEAR's backward, which finds the logits there, is otherwise
    the same --- */
-#define LUNACU_LOGIT_ROWS 512
+/* rows of a block: each reads and writes all of dW, so that they are many; of few rows a part, for the memory's sake */
+static int64_t lunacu_logit_rows(int64_t rows) { return lunacu_min(rows, lunacu_max(512, lunacu_min(rows / 4, 2048))); }
 static float *lunacu_logits_take(char **at, int64_t rows, int64_t classes) {
-  return lunacu_take(at, lunacu_min(rows, LUNACU_LOGIT_ROWS) * classes);
+  return lunacu_take(at, lunacu_logit_rows(rows) * classes);
 }
 static size_t lunacu_logits_bytes(int64_t rows, int64_t classes) {
   char *at = NULL;
   (void)lunacu_logits_take(&at, rows, classes);
-  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_min(rows, LUNACU_LOGIT_ROWS), classes));
+  (void)lunacu_take(&at, lunacu_columns_floats(lunacu_logit_rows(rows), classes));
   return (size_t)(uintptr_t)at;
 }
 static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t rows, float *logits) {
@@ -2318,12 +2349,12 @@ static luna_status lunacu_logits_of(const luna_op *op, int64_t first, int64_t ro
 }
 static luna_status lunacu_logits_backward(luna_op *op, const luna_op *loss, const float *logits) {
   const luna_tensor *x = op->in[0], *w = op->in[1];
-  const int64_t all = lunacu_rows(x), in = lunacu_last(x), classes = w->shape[0];
+  const int64_t all = lunacu_rows(x), most = lunacu_logit_rows(all), in = lunacu_last(x), classes = w->shape[0];
   char *at = (char *)op->workspace;
   float *block = lunacu_logits_take(&at, all, classes);
   luna_status status = LUNA_OK;
-  for (int64_t first = 0; first < all && status == LUNA_OK; first += LUNACU_LOGIT_ROWS) {
-    const int64_t rows = lunacu_min(all - first, LUNACU_LOGIT_ROWS);
+  for (int64_t first = 0; first < all && status == LUNA_OK; first += most) {
+    const int64_t rows = lunacu_min(all - first, most);
     const lunacu_unlikely f = {logits ? logits + first * classes : block, (const float *)loss->kept + first,
                                loss->out[0]->grad, loss->index + first, classes, rows,
                                loss->arg.cross_entropy.smoothing, loss->arg.cross_entropy.factor};
@@ -2351,11 +2382,11 @@ static void lunacu_linear_cross_entropy_query(luna_op *op) {
   if (op->training) op->kept_size = (size_t)rows * sizeof(float);
 }
 static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
-  const int64_t all = lunacu_rows(op->in[0]), classes = op->in[1]->shape[0];
+  const int64_t all = lunacu_rows(op->in[0]), most = lunacu_logit_rows(all), classes = op->in[1]->shape[0];
   char *at = (char *)op->workspace;
   float *block = lunacu_logits_take(&at, all, classes), *loss = lunacu_take(&at, all);
-  for (int64_t first = 0; first < all; first += LUNACU_LOGIT_ROWS) {
-    const int64_t rows = lunacu_min(all - first, LUNACU_LOGIT_ROWS);
+  for (int64_t first = 0; first < all; first += most) {
+    const int64_t rows = lunacu_min(all - first, most);
     const luna_status status = lunacu_logits_of(op, first, rows, block);
     if (status != LUNA_OK) return status;
     lunacu_cross_entropy_rows(op, first, rows, classes, block, loss);
@@ -2366,8 +2397,8 @@ static luna_status lunacu_linear_cross_entropy_forward(luna_op *op) {
 static luna_status lunacu_linear_cross_entropy_backward(luna_op *op) { return lunacu_logits_backward(op, op, NULL); }
 
 /* --- short convolution over time, each channel alone: in x [batch, n, d], weight [d, width], bias [d]; y_t = bias +
-   sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel. Backward: dx_t (+)= sum_i weight_i dy_(t +
-   width - 1 - i). A row that does not exist has no term. --- */
+   sum_i weight_i x_(t - width + 1 + i). A thread has four rows of a channel, or of four. Backward: dx_t (+)= sum_i
+   weight_i dy_(t + width - 1 - i). A row that does not exist has no term. --- */
 #define LUNACU_STRIP 4
 struct lunacu_convolution {
   const float *x, *weight, *bias;    /* x: dy in backward */
@@ -2375,38 +2406,47 @@ struct lunacu_convolution {
   int64_t batch, n, d, width;
   bool back, add;
 };
-__global__ void lunacu_convolution_kernel(lunacu_convolution a) {
-  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP;
-  for (int64_t i = lunacu_index(); i < a.batch * strips * a.d; i += lunacu_stride()) {
-    const int64_t c = i % a.d, t = i / a.d % strips * LUNACU_STRIP, start = i / a.d / strips * a.n * a.d + c;
-    const int64_t first = a.back ? t : max((int64_t)0, t - a.width + 1),
-        last = min(a.n, t + LUNACU_STRIP + (a.back ? a.width - 1 : 0));
-    float sum[LUNACU_STRIP];
-    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) sum[k] = a.bias ? a.bias[c] : 0;
-    for (int64_t s = first; s < last; s++) {
-      const float v = a.x[start + s * a.d];
-      LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) {
-        const int64_t lag = a.back ? s - t - k : t + k - s;
-        if (lag >= 0 && lag < a.width) sum[k] += a.weight[c * a.width + a.width - 1 - lag] * v;
-      }
+/* a strip of W channels from c on, rows from t on, of a sequence that starts at `start`; TAPS: the width, whose weights
+   are held, or 0 for any */
+template <int W, int TAPS>
+__device__ __forceinline__ void lunacu_convolve_strip(const lunacu_convolution &a, int64_t start, int64_t t,
+                                                      int64_t c) {
+  const int taps = TAPS ? TAPS : (int)a.width;
+  const float *weight = a.weight + c * taps;
+  float held[TAPS ? TAPS : 1][W], sum[LUNACU_STRIP][W] = {}, v[W]; /* as they lie in memory */
+  LUNACU_UNROLL for (int q = 0; q < TAPS; q++) lunacu_get(weight + q * W, held[q]);
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP && a.bias; k++) lunacu_get(a.bias + c, sum[k]);
+  LUNACU_UNROLL for (int s = 0; s < LUNACU_STRIP + taps - 1; s++) {
+    const int64_t row = a.back ? t + s : t + s - (taps - 1);
+    if (row < 0 || row >= a.n) continue;
+    lunacu_get(a.x + start + row * a.d, v);
+    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++) {
+      const int lag = a.back ? s - k : k - s + taps - 1, q = taps - 1 - lag;
+      if (lag >= 0 && lag < taps)
+        LUNACU_UNROLL for (int w = 0; w < W; w++)
+          sum[k][w] += (TAPS ? held[(w * TAPS + q) / W][(w * TAPS + q) % W] : weight[w * taps + q]) * v[w];
     }
-    LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++)
-      if (t + k < a.n) {
-        float *to = a.y + start + (t + k) * a.d;
-        *to = a.add ? *to + sum[k] : sum[k];
-      }
+  }
+  LUNACU_UNROLL for (int k = 0; k < LUNACU_STRIP; k++)
+    if (t + k < a.n) lunacu_put(a.y + start + (t + k) * a.d, sum[k], a.add);
+}
+template <int W, int TAPS> __global__ void lunacu_convolution_kernel(lunacu_convolution a) {
+  const int64_t strips = (a.n + LUNACU_STRIP - 1) / LUNACU_STRIP, across = a.d / W;
+  for (int64_t i = lunacu_index(); i < a.batch * strips * across; i += lunacu_stride()) {
+    const int64_t strip = i / across, item = strip / strips, c = (i - strip * across) * W;
+    lunacu_convolve_strip<W, TAPS>(a, item * a.n * a.d + c, (strip - item * strips) * LUNACU_STRIP, c);
   }
 }
-/* sums over all rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy */
+/* sums over all rows of dy_t x_(t - width + 1 + i) for four taps i from `base` on, and of dy; back: floats to the row
+   of a tap, or -1 for none */
 struct lunacu_taps {
   const float *x, *dy;
-  int64_t n, d, width, base;
-  __device__ void add(int64_t, int64_t r, int64_t j, float (&sum)[5]) const {
-    const float g = dy[r * d + j];
-    LUNACU_UNROLL for (int q = 0; q < 4; q++) {
-      const int64_t lag = width - 1 - base - q;
-      if (lag >= 0 && lag <= r % n) sum[q] += g * x[(r - lag) * d + j];
-    }
+  int64_t n, lag, back[4];           /* lag: the first tap's */
+  __device__ void add(int64_t i, int64_t r, float (&sum)[5]) const {
+    const int64_t row = (uint64_t)(r | n) >> 32 ? r % n : (uint32_t)r % (uint32_t)n;
+    const float g = dy[i], *here = x + i;
+    LUNACU_UNROLL for (int q = 0; q < 4; q++)
+      if (back[q] >= 0 && lag - q <= row) sum[q] += g * here[-back[q]];
     sum[4] += g;
   }
 };
@@ -2444,12 +2484,16 @@ static void lunacu_convolve(const luna_op *op, const float *x, const float *bias
   const luna_tensor *in = op->in[0];
   const lunacu_convolution a = {x, op->in[1]->data, bias, y, in->shape[0], in->shape[1], in->shape[2],
                                 lunacu_last(op->in[1]), back, add};
-  const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d;
+  const bool wide = lunacu_wide(a.d, x, a.weight, bias, y);
+  const int64_t count = a.batch * lunacu_divide_up(a.n, LUNACU_STRIP) * a.d / (wide ? 4 : 1);
+  void (*kernel)(lunacu_convolution) = !wide ? lunacu_convolution_kernel<1, 0> : lunacu_convolution_kernel<4, 0>;
+  if (wide && a.width == 2) kernel = lunacu_convolution_kernel<4, 2>;
+  if (wide && a.width == 3) kernel = lunacu_convolution_kernel<4, 3>;
+  if (wide && a.width == 4) kernel = lunacu_convolution_kernel<4, 4>;
   if (count > 0 && op->history)
     LUNACU_LAUNCH(lunacu_history_kernel, lunacu_blocks(a.batch * a.d, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op),
                   a, op->history);
-  else if (count > 0)
-    LUNACU_LAUNCH(lunacu_convolution_kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
+  else if (count > 0) LUNACU_LAUNCH(kernel, lunacu_blocks(count, LUNACU_BLOCK), LUNACU_BLOCK, 0, lunacu_stream(op), a);
 }
 static luna_status lunacu_short_convolution_forward(luna_op *op) {
   lunacu_convolve(op, op->in[0]->data, lunacu_data(op, 2), op->out[0]->data, false, false);
@@ -2460,9 +2504,10 @@ static luna_status lunacu_short_convolution_backward(luna_op *op) {
   float *dweight = lunacu_grad(op, 1), *dbias = lunacu_grad(op, 2);
   if (op->in[0]->grad) lunacu_convolve(op, op->out[0]->grad, NULL, op->in[0]->grad, true, !lunacu_sets(op, 0));
   for (int64_t base = 0; base < (dweight ? width : dbias ? 1 : 0); base += 4) {
-    const lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, d, width, base};
+    lunacu_taps f = {op->in[0]->data, op->out[0]->grad, n, width - 1 - base, {}};
     lunacu_sums_to to = {{NULL, NULL, NULL, NULL, base == 0 ? dbias : NULL}, {width, width, width, width, 1}, d, 5,
                          1.0f, true};
+    for (int q = 0; q < 4; q++) f.back[q] = f.lag < q ? -1 : (f.lag - q) * d;
     for (int q = 0; q < 4 && dweight && base + q < width; q++) to.to[q] = dweight + base + q;
     lunacu_sums_run<5>(op, lunacu_taps_sums(op), f, to, (float *)op->workspace);
   }
@@ -2528,7 +2573,7 @@ __device__ __forceinline__ float4 lunacu_get4(const float *row, int c, int width
                      c + 3 < width ? row[c + 3] : 0);
 }
 __device__ __forceinline__ void lunacu_set4(float *row, int c, int width, bool vector, float4 x) {
-  if (vector && c + 4 <= width) *(float4 *)(row + c) = x;
+  if (vector && c + 4 <= width) lunacu_store4(row + c, x);
   else {
     if (c < width) row[c] = x.x;
     if (c + 1 < width) row[c + 1] = x.y;
@@ -3026,8 +3071,8 @@ lunacu_attention_scores_kernel(lunacu_attention a, lunacu_wave w) {
         ds[c] = sees ? p[c] * ((g[i][j + c] + add) * factor[c] - delta) : 0;
         p[c] *= factor[c];
       }
-      *(float4 *)(w.p + at + T::column(j)) = make_float4(p[0], p[1], p[2], p[3]);
-      *(float4 *)(w.ds + at + T::column(j)) = make_float4(ds[0], ds[1], ds[2], ds[3]);
+      lunacu_store4(w.p + at + T::column(j), make_float4(p[0], p[1], p[2], p[3]));
+      lunacu_store4(w.ds + at + T::column(j), make_float4(ds[0], ds[1], ds[2], ds[3]));
     }
   }
 }
@@ -3039,8 +3084,9 @@ struct lunacu_gradient {
   int which, rows, width;            /* of the result */
   int tiles_down, tiles_across;
   int splits, depth;                 /* parts of the sum, and how long a part is */
-  bool vector;                       /* the result may be written by four */
-  float *partial;                    /* [pairs, splits, rows, width]; null: not split */
+  /* the result may be written by four; all batch rows have the same, and the wave several of them */
+  bool vector, shared;
+  float *partial;                    /* [pairs, splits, rows, width]; null: neither split nor shared */
 };
 /* the result, and the stride of its rows */
 __device__ __forceinline__ float *lunacu_gradient_at(const lunacu_attention &a, const lunacu_wave &w,
@@ -3100,17 +3146,22 @@ lunacu_attention_gradient_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradi
   }
 }
 __global__ void lunacu_attention_gather_kernel(lunacu_attention a, lunacu_wave w, lunacu_gradient g) {
-  const int64_t element = lunacu_index(), size = (int64_t)g.rows * g.width, pair = element / size,
-      row = element % size / g.width, column = element % g.width;
-  if (pair >= w.pairs) return;
-  const lunacu_head head = lunacu_head_at(a, w.pair + pair);
-  const float *from = g.partial + pair * g.splits * size + element % size;
+  const int64_t size = (int64_t)g.rows * g.width, pairs = g.shared ? a.heads : w.pairs, first = lunacu_index() / size,
+      element = lunacu_index() % size, row = element / g.width, column = element % g.width;
   double sum = 0;
-  if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key)))
-    return;
-  for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
-  lunacu_gradient_at(a, w, g, head)[row * lunacu_gradient_row(a, g) + column] +=
-      (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
+  bool any = false;
+  if (first >= pairs) return;
+  for (int64_t pair = first; pair < w.pairs; pair += pairs) {
+    const lunacu_head head = lunacu_head_at(a, w.pair + pair);
+    const float *from = g.partial + pair * g.splits * size + element;
+    if (row >= (g.which == LUNACU_GRAD_Q ? min(w.queries, head.queries - w.query) : min(w.keys, head.keys - w.key)))
+      continue;
+    any = true;
+    for (int s = 0; s < g.splits; s++) sum += (double)from[s * size];
+  }
+  if (any)
+    lunacu_gradient_at(a, w, g, lunacu_head_at(a, w.pair + first))[row * lunacu_gradient_row(a, g) + column] +=
+        (float)sum * (g.which == LUNACU_GRAD_V ? 1 : a.scale);
 }
 
 /* --- softmax attention: in q, k, v; out y, sums or null; arg: heads, batch, queries, keys, scale, causal. kept:
@@ -3159,14 +3210,19 @@ static int64_t lunacu_attention_plan(const lunacu_attention &a, lunacu_runs *r) 
   r->tall = a.queries <= 16 ? 16 : a.queries <= 64 || (a.value_dim > 64 && keys > 64) ? 64 : 128;
   r->wide = r->tall == 16 ? 256 : r->tall == 64 ? 128 : keys > 32 ? 64 : 32;
   const int64_t tiles = lunacu_divide_up(a.queries, r->tall);
-  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, 256, pairs * tiles * r->tall * (a.value_dim + 3),
-                                       2 * LUNACU_WORKSPACE);
+  const int64_t splits = lunacu_splits(pairs * tiles, 1024, keys, lunacu_max(r->wide, 128),
+                                       pairs * tiles * r->tall * (a.value_dim + 3), 2 * LUNACU_WORKSPACE);
   r->tiles = (int)tiles;
   r->keys = (int)(lunacu_divide_up(lunacu_divide_up(keys, splits), r->wide) * r->wide);
   r->splits = (int)lunacu_max(1, lunacu_divide_up(keys, lunacu_max(r->keys, 1)));
   r->units = pairs * tiles * r->splits;
   for (r->chunk_log = 4; 1 << r->chunk_log < lunacu_min(a.value_dim, r->wide); r->chunk_log++);
   return r->splits > 1 ? r->units * r->tall * (a.value_dim + 3) : 0;
+}
+/* whether all batch rows have one and the same input, and so a gradient that is a sum over them */
+static bool lunacu_gradient_shared(const lunacu_attention &a, int which) {
+  return !a.query_offsets && a.batch > 1 &&
+         (which == LUNACU_GRAD_Q ? a.q_batch : which == LUNACU_GRAD_K ? a.k_batch : a.v_batch) == 0;
 }
 /* how a gradient of a wave is shared out: parts of the sum as in the largest wave, so that they fit where its own do */
 static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lunacu_wave &maximum, const lunacu_wave &w,
@@ -3185,17 +3241,24 @@ static lunacu_gradient lunacu_gradient_plan(const lunacu_attention &a, const lun
   g.tiles_across = (int)lunacu_divide_up(g.width, g.wide);
   g.depth = (int)(lunacu_divide_up(lunacu_divide_up(count, splits), LUNACU_DEPTH) * LUNACU_DEPTH);
   g.splits = (int)lunacu_divide_up(q ? w.keys : w.queries, g.depth);
+  g.shared = maximum.pairs > a.heads && lunacu_gradient_shared(a, which);
   return g;
 }
-/* The largest wave: all scores of several pairs, of one batch row where the batch shares a gradient, or a part of one
-   pair's. And what backward needs, in floats */
+/* The largest wave: all scores of several pairs, or a part of one pair's; where the batch shares a gradient, of whole
+   batch rows whose parts of it there is room for, or of one. And what backward needs, in floats */
 static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, char **at) {
   const int64_t queries = lunacu_max(a.queries, 1), keys =
       lunacu_max(a.causal ? lunacu_min(a.keys, a.queries) : a.keys, 1), row = (keys + 3) / 4 * 4, minimum = 2048;
-  const bool shared = !a.query_offsets && a.batch > 1 && (a.q_batch == 0 || a.k_batch == 0 || a.v_batch == 0);
   int64_t parts = 0;
   lunacu_wave w = {};
-  w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), shared ? a.heads : a.batch * a.heads));
+  w.pairs = lunacu_max(1, lunacu_min(LUNACU_WORKSPACE / (queries * row), a.batch * a.heads));
+  for (int which = 0; which < 3; which++) {
+    const int64_t width = which == LUNACU_GRAD_V ? a.value_dim : a.head_dim,
+        size = (which == LUNACU_GRAD_Q ? queries : keys) * width;
+    if (!lunacu_gradient_shared(a, which)) continue;
+    const int64_t batch = lunacu_min(w.pairs, LUNACU_WORKSPACE / lunacu_max(size, 1)) / a.heads;
+    w.pairs = lunacu_min(w.pairs, lunacu_max(batch, 1) * a.heads);
+  }
   w.queries = (int)queries;
   w.keys = (int)keys;
   if (queries * row > LUNACU_WORKSPACE && queries <= keys) {
@@ -3208,7 +3271,7 @@ static lunacu_wave lunacu_wave_of(const lunacu_attention &a, float **partial, ch
   w.row = (w.keys + 3) / 4 * 4;
   for (int which = 0; which < 3; which++) {
     const lunacu_gradient g = lunacu_gradient_plan(a, w, w, which);
-    if (g.splits > 1) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
+    if (g.splits > 1 || g.shared) parts = lunacu_max(parts, w.pairs * g.splits * g.rows * g.width);
   }
   w.p = lunacu_take(at, w.pairs * w.queries * w.row);
   w.ds = lunacu_take(at, w.pairs * w.queries * w.row);
@@ -3266,7 +3329,8 @@ template <class T> static void lunacu_gradient_launch(cudaStream_t stream, const
     LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, false>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
   else LUNACU_LAUNCH((lunacu_attention_gradient_kernel<T, true>), blocks, LUNACU_TILE_THREADS, shared, stream, a, w, g);
   if (g.partial)
-    LUNACU_LAUNCH(lunacu_attention_gather_kernel, (unsigned)lunacu_divide_up(w.pairs * g.rows * g.width, LUNACU_BLOCK),
+    LUNACU_LAUNCH(lunacu_attention_gather_kernel,
+                  (unsigned)lunacu_divide_up((g.shared ? a.heads : w.pairs) * g.rows * g.width, LUNACU_BLOCK),
                   LUNACU_BLOCK, 0, stream, a, w, g);
 }
 /* one wave. Gradients of inputs that are one tensor add to the same place: one launch after another */
@@ -3279,7 +3343,7 @@ static void lunacu_attention_wave(cudaStream_t stream, const lunacu_attention &a
   for (int which = 0; which < 3; which++) {
     if (!(which == LUNACU_GRAD_Q ? a.grad_q : which == LUNACU_GRAD_K ? a.grad_k : a.grad_v)) continue;
     lunacu_gradient g = lunacu_gradient_plan(a, maximum, w, which);
-    if (g.splits > 1) g.partial = partial;
+    if (g.splits > 1 || g.shared) g.partial = partial;
     g.vector = g.partial ? g.width % 4 == 0 : which == LUNACU_GRAD_Q ? a.q_vector : which == LUNACU_GRAD_K ?
         a.k_vector : a.v_vector;
     if (g.tall == 32) lunacu_gradient_launch<lunacu_tile<32, 64>>(stream, a, w, g);
@@ -3846,7 +3910,7 @@ __device__ __forceinline__ void lunacu_causal_write(float *to, const float (&sum
       four.y += factor * sum[n + 1 < N ? n + 1 : 0];
       four.z += factor * sum[n + 2 < N ? n + 2 : 0];
       four.w += factor * sum[n + 3 < N ? n + 3 : 0];
-      *(float4 *)(to + at) = four;
+      lunacu_store4(to + at, four);
       continue;
     }
     LUNACU_UNROLL

@@ -522,18 +522,24 @@ static void expect_error(luna_ctx *ctx, const char *what, const char *part) {
 static void check_failures(void) {
   device_run r, on_host;
   if (!cuda_emulated()) return;
-  for (int i = 0; i < 4; i++) {
-    static const cuda_failure failures[4] = {CUDA_NO_DEVICE, CUDA_OLD_DEVICE, CUDA_NO_KERNELS, CUDA_NO_LAUNCH};
-    static const char *const parts[4] = {"there is no CUDA device", "8.0 or newer is needed",
-                                         "-gencode arch=compute_90,code=sm_90",
-                                         "CUDA device 0: unspecified launch failure"};
-    cuda_fail(failures[i], 1);
+  for (int i = 0; i < 8; i++) {
+    static const struct { cuda_failure what; int at; const char *part; } failures[8] = {
+      {CUDA_NO_DEVICE, 1, "there is no CUDA device"},
+      {CUDA_OLD_DEVICE, 1, "8.0 or newer is needed"},
+      {CUDA_NO_KERNELS, 209, "-gencode arch=compute_90,code=sm_90, or for every newer device too with"},
+      {CUDA_NO_KERNELS, 218, "-gencode arch=compute_90,code=sm_90: the driver did not take"}, /* invalid PTX */
+      {CUDA_NO_KERNELS, 221, "-gencode arch=compute_90,code=sm_90: the driver did not take"}, /* no compiler */
+      {CUDA_NO_KERNELS, 222, "-gencode arch=compute_90,code=sm_90: the driver did not take"}, /* newer PTX */
+      {CUDA_NO_KERNELS, 223, "-gencode arch=compute_90,code=sm_90: the driver did not take"}, /* compiler off */
+      {CUDA_NO_LAUNCH, 1, "CUDA device 0: unspecified launch failure"},
+    };
+    cuda_fail(failures[i].what, failures[i].at);
     luna_ctx *ctx = device_open(&cuda, 1);
-    expect_error(ctx, "a device that cannot be used", parts[i]);
-    CHECK(luna_error_status(ctx) == (i < 3 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", parts[i],
+    expect_error(ctx, "a device that cannot be used", failures[i].part);
+    CHECK(luna_error_status(ctx) == (i < 7 ? LUNA_UNSUPPORTED : LUNA_DEVICE_FAILED), "%s: status %d", failures[i].part,
           (int)luna_error_status(ctx));
     CHECK(luna_begin_step(ctx) != LUNA_OK && !luna_params_find(luna_params_open(ctx), "x") &&
-              (i == 3 || !luna_tensor_new(ctx, NULL, 0, NULL)),
+              (i == 7 || !luna_tensor_new(ctx, NULL, 0, NULL)),
           "a context without its device works");
     luna_close(ctx);
     cuda_mend();

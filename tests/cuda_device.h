@@ -26,7 +26,7 @@ typedef enum cuda_failure {
 } cuda_failure;
 bool cuda_emulated(void);
 void cuda_seed(unsigned seed);
-/* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes */
+/* the at-th allocation, launch or kernel from now on; FULL: all that need more than at bytes; NO_KERNELS: error `at` */
 void cuda_fail(cuda_failure what, int at);
 void cuda_mend(void);
 /* Device 1 of two: a copy of the table, before whose entries the other device becomes the current one. `exact`:

@@ -15,9 +15,8 @@
                   blockIdx blockDim gridDim warpSize, LUNACU_START((kernel<a, b>), grid, block, shared bytes, stream,
                   arguments...)
      Shared       LUNACU_SHARED(type, name, count), LUNACU_DYNAMIC_SHARED(type, name), lunacu_shared<type> for a
-                  pointer, lunacu_cast<type>(pointer). Elements are of 4 or 8 bytes; before several are moved as one:
-                  cuda_host_wide(pointer, bytes). Never `auto x = p[i]`: p[i] is a reference that reads when its value
-                  is used.
+                  pointer. Elements are of 4 or 8 bytes; before several are moved as one: cuda_host_wide(pointer,
+                  bytes). Never `auto x = p[i]`: p[i] is a reference that reads when its value is used.
      Meeting      __syncthreads, __syncthreads_or _and _count, __syncwarp, __shfl_sync, __shfl_xor_sync, __shfl_up_sync,
                   __shfl_down_sync, __ballot_sync, __any_sync, __all_sync
      Runtime      memory, streams, events, capture and graphs, attributes; cuBLAS: single products and strided batches
@@ -108,7 +107,7 @@ struct cuda_host_state {
   long fail_launch = 0;
   /* the n-th kernel or product queued from now (graphs count at replay) faults when it runs */
   long fault = 0;
-  bool no_image = false;                   /* no kernel was compiled for this device: cudaErrorNoKernelImageForDevice */
+  int no_image = 0;                        /* the error of a device for which no kernel was compiled */
   long launches = 0, products = 0, replays = 0, synchronisations = 0, allocations = 0, copies = 0;
   size_t allocated = 0, max_allocated = 0; /* device bytes now; the maximum since it was set */
   long errors = 0;
@@ -151,7 +150,10 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
   X(cudaErrorNoDevice, 100, "no CUDA-capable device is detected") \
   X(cudaErrorInvalidDevice, 101, "invalid device ordinal") \
   X(cudaErrorNoKernelImageForDevice, 209, "no kernel image for this device") \
+  X(cudaErrorInvalidPtx, 218, "a PTX JIT compilation failed") \
+  X(cudaErrorJitCompilerNotFound, 221, "PTX JIT compiler library not found") \
   X(cudaErrorUnsupportedPtxVersion, 222, "the PTX was compiled with an unsupported toolchain") \
+  X(cudaErrorJitCompilationDisabled, 223, "PTX JIT compilation was disabled") \
   X(cudaErrorInvalidResourceHandle, 400, "invalid resource handle") \
   X(cudaErrorIllegalState, 401, "operation not possible in this state") \
   X(cudaErrorNotReady, 600, "device not ready") \
@@ -292,6 +294,7 @@ struct launch {
   size_t shared;
   std::function<void()> call;
   std::vector<uintptr_t> pointers;
+  std::vector<std::vector<char>> arguments; /* their bytes */
   int device;
 };
 struct node { std::function<void()> run; bool kernel; };
@@ -699,7 +702,7 @@ inline bool pointers_are_good(const launch &l) {
   return true;
 }
 
-inline void run_launch(const launch &l) {
+inline void emulate(const launch &l) {
   m.now = &l;
   m.abandoned = false;
   m.launch_serial++;
@@ -732,6 +735,8 @@ inline void run_launch(const launch &l) {
   m.current = -1;
   m.now = nullptr;
 }
+/* what runs launches: another than the emulator may be put here (tests/ptx_host.cpp) */
+inline void (*run_launch)(const launch &) = emulate;
 
 /* ---------------------------------------------------------------------------------------------------------------------
    >>meeting: barriers, shuffles, votes
@@ -1022,7 +1027,6 @@ template <class T> struct cuda_host_element {
 template <class T> void cuda_host_wide(lunacu_shared<T> p, int bytes) {
   cudahost::check_place(p.at, p.begin, p.end, bytes);
 }
-template <class U, class T> lunacu_shared<U> lunacu_cast(lunacu_shared<T> p) { return {p.at, p.begin, p.end}; }
 
 namespace cudahost {
 
@@ -1219,7 +1223,7 @@ inline cudaError_t check_launch(const launch &l) {
   if (!b.x || !b.y || !b.z || b.x > 1024 || b.y > 1024 || b.z > 64 || (uint64_t)b.x * b.y * b.z > MAX_THREADS)
     return cudaErrorInvalidConfiguration;
   if (l.shared > maximum || l.shared + k.fixed > shared_limit()) return cudaErrorInvalidConfiguration;
-  if (cuda_host.no_image) return cudaErrorNoKernelImageForDevice;
+  if (cuda_host.no_image) return (cudaError_t)cuda_host.no_image;
   if (cuda_host.fail_launch && --cuda_host.fail_launch == 0) return cudaErrorLaunchFailure;
   return cudaSuccess;
 }
@@ -1263,6 +1267,9 @@ cudaError_t start(const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
   l->shared = shared;
   l->device = m.current_device;
   std::apply([&](const P &...x) { (find_pointers(x, l->pointers), ...); }, values);
+  std::apply([&](const P &...x) {
+    (l->arguments.emplace_back((const char *)&x, (const char *)(&x + 1)), ...);
+  }, values);
   l->call = [kernel, values] { std::apply(kernel, values); };
   if (e == cudaSuccess)
     e = s && !is_elsewhere(device_of_stream(s), "a launch into a stream") ? check_launch(*l)
@@ -1656,7 +1663,7 @@ template <class K> cudaError_t cudaFuncSetAttribute(K *kernel, cudaFuncAttribute
 }
 template <class K> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, K *kernel) {
   CUDA_HOST_BEGIN(begin);
-  CUDA_HOST_NEED(!cuda_host.no_image, cudaErrorNoKernelImageForDevice);
+  CUDA_HOST_NEED(!cuda_host.no_image, (cudaError_t)cuda_host.no_image);
   const cudahost::kernel_limits k = cudahost::m.limits[(const void *)kernel];
   *a = {k.fixed, 32, 1024, k.max_dynamic < 0 ? cudahost::DEFAULT_SHARED : (int)k.max_dynamic};
   return cudaSuccess;

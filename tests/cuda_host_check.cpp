@@ -44,11 +44,12 @@ template <int TILE> __global__ void transpose(const float *x, float *y, int rows
   if (to_row < columns && to_column < rows) y[to_row * rows + to_column] = tile[threadIdx.x * (TILE + 1) + threadIdx.y];
 }
 
+template <class U, class T> static lunacu_shared<U> seen_as(lunacu_shared<T> p) { return {p.at, p.begin, p.end}; }
 /* Tree reduction in dynamic shared memory, which holds the floats and then, seen as int, their count. */
 static __global__ void tree(const float *x, float *y, int *counts) {
   LUNACU_DYNAMIC_SHARED(float, s);
   const int t = threadIdx.x;
-  lunacu_shared<int> count = lunacu_cast<int>(s + blockDim.x);
+  lunacu_shared<int> count = seen_as<int>(s + blockDim.x);
   s[t] = x[blockIdx.x * blockDim.x + t];
   if (t == 0) *count = 0;
   __syncthreads();
@@ -136,7 +137,7 @@ static __global__ void uses(float *y) {
     y[1] = max(s[0], s[2]) + min(k[0], 9) + max(d[1], 1.0) + (float)k[3] + (isfinite(s[at]) ? 1 : 0) + !s[0];
     y[k[0]] = mixed({s, s + 1}, s, 0);
     y[2] = (float)d[1] + *u + __uint_as_float(__float_as_uint(s[at])) + expf(s[0] - 3) + (&s[3] - s);
-    if (s[0]) y[4] = __int_as_float(lunacu_cast<int>(s)[0]);
+    if (s[0]) y[4] = __int_as_float(seen_as<int>(s)[0]);
   }
 }
 
@@ -205,7 +206,7 @@ static void right_kernels() {
     const std::vector<float> maxima = fetch(sums, 10);
     for (int b = 0; b < 10; b++)
       CHECK(maxima[b] == *std::max_element(&x[b * 128], &x[b * 128] + 128), "maximum of block %d", b);
-    CHECK(values_of(counts, 10)[9] == 127, "count through lunacu_cast");
+    CHECK(values_of(counts, 10)[9] == 127, "count in words seen as int");
 
     int *turned = device<int>(64);
     LUNACU_LAUNCH(rotate, 1, 64, 0, 0, turned);
@@ -360,7 +361,7 @@ static __global__ void four_at(int at) {
   before[0] = s[0] = 1;
   cuda_host_wide(s + at, 16);
 }
-static __global__ void misaligned() { LUNACU_DYNAMIC_SHARED(float, s); *lunacu_cast<double>(s + 1) = 1; }
+static __global__ void misaligned() { LUNACU_DYNAMIC_SHARED(float, s); *seen_as<double>(s + 1) = 1; }
 static __global__ void unwritten(float *y) {
   LUNACU_SHARED(float, s, 8); if (threadIdx.x) s[threadIdx.x] = 1; y[threadIdx.x] = s[threadIdx.x];
 }
@@ -937,7 +938,7 @@ static void devices() {
   CHECK(fetch(x[1] + 4, 1)[0] == 2 * 2 + 4 * 3 && cuda_host.errors == 0, "%g, %s", fetch(x[1] + 4, 1)[0],
         cuda_host.message);
 
-  cuda_host.no_image = true;
+  cuda_host.no_image = cudaErrorNoKernelImageForDevice;
   cudaFuncAttributes a;
   CHECK(LUNACU_START(add_one, 1, 4, 0, stream[1], x[1]) == cudaErrorNoKernelImageForDevice &&
             cudaGetLastError() == cudaErrorNoKernelImageForDevice &&
@@ -946,7 +947,7 @@ static void devices() {
         "no code for this device");
   CHECK(cudaMemsetAsync(x[1], 0, 16, stream[1]) == cudaSuccess && cudaStreamSynchronize(stream[1]) == cudaSuccess,
         "a fill needs none");
-  cuda_host.no_image = false;
+  cuda_host.no_image = 0;
   for (int d = 0; d < 2; d++) {
     cudaFree(x[d]);
     cublasDestroy(handle[d]);
