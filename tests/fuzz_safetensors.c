@@ -249,7 +249,7 @@ static void same_logits(const luna_stream *a, const luna_stream *b, const float 
 /* a stream of the model and one of its file: the same bits, and the state of one is the other's */
 static void use_streams(luna_ctx *ctx, const luna_lm *model, const buffer *file) {
   const luna_stream_config config = {2, 1 + (int64_t)(chosen.random >> 8 & 1), chosen.isa,
-      (int64_t)(chosen.random >> 10 & 3)};
+      (int64_t)(chosen.random >> 10 & 3), chosen.random >> 12 & 1 ? LUNA_DTYPE_I8 : LUNA_DTYPE_F32};
   const char *wrong = NULL;
   example e;
   luna_stream *s = luna_stream_open(model, &config);
@@ -461,7 +461,7 @@ static void try_into_model(const uint8_t *bytes, size_t size) {
 
 /* ---- streams ---- */
 static void try_stream(const uint8_t *bytes, size_t size, bool is_lm) {
-  const luna_stream_config config = {2, 2, chosen.isa, (int64_t)(chosen.random >> 10 & 3)};
+  const luna_stream_config config = {2, 2, chosen.isa, (int64_t)(chosen.random >> 10 & 3), LUNA_DTYPE_F32};
   const char *wrong = NULL;
   const size_t need = luna_stream_size(bytes, size, &config, &wrong);
   HOLDS(need ? wrong && !*wrong : wrong && *wrong, "luna_stream_size: %.0f bytes and \"%s\"", (double)need,
@@ -500,7 +500,7 @@ static fixed *fixed_stream(int which) {
   static fixed streams[2];
   fixed *f = &streams[which];
   if (f->stream) return f;
-  const luna_stream_config config = {1, 2, LUNA_ISA_BEST, 0};
+  const luna_stream_config config = {1, 2, LUNA_ISA_BEST, 0, LUNA_DTYPE_F32};
   const char *wrong;
   f->file = lm_file(which);
   const size_t need = luna_stream_size(f->file.at, f->file.size, &config, &wrong);
