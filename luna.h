@@ -284,7 +284,7 @@ LUNA_API int luna_version(void);     /* LUNA_VERSION_NUMBER of the implementatio
   X(RESHAPE, BAD_ARGUMENT) X(SLICE_RANGE, BAD_ARGUMENT) X(PERMUTE_AXES, BAD_ARGUMENT) X(CONCAT_SHAPES, BAD_ARGUMENT) \
   X(NEW_AXIS, BAD_ARGUMENT) X(BROADCAST, BAD_ARGUMENT) X(CLAMP, BAD_ARGUMENT) X(MATMUL_AXES, BAD_ARGUMENT) \
   X(MATMUL_INNER, BAD_ARGUMENT) X(LABEL_RANGE, BAD_ARGUMENT) X(SMOOTHING, BAD_ARGUMENT) X(TARGET_RANGE, BAD_ARGUMENT) \
-  X(ROTARY_ODD, BAD_ARGUMENT) X(ROTARY_BASE, BAD_ARGUMENT) \
+  X(ROTARY_ODD, BAD_ARGUMENT) X(ROTARY_BASE, BAD_ARGUMENT) X(EPSILON, BAD_ARGUMENT) X(SPLIT, BAD_ARGUMENT) \
   X(LEVEL, BAD_ARGUMENT) X(LEVELS, BAD_ARGUMENT) X(PATTERNS, BAD_ARGUMENT) X(RAGGED_LENGTHS, BAD_ARGUMENT) \
   X(OFFSETS, BAD_ARGUMENT) X(OMEGA, BAD_ARGUMENT) X(NAME_LENGTH, BAD_ARGUMENT) X(NAME_RESERVED, BAD_ARGUMENT) \
   X(PARAM_EXISTS, BAD_ARGUMENT) X(SET_BORROWED, BAD_ARGUMENT) X(BORROW_DEVICE, MISMATCH) X(BORROW_ON_DEVICE, MISMATCH) \
@@ -549,6 +549,8 @@ LUNA_API luna_tensor *luna_transpose(luna_tensor *x, int axis, int other);      
 LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis);            /* up to 8 */
 /* up to 8 tensors of one shape, along a new axis */
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis);
+/* x in `count` equal parts along the axis, which go to parts; false, and null in each, when that fails */
+LUNA_API bool luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count);
 /* `before` and `after` more places along the axis, that hold `value` */
 LUNA_API luna_tensor *luna_pad(luna_tensor *x, int axis, int64_t before, int64_t after, float value);
 /* [...] -> [count, ...], copies along a new axis 0 */
@@ -618,6 +620,10 @@ LUNA_API luna_tensor *luna_log(luna_tensor *x);
 LUNA_API luna_tensor *luna_sqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_rsqrt(luna_tensor *x);
 LUNA_API luna_tensor *luna_abs(luna_tensor *x);
+LUNA_API luna_tensor *luna_sin(luna_tensor *x);
+LUNA_API luna_tensor *luna_cos(luna_tensor *x);
+/* x^exponent; NaN of a negative x where the exponent is no integer */
+LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent);
 LUNA_API luna_tensor *luna_activate(luna_tensor *x, luna_activation activation);
 /* over the last axis; lengths [axis 0] of real entries or null */
 LUNA_API luna_tensor *luna_softmax(luna_tensor *x, const int32_t *lengths);
@@ -634,10 +640,10 @@ LUNA_API luna_tensor *luna_detach(luna_tensor *x);                  /* the same 
    e mod 8 of Philox counter (e / 8, i, step) under key seed is below round(65536 p). The step counts begins, so that
    two have other masks: check gradients by differences without dropout. */
 LUNA_API luna_tensor *luna_dropout(luna_tensor *x, float probability);
-/* x / sqrt(mean of x^2 + 1e-5) over the last axis, times weight [last] or null */
-LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight);
-/* over the last axis, eps 1e-5; weight, bias [last] or null */
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias);
+/* x / sqrt(mean of x^2 + epsilon) over the last axis, times weight [last] or null; epsilon 0 is 1e-5 */
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float epsilon);
+/* over the last axis; weight, bias [last] or null; epsilon, of the variance, 0 is 1e-5 */
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, float epsilon);
 /* Rotary positions [arXiv 2104.09864], for queries and keys: x [batch,n,heads d_h] -> the same shape. Row t has
    position first + t, and in each head the pair (x_i, x_(i + d_h/2)) is turned by the angle position base^(-2i / d_h).
    d_h is even; base 0 is 10000. A sequence in pieces, each with its `first`, gives the bits of the whole. */
@@ -1885,6 +1891,7 @@ LUNA_API luna_status luna_profile_write(luna_ctx *ctx, luna_profile_format forma
   R(SOFTMAX, 1, LUNA_READS_OUT(0), false) \
   R(LOG_SOFTMAX, 2, LUNA_READS_OUT(0), false) \
   R(MASK, 1, 0, true) \
+  R(FUNCTION, 1, LUNA_READS_IN(0), false) \
   R(RATIO, 1, LUNA_READS_IN(0) | LUNA_READS_OUT(0), false) \
   R(DROPOUT, 1, 0, true) \
   R(LAYER_NORM, 1, LUNA_READS_IN(0) | LUNA_READS_IN(1), true) \
@@ -1916,6 +1923,8 @@ typedef enum luna_op_kind {
   LUNA_OP_COUNT
 } luna_op_kind;
 
+/* What a FUNCTION op computes of each number: the sine, the cosine, x^exponent. */
+typedef enum luna_function { LUNA_FUNCTION_SIN, LUNA_FUNCTION_COS, LUNA_FUNCTION_POW } luna_function;
 /* a memory that forgets: scores are held to within this of 0; a factor of all weights */
 #define LUNA_FORGET_SCORE 15
 #define LUNA_FORGET_SCALE 1.2664165549094176e-14 /* e^-32, which holds e^-15 .. e^(15 + LUNAI_CHUNK) in range */
@@ -1938,11 +1947,12 @@ typedef struct luna_op {
       int input;                     /* backward: the input whose gradient is being computed */
     } elementwise;
     struct { float factor; } scale;
+    struct { luna_function which; float exponent; } function;
     struct {                         /* reduce, max, cumsum: [outer, axis, inner]; factor 1, or 1/axis for the mean */
       int64_t outer, axis, inner;
       float factor;
     } reduce;
-    struct { bool rms; } norm;
+    struct { bool rms; float epsilon; } norm;
     struct { int64_t first; } sinusoids; /* the position of the result's first row */
     struct { int64_t heads, first; float base; } rotary;
     struct { int64_t width; float fill; } mask; /* floats a row; what masked rows become */
@@ -8872,6 +8882,8 @@ LUNAI_FN bool lunai_patterns_are_good(const luna_attention_pattern *patterns, in
   X(TARGET_RANGE, "%s: targets[%d] is %f, outside 0..1 (NaN is ignored)") \
   X(ROTARY_ODD, "%s: a head has %d numbers, which rotary positions turn in pairs: its size must be even") \
   X(ROTARY_BASE, "luna_rotary: base is %f; it is positive, or 0 for 10000") \
+  X(EPSILON, "%s: epsilon is %f; it is positive, or 0 for 1e-5") \
+  X(SPLIT, "luna_split: axis %d of %t has %d rows, which are not %d equal parts") \
   X(LEVEL, "%s: levels[%d] is %f; a quantile's level is between 0 and 1") \
   X(LEVELS, "%s: the last axis of values %t must have the size of levels, %d") \
   X(PATTERNS, "%s: %d patterns: there must be 1, heads, or batch * heads of them (batch %d, heads %d), " \
@@ -11557,6 +11569,31 @@ LUNAI_FN void lunai_mask_part(luna_op *op, bool back, int64_t first, int64_t las
 LUNAI_PART_OP(mask, op->in[0]->shape[0] * op->in[0]->shape[1], op->arg.mask.width)
 #define LUNAI_CPU_MASK LUNAI_CPU_REST(query_nothing, mask_forward, mask_backward, 0)
 
+/* --- sine, cosine, power: in double, one by one --- */
+/* the function or, when `slope`, its derivative */
+LUNAI_FN float lunai_function_at(const luna_op *op, float x, bool slope) {
+  const double p = (double)op->arg.function.exponent;
+  double sine, cosine;
+  if (op->arg.function.which == LUNA_FUNCTION_POW)
+    return (float)(!slope ? pow((double)x, p) : p != 0 ? p * pow((double)x, p - 1) : 0);
+  if (x < 1e9f && x > -1e9f) lunai_sine((double)x, &sine, &cosine);
+  else sine = sin((double)x), cosine = cos((double)x);
+  if (op->arg.function.which == LUNA_FUNCTION_SIN) return (float)(slope ? cosine : sine);
+  return (float)(slope ? -sine : cosine);
+}
+LUNAI_FN void lunai_function_body(luna_op *op, int64_t first, int64_t last) {
+  const float *x = op->in[0]->data;
+  float *y = op->out[0]->data;
+  for (int64_t i = first; i < last; i++) y[i] = lunai_function_at(op, x[i], false);
+}
+LUNAI_FN void lunai_function_back(luna_op *op, int64_t first, int64_t last) {
+  const float *x = op->in[0]->data, *dy = op->out[0]->grad;
+  float *dx = op->in[0]->grad;
+  for (int64_t i = first; i < last; i++) dx[i] += dy[i] * lunai_function_at(op, x[i], true);
+}
+LUNAI_SPLIT_OP(function, luna_count(op->out[0]), 16)
+#define LUNAI_CPU_FUNCTION LUNAI_CPU_REST(query_nothing, function_forward, function_backward, 0)
+
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 /* of a divisor that is 0, or so small that 1 / x is Inf, the numbers are divided one by one */
 LUNAI_FN float lunai_ratio_of(float x, float divisor) { return divisor == 0 ? 0 : x / divisor; }
@@ -12050,7 +12087,7 @@ LUNAI_FN lunai_layer_norm lunai_layer_norm_of(const luna_op *op, int64_t first, 
   lunai_layer_norm a;
   memset(&a, 0, sizeof a);
   a.rms = op->arg.norm.rms;
-  a.epsilon = LUNAI_NORM_EPSILON;
+  a.epsilon = op->arg.norm.epsilon;
   a.rows = last - first;
   a.n = n;
   a.x = lunai_offset(op->in[0]->data, first * n);
@@ -15381,6 +15418,20 @@ LUNA_API luna_tensor *luna_concat(luna_tensor *const *x, int count, int axis) {
   return lunai_finish(&s, x[0]->rank, shape);
 }
 
+LUNA_API bool luna_split(luna_tensor *x, int axis, luna_tensor **parts, int count) {
+  bool good = x != NULL;
+  for (int i = 0; i < count; i++) parts[i] = NULL;
+  if (good && (axis < 0 || axis >= x->rank))
+    return lunai_fail(x->ctx, LUNA_ERROR_AXIS, "luna_split", x, (int64_t)axis) != NULL;
+  if (good && (count < 1 || x->shape[axis] % count != 0))
+    return lunai_fail(x->ctx, LUNA_ERROR_SPLIT, (int64_t)axis, x, x->shape[axis], (int64_t)count) != NULL;
+  for (int i = 0; i < count && good; i++) {
+    const int64_t rows = x->shape[axis] / count;
+    good = (parts[i] = luna_slice(x, axis, i * rows, rows)) != NULL;
+  }
+  for (int i = 0; i < count && !good; i++) parts[i] = NULL;
+  return good;
+}
 LUNA_API luna_tensor *luna_stack(luna_tensor *const *x, int count, int axis) {
   luna_tensor *with[LUNA_MAX_INPUTS];
   int64_t shape[LUNA_MAX_RANK + 1];
@@ -16024,25 +16075,42 @@ LUNAI_FN luna_tensor *lunai_select(luna_tensor *x, const int32_t *keep, float fi
   return s.op.lengths ? lunai_finish_like(&s, x) : lunai_abandon(&s);
 }
 
+LUNAI_FN luna_tensor *lunai_function(luna_tensor *x, luna_function which, float exponent, const char *name) {
+  lunai_build s;
+  if (!lunai_start(&s, LUNA_OP_FUNCTION, name, &x, 1, 1)) return NULL;
+  s.op.arg.function.which = which;
+  s.op.arg.function.exponent = exponent;
+  return lunai_finish_like(&s, x);
+}
+LUNA_API luna_tensor *luna_sin(luna_tensor *x) { return lunai_function(x, LUNA_FUNCTION_SIN, 0, "luna_sin"); }
+LUNA_API luna_tensor *luna_cos(luna_tensor *x) { return lunai_function(x, LUNA_FUNCTION_COS, 0, "luna_cos"); }
+LUNA_API luna_tensor *luna_pow(luna_tensor *x, float exponent) {
+  return lunai_function(x, LUNA_FUNCTION_POW, exponent, "luna_pow");
+}
+
 LUNA_API luna_tensor *luna_ratio(luna_tensor *x) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_RATIO, "luna_ratio", &x, 1, 1) || !lunai_fits(&s, "x [...,N]")) return NULL;
   return lunai_finish_rows(&s, lunai_last(x) - 1);
 }
 
-LUNAI_FN luna_tensor *lunai_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, bool rms, const char *name) {
-  luna_tensor *const in[] = { x, weight, bias };
+LUNAI_FN luna_tensor *lunai_norm(luna_tensor *const in[3], float epsilon, bool rms, const char *name) {
   lunai_build s;
   if (!lunai_start(&s, LUNA_OP_LAYER_NORM, name, in, 1, 3) ||
       !lunai_fits(&s, "x [...,d] weight? [d] bias? [d]")) return NULL;
+  if (!(epsilon >= 0 && lunai_is_finite(epsilon)))
+    return lunai_fail(in[0]->ctx, LUNA_ERROR_EPSILON, name, (double)epsilon);
   s.op.arg.norm.rms = rms;
-  return lunai_finish_like(&s, x);
+  s.op.arg.norm.epsilon = epsilon > 0 ? epsilon : LUNAI_NORM_EPSILON;
+  return lunai_finish_like(&s, in[0]);
 }
-LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias) {
-  return lunai_norm(x, weight, bias, false, "luna_layer_norm");
+LUNA_API luna_tensor *luna_layer_norm(luna_tensor *x, luna_tensor *weight, luna_tensor *bias, float epsilon) {
+  luna_tensor *const in[] = { x, weight, bias };
+  return lunai_norm(in, epsilon, false, "luna_layer_norm");
 }
-LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight) {
-  return lunai_norm(x, weight, NULL, true, "luna_rms_norm");
+LUNA_API luna_tensor *luna_rms_norm(luna_tensor *x, luna_tensor *weight, float epsilon) {
+  luna_tensor *const in[] = { x, weight, NULL };
+  return lunai_norm(in, epsilon, true, "luna_rms_norm");
 }
 
 LUNA_API luna_tensor *luna_rotary(luna_tensor *x, int64_t heads, int64_t first, float base) {
@@ -16877,7 +16945,7 @@ LUNA_API luna_status luna_norm_layer_init(luna_norm_layer *layer, luna_params *p
 }
 LUNA_API luna_tensor *luna_norm_layer_forward(const luna_norm_layer *layer, luna_tensor *x) {
   if (!lunai_layer_made(x, layer ? layer->weight : NULL, "luna_norm_layer_forward")) return NULL;
-  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias) : luna_rms_norm(x, layer->weight);
+  return layer->bias ? luna_layer_norm(x, layer->weight, layer->bias, 0) : luna_rms_norm(x, layer->weight, 0);
 }
 
 LUNAI_FN int lunai_input_parts(luna_input_layer *layer, int64_t features, int64_t dim, luna_init init,

@@ -1276,6 +1276,32 @@ static luna_status lunacu_cumsum_backward(luna_op *op) {
   return lunacu_cumsum_run(op, op->out[0]->grad, op->in[0]->grad, true);
 }
 
+/* --- sine, cosine, power: the function or, times dy, its derivative --- */
+struct lunacu_curve {
+  const float *x, *dy;               /* dy null: the function */
+  luna_function which;
+  float exponent;
+  __device__ void at(int64_t i, float (&v)[1]) const {
+    const float a = x[i];
+    if (which == LUNA_FUNCTION_POW) {
+      const double p = exponent;
+      v[0] = (float)(!dy ? pow((double)a, p) : p != 0 ? p * pow((double)a, p - 1) : 0);
+    } else if (which == LUNA_FUNCTION_SIN) v[0] = dy ? cosf(a) : sinf(a);
+    else v[0] = dy ? -sinf(a) : cosf(a);
+    if (dy) v[0] *= dy[i];
+  }
+};
+static luna_status lunacu_function_forward(luna_op *op) {
+  const lunacu_curve f = {op->in[0]->data, NULL, op->arg.function.which, op->arg.function.exponent};
+  lunacu_map<1>(op, luna_count(op->out[0]), op->out[0]->data, false, false, f);
+  return lunacu_row_done(op);
+}
+static luna_status lunacu_function_backward(luna_op *op) {
+  const lunacu_curve f = {op->in[0]->data, op->out[0]->grad, op->arg.function.which, op->arg.function.exponent};
+  lunacu_map<1>(op, luna_count(op->out[0]), op->in[0]->grad, !lunacu_sets(op, 0), false, f);
+  return lunacu_row_done(op);
+}
+
 /* --- ratio: all but the last of each row divided by the last; 0 where that is 0 --- */
 __device__ __forceinline__ float lunacu_quotient(float x, float divisor) { /* as the CPU rounds it */
   const float inverse = 1 / divisor;
@@ -1819,10 +1845,9 @@ static luna_status lunacu_softmax_backward(luna_op *op) {
 
 /* --- layer norm: y = (x - mean) / deviation weight + bias; in x, weight, bias; kept: mean and 1/deviation of
    each row --- */
-#define LUNACU_NORM_EPSILON 1e-5f
 template <int W, int K> __global__ void __launch_bounds__(LUNACU_TEAM)
-lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *weight, const float *bias, float *y,
-                         float *kept) {
+lunacu_layer_norm_kernel(lunacu_teams t, bool rms, float epsilon, const float *x, const float *weight,
+                         const float *bias, float *y, float *kept) {
   LUNACU_SHARED(float, scratch, LUNACU_WARP);
   const int lane = threadIdx.x % t.team;
   LUNACU_EACH_ROW(t, first) {
@@ -1845,7 +1870,7 @@ lunacu_layer_norm_kernel(lunacu_teams t, bool rms, const float *x, const float *
     }
     const float off = rms ? 0 : lunacu_over_team<lunacu_sum>(t.team, sum, scratch) / (float)t.n,
         variance = lunacu_over_team<lunacu_sum>(t.team, squares, scratch) / (float)t.n - off * off;
-    const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + LUNACU_NORM_EPSILON);
+    const float r = 1 / sqrtf((variance < 0 ? 0 : variance) + epsilon);
     LUNACU_EACH_VECTOR(t, k, c) {
       if (c >= held.n) continue;
       held.get(k, c, v);
@@ -1955,8 +1980,8 @@ static luna_status lunacu_layer_norm_forward(luna_op *op) {
   const float *x = op->in[0]->data, *weight = lunacu_data(op, 1), *bias = lunacu_data(op, 2);
   float *y = op->out[0]->data;
   if (t.rows > 0)
-    LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms, x,
-                 weight, bias, y, (float *)op->kept);
+    LUNACU_TEAMS(lunacu_layer_norm_kernel, op, t, t.blocks(), lunacu_wide(t.n, x, weight, bias, y), op->arg.norm.rms,
+                 op->arg.norm.epsilon, x, weight, bias, y, (float *)op->kept);
   return lunacu_row_done(op);
 }
 static luna_status lunacu_layer_norm_backward(luna_op *op) {
@@ -5281,6 +5306,7 @@ struct lunacu_tables {               /* one a device and mode; luna.h tells them
         LUNACU_OP(ACTIVATION, nothing, activation, LUNA_SETS_GRAD(0))
         LUNACU_OP(SOFTMAX, nothing, softmax, LUNA_SETS_GRAD(0))
         LUNACU_OP(MASK, nothing, mask, LUNA_SETS_GRAD(0))
+        LUNACU_OP(FUNCTION, nothing, function, LUNA_SETS_GRAD(0))
         LUNACU_OP(RATIO, nothing, ratio, LUNA_SETS_GRAD(0))
         LUNACU_OP(DROPOUT, nothing, dropout, LUNA_SETS_GRAD(0) | LUNA_FORWARD_IN_PLACE)
         LUNACU_OP(LAYER_NORM, layer_norm, layer_norm, LUNA_SETS_GRAD(0))

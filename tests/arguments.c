@@ -960,12 +960,24 @@ static void case_luna_dropout(void) {
 static void case_luna_layer_norm(void) {
   const int64_t n = small();
   luna_tensor *x = tensor(3, small(), small(), n, 1);
-  got_tensor(luna_layer_norm(x, optional(1, n, 1, 1, 1), optional(1, n, 1, 1, 1)), x != NULL);
+  got_tensor(luna_layer_norm(x, optional(1, n, 1, 1, 1), optional(1, n, 1, 1, 1), 0), x != NULL);
 }
 static void case_luna_rms_norm(void) {
   const int64_t n = small();
   luna_tensor *x = tensor(3, small(), small(), n, 1);
-  got_tensor(luna_rms_norm(x, optional(1, n, 1, 1, 1)), x != NULL);
+  got_tensor(luna_rms_norm(x, optional(1, n, 1, 1, 1), 0), x != NULL);
+}
+static void case_luna_sin(void) { map(luna_sin); }
+static void case_luna_cos(void) { map(luna_cos); }
+static void case_luna_pow(void) {
+  luna_tensor *x = any_tensor();
+  got_tensor(luna_pow(x, real(1.5f)), x != NULL);
+}
+static void case_luna_split(void) {
+  const int count = (int)size(1 + pick(3));
+  luna_tensor *x = tensor(3, small(), product(count, small()), small(), 1), *parts[8];
+  const bool good = luna_split(x, number(1), parts, count < 0 ? 0 : count > 8 ? 8 : count);
+  got_tensor(good ? parts[0] : NULL, x != NULL);
 }
 static void case_luna_rotary(void) {
   const int64_t h = size(1 + pick(2));
@@ -2074,7 +2086,8 @@ static void case_luna_stream_error_id(void) {
   F(luna_rms_norm) F(luna_params_freeze) F(luna_optimizer_lr) F(luna_top_k) F(luna_argmax) F(luna_print) \
   F(luna_greater) F(luna_greater_equal) F(luna_where) F(luna_clamp) F(luna_add_scalar) F(luna_scale) F(luna_sum) \
   F(luna_mean) F(luna_max) F(luna_matmul) F(luna_linear) F(luna_feed_forward) F(luna_activate) F(luna_softmax) \
-  F(luna_mask) F(luna_ratio) F(luna_rotary) F(luna_rank_part) F(luna_rank_sum) F(luna_detach) F(luna_dropout) \
+  F(luna_mask) F(luna_ratio) F(luna_sin) F(luna_cos) F(luna_pow) F(luna_split) F(luna_rotary) F(luna_rank_part) \
+  F(luna_rank_sum) F(luna_detach) F(luna_dropout) \
   F(luna_layer_norm) F(luna_embedding) F(luna_cross_entropy) F(luna_softmax_attention) F(luna_causal_product) \
   F(luna_short_convolution) F(luna_pack) F(luna_unpack) F(luna_causal_nested_attention) F(luna_custom_op) \
   F(luna_custom_run) F(luna_params_ctx) F(luna_scope_begin_as) F(luna_profile_begin) F(luna_profile_end) \

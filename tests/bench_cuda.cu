@@ -304,11 +304,11 @@ static void norm_run(bench *b) {
   const int64_t shape[2] = {N, DIM}, one = 1;
   if (!b->training) {
     luna_begin_inference(b->ctx);
-    luna_layer_norm(b->x, b->weight, b->bias);
+    luna_layer_norm(b->x, b->weight, b->bias, 0);
     return;
   }
   luna_begin_step(b->ctx);
-  luna_backward(gate(b, luna_layer_norm(gate(b, b->p, 2, shape, true), b->weight, b->bias), 1, &one, false));
+  luna_backward(gate(b, luna_layer_norm(gate(b, b->p, 2, shape, true), b->weight, b->bias, 0), 1, &one, false));
 }
 static void norm_row(bool backward) {
   bench b = {};

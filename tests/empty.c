@@ -115,12 +115,15 @@ static void check_ops(int64_t b, int64_t n, int64_t d) {
   OP(luna_log_softmax(x));
   OP(luna_mask(x, zeros));
   OP(luna_ratio(x));
+  OP(luna_sin(x));
+  OP(luna_pow(x, 2));
+  OP((luna_split(luna_concat((luna_tensor *const[]){x, z}, 2, 1), 1, both, 2), both[1]));
   OP(luna_rotary(axes(3, b, n, 4, -1), 2, 3, 0));
   OP(luna_detach(x));
   OP(luna_dropout(x, 0.5f));
-  OP(luna_rms_norm(x, axes(3, d, -1, -1, -1)));
-  OP(luna_layer_norm(x, axes(3, d, -1, -1, -1), axes(4, d, -1, -1, -1)));
-  OP(luna_layer_norm(x, NULL, NULL));
+  OP(luna_rms_norm(x, axes(3, d, -1, -1, -1), 0));
+  OP(luna_layer_norm(x, axes(3, d, -1, -1, -1), axes(4, d, -1, -1, -1), 0));
+  OP(luna_layer_norm(x, NULL, NULL, 0));
   OP(luna_gather_rows(x, zeros, 0));
   OP(luna_gather_rows(x, zeros, 2));
   OP(luna_scatter_add_rows(x, zeros, rows(5, 0, n, d)));

@@ -306,12 +306,12 @@ static void op_layer_norm(trial *t, int v) {
   luna_tensor *x = v < 4 ? in3(t, 2, SIZE(3, 17), SIZE(5, 67)) : in2(t, SIZE(2, 5), v == 4 ? 1 : SIZE(6, 1031));
   const int64_t d = x ? x->shape[x->rank - 1] : 1;
   luna_tensor *weight = v == 0 || v == 1 || v >= 4 ? in1(t, d) : NULL;
-  give(t, luna_layer_norm(x, weight, v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL));
+  give(t, luna_layer_norm(x, weight, v == 0 || v == 2 || v >= 4 ? in1(t, d) : NULL, v == 1 ? 0.3f : 0));
 }
 static void op_rms_norm(trial *t, int v) {
   const int64_t d = v == 2 ? SIZE(6, 1031) : SIZE(5, 67);
   luna_tensor *x = in3(t, 2, SIZE(3, 17), d);
-  give(t, luna_rms_norm(v == 1 ? luna_scale(x, 2) : x, v ? in1(t, d) : NULL));
+  give(t, luna_rms_norm(v == 1 ? luna_scale(x, 2) : x, v ? in1(t, d) : NULL, 0));
 }
 static void op_gated(trial *t, int v) { /* GLU, SwiGLU; with dropout, a residual, recomputed */
   const int64_t in = SIZE(3, 33), hidden = SIZE(4, 45);
@@ -573,6 +573,16 @@ static void op_mask(trial *t, int v) {
 static void op_ratio(trial *t, int v) {
   luna_tensor *x = v ? in2(t, SIZE(4, 60), SIZE(5, 33)) : in4(t, 2, 2, SIZE(3, 30), SIZE(4, 18));
   give(t, luna_ratio(luna_activate(x, LUNA_ACTIVATION_SOFTPLUS))); /* away from division by 0 */
+}
+static void op_function(trial *t, int v) {
+  luna_tensor *x = in2(t, SIZE(3, 60), SIZE(4, 33));
+  give(t, v == 0 ? luna_sin(luna_scale(x, 3)) : v == 1 ? luna_cos(luna_scale(x, 3)) : v == 2 ? luna_pow(x, 3) :
+          luna_pow(luna_add_scalar(luna_abs(x), 1), -1.5f));
+}
+static void op_split(trial *t, int v) {
+  luna_tensor *x = in3(t, SIZE(2, 6), SIZE(4, 34), SIZE(6, 18)), *parts[2];
+  luna_split(x, v, parts, 2);
+  give(t, luna_mul(parts[0], parts[1]));
 }
 static void op_rotary(trial *t, int v) {
   luna_tensor *x = in3(t, 2, SIZE(4, 70), v ? SIZE(4, 36) : SIZE(6, 96));
@@ -912,6 +922,8 @@ static const op_case op_cases[] = {{"reshape", op_reshape, 3},
                                    {"soft_cross_entropy", op_soft_cross_entropy, 2},
                                    {"mask", op_mask, 2},
                                    {"ratio", op_ratio, 2},
+                                   {"function", op_function, 4},
+                                   {"split", op_split, 3},
                                    {"rotary", op_rotary, 2},
                                    {"recompute", op_recompute, 6},
                                    {"linear_layer", op_linear_layer, 1},

@@ -370,7 +370,7 @@ static void check_values_rows(luna_ctx *ctx) {
   ignore.ignore_index = 5;
   luna_tensor *t = luna_tensor_new(ctx, x, 2, shape);
   expect(ctx, "softmax with lengths", luna_softmax(t, lengths), soft, rows * n);
-  expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n)), norm,
+  expect(ctx, "layer norm", luna_layer_norm(t, luna_tensor_new(ctx, w, 1, &n), luna_tensor_new(ctx, b, 1, &n), 0), norm,
          rows * n);
   loss[0] = (float)unsmoothed;
   loss[1] = (float)smooth;
@@ -540,6 +540,30 @@ static void check_values_shapes(luna_ctx *ctx) {
   expect(ctx, "embedding", luna_embedding(luna_reshape(t, 2, (const int64_t[2]){2, 12}), tokens, 2, 2), y, 48);
 }
 
+/* beside libm's, NaN and Inf too; pow's gradient at 0; parts of an axis */
+static void check_functions(luna_ctx *ctx) {
+  static const float values[] = {0, -0.0f, 0.5f, -3, 100, -12345.678f, 3e8f, 2e9f, 1e38f, INFINITY, -INFINITY, NAN};
+  enum { COUNT = sizeof values / sizeof values[0] };
+  const int64_t shape[2] = {2, COUNT / 2};
+  luna_tensor *x = luna_tensor_new(ctx, values, 2, shape), *parts[3], *none[2] = {x, x};
+  luna_tensor *got[4] = {luna_sin(x), luna_cos(x), luna_pow(x, 2), luna_pow(x, -0.5f)};
+  for (int f = 0; f < 4; f++)
+    for (int i = 0; i < COUNT && CHECK(got[f] != NULL, "function %d: %s", f, luna_error(ctx)); i++) {
+      const double v = (double)values[i], want = f == 0 ? sin(v) : f == 1 ? cos(v) : pow(v, f == 2 ? 2 : -0.5);
+      const float y = got[f]->data[i];
+      CHECK(isnan(want) ? isnan(y) : (float)want == y || fabs((double)y - want) <= 1e-7 * fabs(want),
+            "function %d of %g is %.9g, not %.9g", f, v, (double)y, want);
+    }
+  CHECK(luna_split(x, 1, parts, 3) && parts[2]->shape[1] == COUNT / 6 && parts[1]->data[0] == values[COUNT / 6],
+        "three parts: %s", luna_error(ctx));
+  CHECK(!luna_split(x, 0, parts, 3) && !parts[0] && luna_error_id_of(ctx) == LUNA_ERROR_SPLIT, "2 rows are 3 parts");
+  luna_begin_inference(ctx);
+  CHECK(!luna_split(NULL, 0, none, 2) && !none[1], "parts of null");
+  x = luna_tensor_new(ctx, values, 1, &shape[0]);
+  CHECK(!luna_split(x, 1, none, 1) && luna_error_id_of(ctx) == LUNA_ERROR_AXIS, "parts along an axis that is not there");
+  luna_begin_inference(ctx);
+}
+
 /* by the equation, in double; and a sequence in two pieces has the bits of the whole */
 static void check_rotary(luna_ctx *ctx) {
   enum { B = 2, N = 150, H = 3, D = 6, WIDTH = H * D, FIRST = 90 };
@@ -570,6 +594,7 @@ static void check_values(luna_isa isa) {
   check_values_composed(ctx);
   check_values_broadcast(ctx);
   check_rotary(ctx);
+  check_functions(ctx);
   check_host_results(ctx);
   check_values_rows(ctx);
   check_values_products(ctx);
@@ -863,6 +888,8 @@ static void check_refusals_shapes(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_matmul(a, a, true, true), MATMUL_INNER);
   REFUSED(luna_matmul(v, a, false, false), MATMUL_AXES);
   REFUSED(luna_matmul(b, cube, true, false), MATMUL_AXES);
+  REFUSED(luna_layer_norm(a, NULL, NULL, -1), EPSILON);
+  REFUSED(luna_rms_norm(a, NULL, (float)NAN), EPSILON);
   REFUSED(luna_rotary(a, 1, 0, 0), SHAPES);
   REFUSED(luna_rotary(cube, 1, -1, 0), VALUE_RANGE);
   REFUSED(luna_rotary(cube, 1, 0, -1), ROTARY_BASE);
@@ -887,8 +914,8 @@ static void check_refusals_rows(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_dropout(a, 1), PROBABILITY);
   REFUSED(luna_dropout(a, -0.1f), PROBABILITY);
   REFUSED(luna_dropout(a, NAN), PROBABILITY);
-  REFUSED(luna_layer_norm(a, v, NULL), SHAPES);
-  REFUSED(luna_layer_norm(a, NULL, v), SHAPES);
+  REFUSED(luna_layer_norm(a, v, NULL, 0), SHAPES);
+  REFUSED(luna_layer_norm(a, NULL, v, 0), SHAPES);
   tokens[2] = 37;
   REFUSED(luna_embedding(a, tokens, 2, 2), ELEMENT_RANGE);
   tokens[2] = -1;
@@ -959,7 +986,7 @@ static void check_refusals_attention(luna_ctx *ctx, luna_params *params) {
   REFUSED(luna_causal_nested_attention(q, q, cube, q, NULL), SHAPES);
   REFUSED(luna_causal_nested_attention(q, q, q, q, &(luna_causal_nested_config){.heads = 5}), HEADS);
   REFUSED(luna_causal_nested_attention(q, q, q, q, &(luna_causal_nested_config){.omega = LUNA_ACTIVATION_GELU}), OMEGA);
-  REFUSED(luna_layer_norm(cube, d, a), SHAPES);
+  REFUSED(luna_layer_norm(cube, d, a, 0), SHAPES);
 }
 
 /* the sentence of shapes that do not fit: the argument's name, its shape, all shapes, and the axis that differs */
@@ -976,7 +1003,8 @@ static void check_sentences(luna_ctx *ctx, luna_params *params) {
        "residual? [...,o]\": the number of axes");
   said(ctx, luna_linear(x, luna_transpose(w, 0, 1), v), "luna_linear: weight [8,5] does not fit \"x [...,i] weight "
        "[o,i] bias? [o] residual? [...,o]\": its i is 5, that of x is 8");
-  said(ctx, luna_layer_norm(x, NULL, v), "luna_layer_norm: bias [5] does not fit \"x [...,d] weight? [d] bias? [d]\": "
+  said(ctx, luna_layer_norm(x, NULL, v, 0),
+       "luna_layer_norm: bias [5] does not fit \"x [...,d] weight? [d] bias? [d]\": "
        "its d is 5, that of x is 8");
   said(ctx, luna_ratio(luna_slice(none, 0, 0, 0)), "luna_ratio: x [0] does not fit \"x [...,N]\": N is at least 1");
   said(ctx, luna_feed_forward(luna_slice(x, 0, 0, 1), w, NULL, luna_transpose(w, 0, 1), NULL, &c),
@@ -1067,7 +1095,7 @@ static void check_sticky(luna_ctx *ctx, luna_params *params, refusal *r) {
         "a later error replaced the first: \"%s\"", luna_error(ctx));
   CHECK(r->logged == before + 2, "two failures were logged %d times", r->logged - before);
   CHECK(!luna_gelu(bad) && !luna_add(bad, a) && !luna_add(a, bad) &&
-        !luna_linear(luna_layer_norm(bad, NULL, NULL), a, NULL) &&
+        !luna_linear(luna_layer_norm(bad, NULL, NULL, 0), a, NULL) &&
             !luna_reshape(bad, 0, NULL) && !luna_softmax_attention(a, bad, b, NULL) && !luna_require_grad(bad) &&
             !luna_cross_entropy(bad, NULL, NULL) && !luna_slice(bad, 0, 0, 1),
         "an op gives something for a null input");

@@ -39,7 +39,7 @@ static luna_tensor *squares(void) { return matrix(); }
 static luna_tensor *add(void) { return luna_add(matrix(), vector()); }
 static luna_tensor *dropout(void) { return luna_dropout(matrix(), 0.1f); }
 static luna_tensor *gelu(void) { return luna_activate(matrix(), LUNA_ACTIVATION_GELU); }
-static luna_tensor *norm(void) { return luna_layer_norm(matrix(), vector(), vector()); }
+static luna_tensor *norm(void) { return luna_layer_norm(matrix(), vector(), vector(), 0); }
 static luna_tensor *linear(void) { return luna_linear(matrix(), tensor(2, DIM, DIM, 0, 0), vector()); }
 static luna_tensor *convolution(void) {
   return luna_short_convolution(rows(4, ROWS / 4), tensor(2, DIM, 4, 0, 0), vector());

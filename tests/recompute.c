@@ -196,7 +196,7 @@ static luna_tensor *overlapping(luna_tensor *w, bool scoped) {
 }
 static luna_tensor *cheap_result(luna_tensor *w, bool scoped) {
   const luna_scope outer = luna_scope_begin(w->ctx), inner = luna_scope_recompute(w->ctx);
-  luna_tensor *x = luna_layer_norm(luna_scale(w, 2), NULL, NULL), *y;
+  luna_tensor *x = luna_layer_norm(luna_scale(w, 2), NULL, NULL, 0), *y;
   if (scoped) x = luna_scope_end(inner, &x, 1);
   y = luna_matmul(x, x, false, false);
   for (int i = 0; i < 4; i++) y = luna_softmax(luna_matmul(y, x, false, false), NULL);

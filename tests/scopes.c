@@ -178,7 +178,7 @@ static void check_released_input(void) {
 /* Training: what backward reads stays or is computed again; gradients are those without scopes, bit for bit */
 static luna_tensor *block(luna_tensor *x, luna_tensor *w, bool scoped) {
   const luna_scope scope = luna_scope_begin(x->ctx);
-  luna_tensor *y = luna_gelu(luna_linear(luna_layer_norm(x, NULL, NULL), w, NULL));
+  luna_tensor *y = luna_gelu(luna_linear(luna_layer_norm(x, NULL, NULL, 0), w, NULL));
   y = luna_add(x, luna_dropout(luna_linear(luna_relu(luna_scale(y, 0.5f)), w, NULL), 0.2f));
   return scoped ? luna_scope_end(scope, &y, 1) : y;
 }
@@ -193,7 +193,7 @@ static size_t train(bool scoped, bool recomputed, float *gradient) {
   for (int i = 0; i < 6; i++) {
     const luna_scope scope = luna_scope_begin(ctx);
     x = block(x, w, scoped);
-    if (recomputed) x = luna_layer_norm(x, NULL, NULL);
+    if (recomputed) x = luna_layer_norm(x, NULL, NULL, 0);
     if (scoped) x = luna_scope_end(scope, &x, 1);
   }
   loss = common_loss(x, 9);
@@ -248,7 +248,7 @@ static size_t in_place_peak(luna_op_kind kind, int without) {
   if (kind == LUNA_OP_FEED_FORWARD) {
     c.residual = y = luna_scale(x, 2);
     y = luna_feed_forward(y, x, NULL, x, NULL, &c);
-  } else if (kind == LUNA_OP_LAYER_NORM) y = luna_layer_norm(luna_mul(x, x), NULL, NULL);
+  } else if (kind == LUNA_OP_LAYER_NORM) y = luna_layer_norm(luna_mul(x, x), NULL, NULL, 0);
   else {                             /* computed again when its gradient is there, and little else will be */
     const luna_scope scope = luna_scope_begin(ctx);
     luna_tensor *part = in_place_part(kind, x);

@@ -130,7 +130,7 @@ static luna_tensor *compressive_look(const compressive *a, const luna_attention_
   memset(&c, 0, sizeof c);
   c.heads = a->base.heads;
   c.lengths = keys;
-  if (call->norm) m = luna_layer_norm(m, luna_detach(call->norm->weight), luna_detach(call->norm->bias));
+  if (call->norm) m = luna_layer_norm(m, luna_detach(call->norm->weight), luna_detach(call->norm->bias), 0);
   return luna_softmax_attention(luna_detach(q), luna_linear(m, luna_detach(a->proj.k), NULL),
                                 luna_linear(m, luna_detach(a->proj.v), NULL), &c);
 }

@@ -414,12 +414,12 @@ int EXPORT(page_follow)(void) {
   if (!ctx || luna_begin_inference(ctx) != LUNA_OK) return fail("There is no memory for the equations.");
   luna_tensor *x = luna_tensor_new(ctx, eq.x[0], 3, x_shape), *p = luna_tensor_new(ctx, eq.p[0], 3, p_shape);
   luna_tensor *y_p = luna_softmax_attention(p, x, x, NULL), *y_x = luna_softmax_attention(x, y_p, y_p, NULL);
-  luna_tensor *x_a = luna_layer_norm(luna_add(y_x, x), NULL, NULL);
+  luna_tensor *x_a = luna_layer_norm(luna_add(y_x, x), NULL, NULL, 0);
   luna_tensor *z = luna_softplus2(luna_scale(luna_matmul(x, p, false, true), 1 / sqrtf(DIM)));
   luna_read(weights(p, x), eq.pack[0]), luna_read(y_p, eq.y_p[0]);
   luna_read(weights(x, y_p), eq.unpack[0]), luna_read(y_x, eq.y_x[0]), luna_read(x_a, eq.x_a[0]);
-  luna_read(luna_layer_norm(luna_add(y_p, p), NULL, NULL), eq.next_p[0]);
-  luna_read(luna_layer_norm(luna_add(luna_relu(x_a), x_a), NULL, NULL), eq.next_x[0]);
+  luna_read(luna_layer_norm(luna_add(y_p, p), NULL, NULL, 0), eq.next_p[0]);
+  luna_read(luna_layer_norm(luna_add(luna_relu(x_a), x_a), NULL, NULL, 0), eq.next_x[0]);
   luna_read(z, eq.z[0]), luna_read(luna_causal_product(x, x, z, 1), eq.f[0]);
   for (int t = 0; t < TOKENS; t++)
     for (int i = 0; i < DIM; i++)
