@@ -19273,6 +19273,7 @@ LUNA_API luna_status luna_optimizer_swap_average(luna_optimizer *o) {
   const size_t room = LUNA_UPDATE_PIECE * sizeof(float);
   if (!lunai_step(ctx, room, true, &scratch)) return lunai_fail_memory(ctx, name, room);
   luna_status status = ctx->open_status;
+  ctx->writes++;
   for (const lunai_trained *t = o->trained; t < o->trained + o->size && !ctx->options.measure; t++)
     for (int64_t at = 0; t->averaged && at < luna_count(t->tensor) && status == LUNA_OK; at += LUNA_UPDATE_PIECE) {
       const size_t bytes = (size_t)lunai_min(luna_count(t->tensor) - at, LUNA_UPDATE_PIECE) * sizeof(float);

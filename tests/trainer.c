@@ -1275,6 +1275,43 @@ static void check_average_rest(void) {
   free(values[0]), free(values[1]);
 }
 
+#ifndef LUNA_NO_INT8
+static void check_average_int8(void) { /* a copy of the weights in 8 bits is made again */
+  const int64_t shape[2] = {16, 32};
+  luna_optimizer_config c = {0};
+  luna_options options = {0};
+  float ones[32], y[16], w[16 * 32];
+  options.threads = 1, options.weights = LUNA_DTYPE_I8;
+  c.lr = 0.4f, c.average = 0.9f;
+  luna_ctx *ctx = luna_open(&options);
+  luna_params *params = luna_params_open(ctx);
+  luna_tensor *weight = luna_param(params, "w.weight", 2, shape, init_of(LUNA_INIT_NORMAL, 1));
+  luna_optimizer *o = luna_sgd(params, &c);
+  for (int i = 0; i < 32; i++) ones[i] = 1;
+  for (int step = 0; step < 3; step++) {
+    luna_begin_step(ctx);
+    luna_backward(luna_sum(luna_sum(luna_mul(weight, weight), 1), 0));
+    CHECK(luna_optimizer_step(o) == LUNA_OK, "%s", luna_error(ctx));
+  }
+  for (int swap = 0; swap < 2; swap++) {
+    double off = 0, size = 0;
+    if (swap) luna_optimizer_swap_average(o);
+    luna_begin_inference(ctx);
+    luna_tensor *product = luna_linear(luna_tensor_new(ctx, ones, 2, (int64_t[]){1, 32}), weight, NULL);
+    CHECK(luna_read(product, y) == LUNA_OK && luna_read(weight, w) == LUNA_OK, "%s", luna_error(ctx));
+    for (int r = 0; r < 16; r++) {
+      double sum = 0;
+      for (int i = 0; i < 32; i++) sum += (double)w[32 * r + i];
+      off += ((double)y[r] - sum) * ((double)y[r] - sum), size += sum * sum;
+    }
+    CHECK(off < 0.003 * size, "weights in 8 bits are off by %.3g, swapped %d times", sqrt(off / size), swap);
+  }
+  luna_close(ctx);
+}
+#else
+static void check_average_int8(void) {}
+#endif
+
 /* ---- gradients clipped by themselves ---- */
 static void check_clip(void) {
   static const float max[4] = {0, 1e9f, 0.5f, 0.5f};
@@ -1342,6 +1379,7 @@ int main(void) {
   check_accumulation();
   check_average(LUNA_OPTIMIZER_SGD), check_average(LUNA_OPTIMIZER_ADAMW), check_average(LUNA_OPTIMIZER_APOLLO);
   check_average_rest();
+  check_average_int8();
   check_clip();
   return test_report("trainer");
 }
